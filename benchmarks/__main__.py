@@ -22,6 +22,7 @@ from benchmarks import (
     on_gpu,
     preparing,
     same_accuracy,
+    startup,
     storage,
     training,
     whole_run,
@@ -40,6 +41,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "input-later": examples.later_epochs,
     "prepare": preparing.preparing,
     "run": whole_run.whole_run,
+    "startup": startup.startup,
     "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
@@ -51,7 +53,15 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
-WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation", "tables"}
+WITHOUT_MNIST = {
+    "run",
+    "startup",
+    "memory",
+    "files",
+    "checkpoints",
+    "evaluation",
+    "tables",
+}
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ VARIABLES: Mapping[str, Form] = {
     "FLOTILLA_STOPPING": _TEXT,
     "FLOTILLA_REPLAY": _TEXT,
     "FLOTILLA_PARENT": _PROCESS,
+    "FLOTILLA_FORK_SERVER": _NAME,
     "FLOTILLA_HEARTBEAT": (
         "DESCRIPTOR:SECONDS",
         re.compile(r"[0-9]{1,9}:[0-9]{1,9}(\.[0-9]+)?").fullmatch,

@@ -10,13 +10,14 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-
-from kfp import local
+from typing import Any
 
 from components.records.record import STOPPING
-from pipelines.training import PIPELINES
+from pipelines.forked_steps import KFP_RUNTIME, forking
 from trainer import events
 from trainer.cluster import signals
 
@@ -36,13 +37,32 @@ def main() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    with forking(folder, name) as fork_steps:
+        # Meanwhile the fork server loads its modules.
+        _load_kfp_without_client()
+        fork_steps()
+        _run(name, folder, arguments)
+    events.emit(events.RunEnd())
+
+
+def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
+    from kfp import local  # noqa: PLC0415
+
+    from pipelines.training import PIPELINES  # noqa: PLC0415
+
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=str(folder / "kfp"),
         raise_on_error=True,
     )
     PIPELINES[name](**arguments)
-    events.emit(events.RunEnd())
+
+
+def _load_kfp_without_client() -> None:
+    """Import the package alone: its client, and that of Kubernetes, take most of its import."""
+    os.environ[KFP_RUNTIME] = "true"
+    import_module("kfp")
+    del os.environ[KFP_RUNTIME]
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:

@@ -40,7 +40,6 @@ SAME_ROLE = {
 # Small files with one importer, and why they are files.
 ALONE = {
     "pipelines/doctor/fit.py": "the one check that takes seconds, which tests replace",
-    "pipelines/runs/local_child.py": "the program of the child process of a local run",
     "trainer/cluster/rejoin.py": "settings of gRPC, which have nothing to do with a role",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
     "trainer/models/recurrent.py": "models of sequences, beside those of tables and images",

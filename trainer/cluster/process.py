@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 
 from trainer import events, user_code
 from trainer.cluster import lease, liveness, signals, termination
+from trainer.cluster.forks import forked
+from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
 from trainer.errors import RETRYABLE, UserError
@@ -85,6 +86,13 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
 
 # TensorFlow imports Keras 3 at once, and Keras 2 only when it is used: never, in a server.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
+#: What each kind of task imports with TensorFlow: a fork server has loaded it already.
+MODULES = {
+    "server": "trainer.training.server",
+    "chief": "trainer.training.chief",
+    "worker": "trainer.training.chief",
+    "evaluator": "trainer.training.evaluator",
+}
 CONFIG = "config.json"
 LOG = "log.txt"
 # A file in the evaluator's folder: training is over.
@@ -137,12 +145,12 @@ class TaskProcess:
         self._cluster = cluster
         leads = topology_of(job.config.training.strategy).leads(task)
         self._serves = task.role != "evaluator" and not leads
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._started: forked.Process | None = None
         self._killed: End | None = None
         self.started_at = 0.0
         self.heartbeat = -1
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> forked.Process:
         """Start the process; its output is appended to the log of its folder.
 
         Its heartbeats come from the descriptor `heartbeat`, which the caller has to close.
@@ -160,33 +168,33 @@ class TaskProcess:
         self._killed = None
         self.started_at = time.monotonic()
         self.heartbeat, beats = os.pipe()
+        beats = forked.high(beats)
         own = liveness.heartbeat_environment(beats, self._job.config.training.stall_timeout)
         with output, os.fdopen(beats, "wb"):
-            self._popen = subprocess.Popen(
-                self._command(),
-                cwd=self.folder,
-                env={**self._environment(), **own},
-                pass_fds=(beats,),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Its own session: a Ctrl-C of the terminal goes to the launcher alone.
-                start_new_session=True,
+            wanted = Request(
+                command=self._command(),
+                loaded=self._loads(),
+                folder=str(self.folder),
+                environment={**self._environment(), **own},
+                # A Ctrl-C of the terminal goes to the launcher alone.
+                own_session=True,
+                descriptors=(beats,),
             )
+            self._started = forked.started(wanted, output.fileno())
         if self._serves:
-            pin_to_cores(self._popen.pid, self._cluster, self.task)
-        return self._popen
+            pin_to_cores(self._started.pid, self._cluster, self.task)
+        return self._started
 
     def terminate(self) -> None:
         """Send SIGTERM, if it runs."""
-        if self._popen and self._popen.poll() is None:
-            self._popen.send_signal(signal.SIGTERM)
+        if self._started and self._started.poll() is None:
+            self._started.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL, and wait for its end."""
-        if self._popen:
-            self._popen.kill()
-            self._popen.wait()
+        if self._started:
+            self._started.kill()
+            self._started.wait()
 
     def kill_stalled(self, seconds: float) -> None:
         """Kill it because it sent no heartbeat for `seconds`."""
@@ -199,13 +207,13 @@ class TaskProcess:
         self._kill_because(End(code=-signal.SIGKILL, why=why, planned=True))
 
     def _kill_because(self, end: End) -> None:
-        if self._popen and self._popen.poll() is None:
+        if self._started and self._started.poll() is None:
             self._killed = end
-            self._popen.kill()
+            self._started.kill()
 
     def end(self) -> End:
         """Return how it ended, once it has."""
-        code = self._popen.returncode if self._popen else 0
+        code = (self._started.poll() if self._started else 0) or 0
         if self._killed and code == self._killed.code:
             return self._killed
         return End(code=code)
@@ -213,7 +221,8 @@ class TaskProcess:
     def resident_bytes(self) -> int:
         """Return its resident memory; 0 where the system has no `/proc`."""
         try:
-            text = Path(f"/proc/{self._popen.pid if self._popen else 0}/statm").read_text("ascii")
+            pid = self._started.pid if self._started else 0
+            text = Path(f"/proc/{pid}/statm").read_text("ascii")
         except OSError:
             return 0
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -235,6 +244,13 @@ class TaskProcess:
 
     def _command(self) -> list[str]:
         return task_command(self._job, self.folder / CONFIG, self.folder)
+
+    def _loads(self) -> str:
+        """Return the module whose import takes most of its start; empty for a process anew."""
+        if self._job.config.cluster.in_process:
+            # A debugger attaches to the processes that are started under it.
+            return ""
+        return MODULES["server" if self._serves else self.task.role]
 
     def _environment(self) -> dict[str, str]:
         return {

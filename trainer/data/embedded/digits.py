@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
-from sklearn.datasets import load_digits
 
 TRAINING = 1437
 # Not the seed of the configuration: train and test have to be the same in every run.
@@ -34,6 +33,9 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager
+        # It is not needed to find a dataset that is published.
+        from sklearn.datasets import load_digits  # noqa: PLC0415
+
         source = load_digits()
         order = np.random.RandomState(SEED).permutation(len(source.target))
         # The source counts 0 to 16.

@@ -1,0 +1,95 @@
+"""What it costs until the process of a step or of a training task begins its work: its imports.
+
+By processor time, which other programs of the machine hardly change.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from benchmarks.comparisons import Comparison
+from components.table import STEPS
+from trainer.cluster.process import MODULES
+
+ROUNDS = 3
+_STEP = ("kfp.dsl.executor_main", "trainer.optional_packages")
+# What a step loads in its body, in every run that finds its dataset prepared.
+_BODIES = {
+    "prepare_data": ("trainer.data.prepare", "trainer.data.embedded.digits"),
+    "validate_data": ("trainer.data_gate.validate",),
+    "evaluate_model": ("trainer.evaluation.evaluate",),
+    "export_model": ("trainer.export.export",),
+}
+#: The modules that the process of each step and of each task loads, by its name.
+PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **{
+            step.name: (*_STEP, f"components.{step.name}", *_BODIES.get(step.name, ()))
+            for step in STEPS
+        },
+        **{f"task: {role}": ("trainer.__main__", module) for role, module in MODULES.items()},
+    }
+)
+#: Sum of all, in imports of TensorFlow.
+AT_MOST = 5.5
+_PROGRAM = """
+import importlib, os, sys
+from trainer import optional_packages
+optional_packages.leave_out()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(len(sys.modules))
+"""
+
+
+def startup() -> Comparison:
+    """Processor seconds of the imports of all steps and tasks, over one import of TensorFlow."""
+    rounds: list[float] = []
+    table: dict[str, list[float]] = {name: [] for name in PROCESSES}
+    modules = {name: loaded(name)[1] for name in PROCESSES}
+    for _ in range(ROUNDS):
+        total = 0.0
+        for name in PROCESSES:
+            ratio = loaded(name)[0] / tensorflow()
+            table[name].append(ratio)
+            total += ratio
+        rounds.append(total)
+    return Comparison(
+        name="imports of all steps and tasks: CPU seconds, over one import of TensorFlow",
+        rounds=tuple(rounds),
+        at_most=AT_MOST,
+        more={
+            name: {"imports of TensorFlow": round(sorted(each)[ROUNDS // 2], 2),
+                   "modules": modules[name]}
+            for name, each in table.items()
+        },
+    )  # fmt: skip
+
+
+def loaded(name: str) -> tuple[float, int]:
+    """Return the processor seconds and the number of modules of a process of `PROCESSES`."""
+    own = {"TF_USE_LEGACY_KERAS": "1"} if name == "task: server" else {}
+    return _seconds([sys.executable, "-c", _PROGRAM, *PROCESSES[name]], own)
+
+
+def tensorflow() -> float:
+    """Return the processor seconds of `import tensorflow`."""
+    return _seconds([sys.executable, "-c", "import tensorflow; print(0)"], {})[0]
+
+
+def _seconds(command: list[str], own: Mapping[str, str]) -> tuple[float, int]:
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "_KFP_RUNTIME": "true", **own}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[3:])}: exit code {process.returncode}")
+    return used.ru_utime + used.ru_stime, int(said.split()[-1])

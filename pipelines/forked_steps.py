@@ -1,0 +1,183 @@
+"""The steps of a run on this machine as processes that are forked, in place of new ones.
+
+KFP's runner starts a shell and a Python for each step, which imports KFP, Flotilla and, for some,
+TensorFlow. Here a fork server does all of that once for a run, while the first steps work; see
+`trainer.cluster.forks.fork_server`. Where none can be forked the runner works as it always does.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from glob import glob
+from pathlib import Path
+
+from components.table import STEPS, step_of
+from trainer.cluster import signals
+from trainer.cluster.forks import fork_server, forked
+from trainer.cluster.forks.fork_request import Request
+from trainer.cluster.process import MODULES
+
+# What KFP's runner puts between the command and the source of a step.
+_SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
+_EXECUTOR = "kfp.dsl.executor_main"
+_AT_ONCE = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
+_OF_STEPS = {
+    "evaluate_model": "trainer.evaluation.evaluate",
+    "export_model": "trainer.export.export",
+    # Where it compares the model with a champion that the gate has not seen.
+    "register_model": "trainer.evaluation.evaluate",
+}
+#: KFP looks at it when it is imported: it loads what a running step needs, and no more.
+KFP_RUNTIME = "_KFP_RUNTIME"
+# In the order in which a run needs them.
+_LATER = ("tensorflow", *dict.fromkeys(MODULES.values()), *dict.fromkeys(_OF_STEPS.values()))
+_GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
+_SECONDS_TO_END = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Addresses:
+    """Addresses of the two servers of a run; `tensorflow` is empty where none has loaded it."""
+
+    steps: str
+    tensorflow: str
+
+
+@contextmanager
+def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
+    """Start a fork server for this block, where that is possible.
+
+    Yields what lets KFP's runner fork the steps, once it is loaded.
+
+    Args:
+        folder: of the run, which is on the command line of each of its processes.
+        pipeline: a name of `pipelines.training.PIPELINES`.
+    """
+    asked = os.environ.pop(forked.VARIABLE, "")
+    if asked == forked.NONE or not _is_possible():
+        yield lambda: None
+        return
+    steps = [f"components.{step.name}" for step in STEPS]
+    # A copy of a process that has seen a GPU cannot use it.
+    later = pipeline != "prepare" and not any(map(glob, _GPUS))
+    name = f"flotilla-{secrets.token_hex(8)}"
+    addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
+    with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):
+        if later:
+            os.environ[forked.VARIABLE] = addresses.tensorflow
+        try:
+            yield partial(_fork_steps, addresses)
+        finally:
+            os.environ.pop(forked.VARIABLE, None)
+
+
+def _fork_steps(addresses: _Addresses) -> None:
+    # It takes a second to load, in which the server starts.
+    from kfp.local import subprocess_task_handler  # noqa: PLC0415
+
+    as_ever = subprocess_task_handler.run_local_subprocess
+
+    def run(full_command: list[str], env_vars: Mapping[str, str] | None = None) -> int:
+        code = _forked(addresses, full_command, env_vars or {})
+        return as_ever(full_command, env_vars) if code is None else code
+
+    subprocess_task_handler.run_local_subprocess = run
+
+
+def _is_possible() -> bool:
+    # What watches the calls of this process, as a debugger does, would not watch those of a copy.
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and sys.gettrace() is None
+
+
+@contextmanager
+def _server(
+    folder: Path, addresses: _Addresses, at_once: Sequence[str], later: Sequence[str]
+) -> Iterator[None]:
+    with ExitStack() as sockets:
+        listeners = [
+            sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            for _ in range(2)
+        ]
+        for listener, name in zip(
+            listeners, (addresses.steps, f"{addresses.steps}.tf"), strict=True
+        ):
+            listener.bind(f"\0{name}")
+            listener.listen(fork_server.BACKLOG)
+        numbers = [listener.fileno() for listener in listeners]
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", fork_server.__name__, str(folder), ":".join(map(str, numbers)),
+                ",".join(at_once), ",".join(later),
+            ],
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            pass_fds=numbers,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        # As tasks have them; some are read when TensorFlow is loaded.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
+        **os.environ,
+        **signals.parent_environment(),
+        "GRPC_FAIL_FAST": "use_caller",
+        KFP_RUNTIME: "true",
+    }
+
+
+def _forked(
+    addresses: _Addresses, full_command: Sequence[str], env_vars: Mapping[str, str]
+) -> int | None:
+    """Run a step in a forked process; return its exit code, None where it could not be forked."""
+    if len(full_command) <= _ARGUMENTS or _EXECUTOR not in full_command[_SHELL]:
+        return None
+    arguments = list(full_command[_ARGUMENTS:])
+    name = arguments[arguments.index("--function_to_execute") + 1]
+    module = _OF_STEPS.get(name, "")
+    address = addresses.tensorflow if module else addresses.steps
+    if not address:
+        return None
+    source = Path(tempfile.mkdtemp(), "ephemeral_component.py")
+    source.write_text(full_command[_SOURCE], encoding="utf-8")
+    command = ["python3", "-m", _EXECUTOR, "--component_module_path", str(source), *arguments]
+    wanted = Request(
+        command=command,
+        loaded=module or f"components.{step_of(name).name}",
+        folder=os.getcwd(),
+        environment={**os.environ, **env_vars, KFP_RUNTIME: "true"},
+    )
+    reader, writer = os.pipe()
+    try:
+        process = forked.fork(address, wanted, writer)
+    finally:
+        os.close(writer)
+    with open(reader, encoding="utf-8", errors="replace") as lines:
+        if process is None:
+            return None
+        # The runner has patched it: it indents what a step says.
+        for line in lines:
+            builtins.print(line, end="")  # noqa: T201
+    builtins.print("\n")  # noqa: T201
+    return process.wait()

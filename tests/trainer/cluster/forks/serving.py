@@ -1,0 +1,108 @@
+"""A fork server for tests, and what is asked of it."""
+
+import json
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from trainer.cluster import signals
+from trainer.cluster.forks import fork_server, forked
+from trainer.cluster.forks.fork_request import Request
+
+SECONDS = 60
+PROGRAM = "tests.trainer.cluster.forks.program"
+LOADED = "json"
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """A server: its process, and the addresses of both that serve."""
+
+    process: subprocess.Popen
+    first: str
+    second: str
+
+
+@contextmanager
+def serving(folder, at_once=LOADED, later="", **environment):
+    """Start a server, and end it at the end of the block."""
+    name = f"test-{secrets.token_hex(8)}"
+    sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
+    for each, address in zip(sockets, (name, f"{name}.tf"), strict=True):
+        each.bind(f"\0{address}")
+        each.listen(fork_server.BACKLOG)
+    numbers = [each.fileno() for each in sockets]
+    names = ":".join(map(str, numbers))
+    process = subprocess.Popen(
+        [sys.executable, "-m", fork_server.__name__, str(folder), names, at_once, later],
+        env={
+            **os.environ,
+            **signals.parent_environment(),
+            **environment,
+        },
+        stdin=subprocess.PIPE,
+        pass_fds=numbers,
+    )
+    for each in sockets:
+        each.close()
+    try:
+        yield Serving(process=process, first=name, second=f"{name}.tf")
+    finally:
+        process.stdin.close()
+        process.wait(SECONDS)
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """A process that was asked for, what it says, and what ends it."""
+
+    folder: str
+    loaded: str = LOADED
+    arguments: tuple = ()
+    environment: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._read, self._write = os.pipe()
+        self.output, self._output = os.pipe()
+        number = forked.high(self._read)
+        self.wanted = Request(
+            command=[sys.executable, "-m", PROGRAM, str(number), *self.arguments],
+            loaded=self.loaded,
+            folder=str(self.folder),
+            environment={**os.environ, **self.environment},
+            own_session=True,
+            descriptors=(number,),
+        )
+        self._read = number
+
+    @contextmanager
+    def descriptors(self):
+        """Close what only the process needs."""
+        try:
+            yield self._output
+        finally:
+            os.close(self._output)
+            os.close(self._read)
+
+    def fork(self, address):
+        with self.descriptors() as output:
+            return forked.fork(address, self.wanted, output)
+
+    def says(self):
+        """Return what it says, once it runs."""
+        with os.fdopen(self.output) as lines:
+            return json.loads(lines.readline())
+
+    def end(self, code):
+        os.write(self._write, bytes([code]))
+        os.close(self._write)
+
+
+def has_ended(descriptor):
+    """Wait for the end of the process of a descriptor."""
+    return bool(select.select([descriptor], [], [], SECONDS)[0])

@@ -1,0 +1,115 @@
+import os
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
+from trainer.cluster.forks import fork_request
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def server(tmp_path):
+    with serving(tmp_path) as found:
+        yield found
+
+
+def test_a_copy_is_as_if_it_was_started_anew(server, tmp_path):
+    asked = Asked(folder=tmp_path, arguments=("a b", ""), environment={"OWN": "1"})
+    process = asked.fork(server.first)
+    said = asked.says()
+    seen = psutil.Process(process.pid)
+    assert said["arguments"] == asked.wanted.command[3:]
+    assert said["environment"] == asked.wanted.environment
+    assert said["folder"] == str(tmp_path)
+    assert said["session"]
+    assert seen.cmdline() == asked.wanted.command
+    assert seen.ppid() == server.process.pid
+    assert process.poll() is None
+    asked.end(7)
+    assert process.wait(SECONDS) == process.poll() == 7
+
+
+def test_the_interrupt_of_a_run_ends_the_copy_and_not_the_server(server, tmp_path):
+    asked = Asked(folder=tmp_path)
+    process = asked.fork(server.first)
+    asked.says()
+    server.process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == -signal.SIGTERM
+    again = Asked(folder=tmp_path)
+    assert again.fork(server.first)
+    again.says()
+
+
+def test_a_copy_ends_with_its_starter_also_when_it_is_stopped(server, tmp_path):
+    asked = Asked(folder=tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
+        starter.connect(f"\0{server.first}")
+        with asked.descriptors() as output:
+            fork_request.send(starter, asked.wanted, output)
+        pid, descriptor = fork_request.receive_number(starter)
+        asked.says()
+        os.kill(pid, signal.SIGSTOP)
+    assert has_ended(descriptor)
+    os.close(descriptor)
+
+
+def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
+    asked = Asked(folder=tmp_path)
+    process = asked.fork(server.first)
+    asked.says()
+    server.process.kill()
+    assert process.wait(SECONDS) == -signal.SIGKILL
+    assert Asked(folder=tmp_path).fork(server.first) is None
+
+
+def test_what_it_has_not_loaded_it_does_not_fork(server, tmp_path):
+    assert Asked(folder=tmp_path, loaded="no_such_module").fork(server.first) is None
+
+
+def test_a_request_that_is_none_is_dropped(server, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0{server.first}")
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(SECONDS)
+        with pytest.raises((ConnectionError, OSError)):
+            fork_request.receive_number(stranger)
+    asked = Asked(folder=tmp_path)
+    assert asked.fork(server.first)
+    asked.says()
+
+
+def test_the_second_server_has_loaded_the_rest_and_both_end_with_standard_input(tmp_path):
+    with serving(tmp_path, later="no_such_module,colorsys") as server:
+        asked = Asked(folder=tmp_path, loaded="colorsys")
+        process = asked.fork(server.second)
+        asked.says()
+        second = psutil.Process(process.pid).parent()
+        assert second.ppid() == server.process.pid
+        assert Asked(folder=tmp_path, loaded="colorsys").fork(server.first) is None
+        server.process.stdin.close()
+        server.process.wait(SECONDS)
+        assert not second.is_running()
+        assert process.wait(SECONDS) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
+    # Else it could not be forked. OpenBLAS, and the allocator of Arrow, see to theirs at a fork.
+    modules = "trainer.training.chief,trainer.evaluation.evaluate,trainer.export.export,csv"
+    with serving(tmp_path, later=modules, OPENBLAS_NUM_THREADS="1") as server:
+        asked = Asked(folder=tmp_path, loaded="trainer.export.export")
+        process = asked.fork(server.second)
+        asked.says()
+        loaded = psutil.Process(process.pid).parent()
+        assert any("libtensorflow" in each.path for each in loaded.memory_maps())
+        threads = [Path(f"/proc/{each.id}/comm").read_text() for each in loaded.threads()]
+        assert len([each for each in threads if each != "jemalloc_bg_thd\n"]) == 1, threads
+        process.kill()
+        process.wait(SECONDS)

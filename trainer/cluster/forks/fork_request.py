@@ -1,0 +1,112 @@
+"""What a fork server is asked, and how the request passes a Unix socket.
+
+The connection stays as long as the process that was asked for: the server writes its id into it,
+with a descriptor of the process, and at last its exit code. Whoever ends the connection before
+ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+_LENGTH = struct.Struct("!Q")
+_NUMBER = struct.Struct("!q")
+_MOST_DESCRIPTORS = 16
+_MOST_BYTES = 1 << 26
+# Both ends are on this machine.
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A process: `python -m MODULE ...`.
+
+    Attributes:
+        command: the whole command line; the third word is the module.
+        loaded: the module whose import takes most of its start: a server has loaded it before it
+            forks. Empty for a process that is not to be forked.
+        folder: its working folder.
+        environment: all of its environment.
+        own_session: whether it begins a session.
+        descriptors: what it inherits, under the same numbers.
+    """
+
+    command: Sequence[str]
+    loaded: str
+    folder: str
+    environment: Mapping[str, str]
+    own_session: bool = False
+    descriptors: Sequence[int] = ()
+
+
+def send(connection: socket.socket, request: Request, output: int) -> None:
+    """Send a request with its descriptors; `output` is the first. Raises `OSError`."""
+    connection.settimeout(_SECONDS)
+    text = json.dumps(asdict(request)).encode()
+    own = [output, *request.descriptors]
+    socket.send_fds(connection, [_LENGTH.pack(len(text))], own)
+    connection.sendall(text)
+    connection.settimeout(None)
+
+
+def receive(connection: socket.socket) -> tuple[Request, list[int]]:
+    """Return a request and its descriptors, which the caller has to close.
+
+    Raises:
+        OSError: the connection ends before the request does, or something else comes.
+    """
+    connection.settimeout(_SECONDS)
+    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
+    try:
+        (length,) = _LENGTH.unpack(_whole(connection, _LENGTH.size, head))
+        if length > _MOST_BYTES:
+            raise OSError("a request of another program")
+        fields = json.loads(_whole(connection, length))
+        request = Request(**fields)
+        if len(descriptors) != 1 + len(request.descriptors):
+            raise OSError("descriptors are missing")
+    except BaseException as error:
+        for each in descriptors:
+            os.close(each)
+        if isinstance(error, ValueError | TypeError | struct.error):
+            raise OSError("a request of another program") from error
+        raise
+    connection.settimeout(None)
+    return request, descriptors
+
+
+def send_number(connection: socket.socket, number: int, descriptor: int | None = None) -> None:
+    """Send the id of a process, or an exit code."""
+    own = [] if descriptor is None else [descriptor]
+    socket.send_fds(connection, [_NUMBER.pack(number)], own)
+
+
+def receive_number(connection: socket.socket) -> tuple[int, int | None]:
+    """Return the next number and the descriptor that comes with it; raises `OSError`."""
+    head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
+    (number,) = _NUMBER.unpack(_whole(connection, _NUMBER.size, head))
+    return number, descriptors[0] if descriptors else None
+
+
+def _whole(connection: socket.socket, length: int, begun: bytes = b"") -> bytes:
+    parts = [begun]
+    missing = length - len(begun)
+    while missing:
+        part = connection.recv(missing)
+        if not part:
+            raise ConnectionResetError("the connection has ended")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Say whether the other end is a process of this user."""
+    own = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", own)
+    return bool(user == os.getuid())

@@ -1,0 +1,257 @@
+"""The fork server of a run: a process that has loaded TensorFlow once, and is forked for each task.
+
+`python -m trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are
+the descriptors of two listening sockets. It loads the modules AT_ONCE, forks a second server, which
+goes on to load the modules LATER, and serves requests for processes that need the first ones; the
+second server serves the others, each as soon as its module is loaded. Both end with standard input.
+
+A process may be forked from another if no thread of that one holds what the copy needs, for the
+copy has only the thread that has forked. A server has one thread of its own, and those that
+libraries start when they are loaded: OpenBLAS (of NumPy and SciPy) and the allocator of Arrow,
+which both stop or restart theirs at a fork. TensorFlow has none before its first operation; nothing
+here calls it.
+
+The kernel ends the server with its parent and each process with the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trainer import optional_packages
+from trainer.cluster import signals
+from trainer.cluster.forks import command_line, fork_request
+from trainer.cluster.forks.fork_request import Request
+
+# Above what libraries open.
+_HIGH = 400
+BACKLOG = 64
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """What a process that was just forked is to become."""
+
+    request: Request
+    descriptors: Sequence[int]
+    parent: int
+
+    def run(self) -> None:
+        """Become the process of the request, and run its module as `python -m` does."""
+        end_with(self.parent)
+        if self.request.own_session:
+            os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._take_descriptors()
+        os.environ.clear()
+        os.environ.update(self.request.environment)
+        os.chdir(self.request.folder)
+        command_line.show(self.request.command)
+        # As each process has numbers of its own; Python's generator sees to it itself.
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()
+        _, _, module, *arguments = self.request.command
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    def _take_descriptors(self) -> None:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        for number in (1, 2):
+            os.dup2(self.descriptors[0], number)
+        high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in self.descriptors]
+        for each in self.descriptors:
+            os.close(each)
+        os.close(high[0])
+        for own, number in zip(high[1:], self.request.descriptors, strict=True):
+            if own != number:
+                os.dup2(own, number)
+                os.close(own)
+            os.set_inheritable(number, True)
+
+
+class Server:
+    """Loads modules, and between them forks the processes that are asked for."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Serve at a listening socket."""
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._loaded: set[str] = set()
+        self._waiting: list[tuple[socket.socket, Request, list[int]]] = []
+        # By connection: the descriptor of the process that was forked for it.
+        self._processes: dict[socket.socket, int] = {}
+
+    def load(self, modules: Sequence[str]) -> _Copy | None:
+        """Load modules; returns something only in a process that was forked meanwhile."""
+        for name in modules:
+            # A request that comes for it starts an own process, which reports what is wrong.
+            with suppress(Exception):
+                importlib.import_module(name)
+                self._loaded.add(name)
+            gc.freeze()
+            if copy := self._serve(timeout=0):
+                return copy
+        return None
+
+    def serve(self) -> _Copy:
+        """Serve from now on; returns in each process that is forked, and only there."""
+        while True:
+            for connection, _, descriptors in self._waiting:
+                _close(connection, descriptors)
+            self._waiting.clear()
+            if copy := self._serve(timeout=None):
+                return copy
+
+    def end_with_stdin(self, following: int) -> None:
+        """End this process, and the server `following`, when standard input has ended."""
+        process = os.pidfd_open(following) if following else -1
+
+        def end(_: object) -> None:
+            if following:
+                with suppress(OSError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(following, 0)
+            os._exit(0)
+
+        self._selector.register(0, selectors.EVENT_READ, end)
+
+    def close(self) -> None:
+        """Close all that belongs to the server, in a process that is none."""
+        self._selector.close()
+        self._listener.close()
+        for connection, _, descriptors in self._waiting:
+            _close(connection, descriptors)
+        for connection, process in self._processes.items():
+            _close(connection, [process])
+
+    def _serve(self, timeout: float | None) -> _Copy | None:
+        for key, _ in self._selector.select(timeout):
+            key.data(key.fileobj)
+        # In a copy the list still has the other requests, for `close`.
+        for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
+            self._waiting.remove(entry)
+            if copy := self._fork(*entry):
+                return copy
+        return None
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        try:
+            if not fork_request.is_own_user(connection):
+                raise PermissionError("another user")
+            self._waiting.append((connection, *fork_request.receive(connection)))
+        except OSError:
+            connection.close()
+
+    def _fork(
+        self, connection: socket.socket, wanted: Request, descriptors: list[int]
+    ) -> _Copy | None:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            _close(connection, descriptors)
+            return None
+        if not pid:
+            self.close()
+            connection.close()
+            return _Copy(request=wanted, descriptors=descriptors, parent=parent)
+        process = os.pidfd_open(pid)
+        for each in descriptors:
+            os.close(each)
+        self._processes[connection] = process
+        self._selector.register(process, selectors.EVENT_READ, lambda _: self._ended(connection))
+        self._selector.register(connection, selectors.EVENT_READ, self._left)
+        with suppress(OSError):
+            fork_request.send_number(connection, pid, process)
+        return None
+
+    def _ended(self, connection: socket.socket) -> None:
+        """Report the end of a process."""
+        process = self._processes.pop(connection)
+        self._selector.unregister(process)
+        found = os.waitid(os.P_PIDFD, process, os.WEXITED)
+        os.close(process)
+        by_itself = found is not None and found.si_code == os.CLD_EXITED
+        status = found.si_status if found is not None else 1
+        with suppress(KeyError):
+            self._selector.unregister(connection)
+        with suppress(OSError):
+            fork_request.send_number(connection, status if by_itself else -status)
+        connection.close()
+
+    def _left(self, connection: socket.socket) -> None:
+        """End the process whose starter has gone."""
+        self._selector.unregister(connection)
+        if connection in self._processes:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._processes[connection], signal.SIGKILL)
+
+
+def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    connection.close()
+    for each in descriptors:
+        os.close(each)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel end this process with its parent, which has the id `parent`."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve; in a process that was forked, run what was asked for."""
+    signals.end_with_parent()
+    optional_packages.leave_out()
+    # They go to the process group: the runner ends, and this process with it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    _, _, sockets, at_once, later = sys.argv
+    first, second = (socket.socket(fileno=int(each)) for each in sockets.split(":"))
+    # A kernel without it is found now, and processes are started anew then.
+    command_line.show([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
+    copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
+    copy.run()
+
+
+def _first(
+    first: socket.socket, second: socket.socket, at_once: Sequence[str], later: Sequence[str]
+) -> _Copy:
+    server = Server(first)
+    if copy := server.load(at_once):
+        second.close()
+        return copy
+    parent = os.getpid()
+    following = os.fork() if later else 0
+    if later and not following:
+        server.close()
+        end_with(parent)
+        server = Server(second)
+        return server.load(later) or server.serve()
+    second.close()
+    server.end_with_stdin(following)
+    return server.serve()
+
+
+if __name__ == "__main__":
+    main()

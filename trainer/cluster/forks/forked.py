@@ -1,0 +1,147 @@
+"""Starts a process: forked by the fork server of this run, or anew where there is none."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import threading
+from contextlib import suppress
+from typing import Protocol
+
+from trainer.cluster.forks import fork_request
+from trainer.cluster.forks.fork_request import Request
+
+# Its address; processes below have it in their environment.
+VARIABLE = "FLOTILLA_FORK_SERVER"
+# Of a user who wants no process to be forked.
+NONE = "none"
+# Above what libraries open.
+_HIGH = 200
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` and `Forked` are both."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return the exit code, the signal's number below zero."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it runs."""
+
+
+class Forked:
+    """A process that a fork server has forked for this one; the kernel ends both together."""
+
+    def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
+        """Follow the process `pid`, which `descriptor` refers to."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+        self._descriptor = descriptor
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._follow, name=f"process {pid}", daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            code, _ = fork_request.receive_number(self._connection)
+        except OSError:
+            # The server was killed, and the process with it.
+            code = -signal.SIGKILL
+        self._connection.close()
+        self.returncode = code
+        self._has_ended.set()
+
+    def poll(self) -> int | None:
+        """See `Process`."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Process`."""
+        if not self._has_ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """See `Process`."""
+        # By its descriptor: the id may be that of another process by now.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, sig)
+
+    def kill(self) -> None:
+        """See `Process`."""
+        self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        """Close the descriptor of the process."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+def server_address() -> str:
+    """Return the address of the fork server that this process may use; empty for none."""
+    named = os.environ.get(VARIABLE, "")
+    return "" if named == NONE else named
+
+
+def fork(address: str, wanted: Request, output: int) -> Forked | None:
+    """Return a process that the server at an address has forked; None where it cannot.
+
+    Args:
+        address: of the server.
+        wanted: the process.
+        output: descriptor of its standard output and standard error.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{address}")
+        if not fork_request.is_own_user(connection):
+            raise PermissionError("a server of another user")
+        fork_request.send(connection, wanted, output)
+        pid, descriptor = fork_request.receive_number(connection)
+    except OSError:
+        connection.close()
+        return None
+    assert descriptor is not None
+    return Forked(connection, pid, descriptor)
+
+
+def started(wanted: Request, output: int) -> Process:
+    """Start a process, forked where a server can; with `loaded` empty always anew.
+
+    Args:
+        wanted: the process.
+        output: descriptor of its standard output and standard error.
+    """
+    address = server_address()
+    if address and wanted.loaded and (found := fork(address, wanted, output)):
+        return found
+    return subprocess.Popen(
+        wanted.command,
+        cwd=wanted.folder,
+        env=wanted.environment,
+        pass_fds=wanted.descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=wanted.own_session,
+    )
+
+
+def high(descriptor: int) -> int:
+    """Return a copy of a descriptor, whose number no library uses; the first one is closed."""
+    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    os.close(descriptor)
+    return copy
