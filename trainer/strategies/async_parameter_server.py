@@ -28,9 +28,6 @@ from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
 
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
 MAX_PORTION = 100
-# Where the counts of turns are. The workers' loops are controlled there too: what they take and
-# report is there, and needs no message of its own.
-HUB = server_device(0)
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
 # network: one iteration of it costs more than a small update.
 TURN = 20
@@ -104,7 +101,7 @@ class AsyncParameterServer(Served):
         update = self._local_steps(problem) if seldom else self._step(problem)
         self._has_turned = False
         self._workers = self.cluster.count("worker")
-        with tf.device(HUB):
+        with tf.device(server_device(0)):
             self._turns = Turns(self._workers, self.applied)
         self._seen = self._turns.look()
         self._reported = self._seen.reports
@@ -210,22 +207,18 @@ class AsyncParameterServer(Served):
 
     def _loop(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
         """Return the function that takes turns, each of so many updates, until none is left."""
-        applied, turns = self.applied, self._turns
+        turns = self._turns
 
         @tf.function
         def loop(iterator: tf.data.Iterator) -> tf.Tensor:
-            worker = worker_number()
-            with tf.device(HUB):
-                worker = tf.identity(worker)
-                found = turns.take()
-                while found:
-                    since = applied.read_value()
-                    with tf.device(None):
-                        total = tf.constant(0.0)
-                        for _ in range(turn):
-                            total += update(iterator)
-                    with tf.control_dependencies([turns.report(worker, total, turn, since)]):
-                        found = turns.take()
+            worker, found = worker_number(), turns.take()
+            # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
+            while found:
+                began, total = turns.began(), tf.constant(0.0)
+                for _ in range(turn):
+                    total += update(iterator)
+                with tf.control_dependencies([turns.report(worker, total, turn, began)]):
+                    found = turns.take()
             return worker
 
         return loop  # type: ignore[no-any-return]

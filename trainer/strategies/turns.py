@@ -56,24 +56,35 @@ class Turns:
         Turns are taken by atomic additions. Never are more taken than `end`: a number that was
         too high is given back, and meanwhile others see too many as taken, not too few.
         """
-        number = tf.raw_ops.ResourceCountUpTo(
-            resource=self._next.handle, limit=tf.int64.max, T=tf.int64
-        )
-        found = number < self._end.read_value()
-        refused = tf.cast(tf.logical_not(found), tf.int64)
-        self._next.assign_sub(refused, read_value=False)
-        self._refused.assign_add(refused, read_value=False)
-        return found
+        with tf.device(self._device):
+            number = tf.raw_ops.ResourceCountUpTo(
+                resource=self._next.handle, limit=tf.int64.max, T=tf.int64
+            )
+            found = number < self._end.read_value()
+            refused = tf.cast(tf.logical_not(found), tf.int64)
+            self._next.assign_sub(refused, read_value=False)
+            self._refused.assign_add(refused, read_value=False)
+            return found
 
-    def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, since: tf.Tensor) -> Any:
-        """Report a turn, which began when `since` updates were applied; in a worker's graph.
+    def began(self) -> tf.Tensor:
+        """Return how many updates were applied; in the graph of a worker, where a turn begins."""
+        with tf.device(self._device):
+            return self._applied.read_value()
 
-        `loss` is the sum over its updates. What is returned is done after all of them.
+    def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, began: tf.Tensor) -> Any:
+        """Report a turn with its sum of losses; in the graph of a worker, where it ends.
+
+        What is returned is done after all updates of the turn.
         """
-        others = self._applied.read_value() - since - updates
-        row = [tf.cast(each, tf.float64) for each in (loss, updates, others)]
-        # No two workers write to the same row.
-        return self._reports.scatter_nd_add([[worker]], [row])
+        # In one tensor, which is one message.
+        sent = tf.stack([tf.cast(each, tf.float64) for each in (worker, loss)])
+        with tf.device(self._device):
+            worker, loss = tf.unstack(tf.identity(sent))
+            others = self._applied.read_value() - began - updates
+            row = tf.stack([loss, tf.constant(updates, tf.float64), tf.cast(others, tf.float64)])
+            # No two workers write to the same row.
+            where = tf.reshape(tf.cast(worker, tf.int64), [1, 1])
+            return self._reports.scatter_nd_add(where, tf.reshape(row, [1, -1]))
 
     def deal(self, turns: int) -> None:
         """Begin with so many turns. Only while no worker takes any."""

@@ -38,8 +38,8 @@ from trainer.tensorboard.profiler import profiler_of
 from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal
 
 log = logging.getLogger(__name__)
-# Long enough that it costs little what is done between two inner loops,
-# short enough that progress is visible and a request to stop is noticed soon.
+# Long enough that what is done between two inner loops costs little, also where workers wait for
+# each other; short enough that progress is visible and a request to stop is noticed soon.
 INNER_LOOP_SECONDS = 1.0
 # An inner loop that no boundary cuts short is a multiple of it, and so of the turns of a strategy.
 STEP_MULTIPLE = 20
@@ -243,10 +243,11 @@ class _OuterLoop:
             self._require_no_stall(step)
             return step
         self._record(step, result)
-        if _crossed(step, result.global_step, self._training.checkpoint_every, self._training.steps):
+        before, step = step, result.global_step
+        if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
             self.save()
         self._stepped_at = time.monotonic()
-        return result.global_step
+        return step
 
     def save(self) -> str:
         visited = self._strategy.visited()
@@ -273,9 +274,10 @@ class _OuterLoop:
         with self._hooks.watch_steps():
             report = advance()
         now = time.monotonic()
-        goes_on = report.global_step is not None
-        self._goes_on_since = now if goes_on else None
-        reached = report.global_step if goes_on else self._strategy.global_step()
+        if report.global_step is None:
+            self._goes_on_since, reached = None, self._strategy.global_step()
+        else:
+            self._goes_on_since, reached = now, report.global_step
         return _InnerResult(
             global_step=reached,
             loss=report.loss,

@@ -1,4 +1,4 @@
-"""Workers of asynchronous training without TensorFlow: they take turns, apply, die and come back."""
+"""Workers of asynchronous training without TensorFlow: they take turns, apply and die."""
 
 from __future__ import annotations
 

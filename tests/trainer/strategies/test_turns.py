@@ -77,9 +77,9 @@ def test_workers_that_take_at_once_take_exactly_what_is_there(turns):
 def test_each_worker_has_its_sums(turns, applied):
     @tf.function
     def report(worker, loss, others):
-        since = applied.read_value()
+        began = turns.began()
         applied.assign_add(20 + others)
-        turns.report(worker, loss, 20, since)
+        turns.report(worker, loss, 20, began)
 
     for worker, loss, others in ((2, 1.5, 7), (0, 3.0, 0), (2, 0.25, 3)):
         numbers = (tf.constant(n, tf.int64) for n in (worker, others))

@@ -49,7 +49,8 @@ def run(tmp_path, monkeypatch):
 
 def test_they_go_on_up_to_each_boundary_and_no_further(run):
     strategy = GoingOn()
-    assert run.train(strategy, steps=25, keep=100, validate=lambda of: {"loss": 1 - of.goes_on}) == 25
+    reached = run.train(strategy, steps=25, keep=100, validate=lambda of: {"loss": 1 - of.goes_on})
+    assert reached == 25
     assert run.steps() == [0, 10, 20, 25]
     assert [run.weight(step) for step in run.steps()] == [0, 5, 10, 12.5]
     assert strategy.boundaries == [10] * 4 + [20] * 4 + [25] * 2
@@ -76,20 +77,28 @@ def test_they_rest_before_the_checkpoint_of_an_interrupt(run):
 
 def test_what_is_applied_until_they_rest_may_be_all_that_was_left(run):
     strategy = GoingOn(each=24)
-    assert run.train(
-        strategy,
-        steps=25,
-        checkpoint_every=1000,
-        validate_every=0,
-        should_stop=lambda: strategy.global_step() >= 24,
-    ) == 25
+    assert (
+        run.train(
+            strategy,
+            steps=25,
+            checkpoint_every=1000,
+            validate_every=0,
+            should_stop=lambda: strategy.global_step() >= 24,
+        )
+        == 25
+    )
     assert run.steps() == [0, 25]
 
 
 def test_they_rest_before_a_checkpoint_by_the_clock(run):
     strategy = GoingOn()
     run.train(
-        strategy, steps=12, keep=100, checkpoint_every=1000, validate_every=0, checkpoint_seconds=1e-9
+        strategy,
+        steps=12,
+        keep=100,
+        checkpoint_every=1000,
+        validate_every=0,
+        checkpoint_seconds=1e-9,
     )
     assert run.steps() == [0, 5, 10, 12]
     assert strategy.rests == [5, 10]
@@ -109,4 +118,3 @@ def test_the_seconds_of_rows_go_on_with_them(run):
     seconds = run.rows("seconds")
     assert all(before <= after for before, after in pairwise(seconds))
     assert all(value > 0 for value in run.rows("steps_per_second"))
-
