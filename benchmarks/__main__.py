@@ -17,6 +17,7 @@ from benchmarks import (
     comparisons,
     evaluation,
     examples,
+    handout,
     memory,
     on_gpu,
     preparing,
@@ -39,6 +40,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
     "input-later": examples.later_epochs,
     "prepare": preparing.preparing,
     "run": whole_run.whole_run,
+    "handout": handout.handed_out,
     "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
@@ -49,7 +51,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
-WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
+WITHOUT_MNIST = {"run", "handout", "memory", "files", "checkpoints", "evaluation"}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import tensorflow as tf
 
@@ -95,10 +96,15 @@ class AsyncParameterServer(Served):
         """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
         self.build_model(problem)
-        self._tally = self.tally()
-        self._iterator = self.worker_batches(problem)
         seldom = self.config.training.pull_every > 1
         update = self._local_steps(problem) if seldom else self._step(problem)
+        turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
+        self.hand_out(update, self.worker_batches(problem), turn)
+
+    def hand_out(self, update: Update, iterator: Any, turn: int) -> None:
+        """Make the closures of the workers, which apply an update of the next of their batches."""
+        self._iterator, self._turn = iterator, turn
+        self._tally = self.tally()
         self._has_turned = False
         self._workers = self.cluster.count("worker")
         with tf.device(server_device(0)):
@@ -107,7 +113,6 @@ class AsyncParameterServer(Served):
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
         self._closures = {unit: make(update, unit) for unit in (1, TURN)}
-        self._turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
