@@ -23,6 +23,23 @@ WORKERS = 1000
 TOGETHER = 250
 SECONDS = 10.0
 ROUNDS = 3
+# Serves as so many tasks of a role, of which all report as the same worker.
+_SERVE = """
+import json, sys
+import tensorflow as tf
+path, role, first, count = sys.argv[1:]
+settings = tf.compat.v1.ConfigProto(
+    device_count={"CPU": 1}, inter_op_parallelism_threads=2, intra_op_parallelism_threads=1
+)
+settings.experimental.disable_thread_spinning = True
+spec = tf.train.ClusterSpec(json.load(open(path)))
+servers = [
+    tf.distribute.Server(spec, role, int(first) + each, config=settings)
+    for each in range(int(count))
+]
+print("serving", flush=True)
+servers[0].join()
+"""
 
 
 def handed_out(workers: int = WORKERS) -> Comparison:
@@ -46,13 +63,15 @@ def measured(folder: Path, workers: int, seconds: float = SECONDS) -> dict[str, 
     path = folder / "spec.json"
     path.write_text(json.dumps(spec), encoding="utf-8")
     with ExitStack() as all_of_them:
-        processes = [all_of_them.enter_context(_process(folder, ["serve", path, "ps", 0, 1]))]
+        processes = [all_of_them.enter_context(_process(folder, ["-c", _SERVE, path, "ps", 0, 1]))]
         for first in range(0, workers, TOGETHER):
-            words = ["serve", path, "worker", first, min(TOGETHER, workers - first)]
+            words = ["-c", _SERVE, path, "worker", first, min(TOGETHER, workers - first)]
             processes.append(all_of_them.enter_context(_process(folder, words)))
         for each in processes:
             _line(each)
-        chief = all_of_them.enter_context(_process(folder, ["lead", path, seconds]))
+        chief = all_of_them.enter_context(
+            _process(folder, ["-m", "benchmarks.stubs", path, seconds])
+        )
         found: dict[str, Any] = json.loads(_line(chief))
         found["resident_megabytes"] = [
             psutil.Process(each.pid).memory_info().rss >> 20 for each in processes
@@ -69,9 +88,11 @@ def _process(folder: Path, words: list[Any]) -> Iterator[subprocess.Popen[str]]:
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    own = folder / "-".join(map(str, words[2:] or ["chief"]))
-    own.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks.stubs", *map(str, words)]
+    own = folder / "-".join(map(str, words[3:]))
+    own.mkdir()
+    # In the working folder of a worker.
+    (own / "number.txt").write_text("0", encoding="utf-8")
+    command = [sys.executable, *map(str, words)]
     with (own / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=own, env=settings, stdout=subprocess.PIPE, stderr=log, text=True

@@ -1,8 +1,7 @@
-"""A fleet of stubs: `python -m benchmarks.stubs serve SPEC ROLE FIRST COUNT` and `... lead SPEC`.
+"""A chief of stub workers: `python -m benchmarks.stubs SPEC SECONDS`; see `benchmarks.handout`.
 
-Servers of TensorFlow, many in one process, and a chief that leads them with the strategy itself.
-There is no model: an update counts itself on the parameter server. The messages are real, those of
-a turn as well as the chief's own.
+It leads TensorFlow's servers with the strategy itself. There is no model: an update counts itself
+on the parameter server. The messages are real, those of a turn as well as the chief's own.
 """
 
 from __future__ import annotations
@@ -42,22 +41,6 @@ class Stubs(AsyncParameterServer):
         return tf.constant(1.0)
 
 
-def serve(spec: dict[str, list[str]], role: str, first: int, count: int) -> None:
-    """Serve as so many tasks of a role; never returns."""
-    # All of them report as the same worker.
-    Path("number.txt").write_text(f"{first}", encoding="utf-8")
-    settings = tf.compat.v1.ConfigProto(
-        device_count={"CPU": 1}, inter_op_parallelism_threads=2, intra_op_parallelism_threads=1
-    )
-    servers = [
-        tf.distribute.Server(tf.train.ClusterSpec(spec), role, index, config=settings)
-        for index in range(first, first + count)
-    ]
-    sys.stdout.write("serving\n")
-    sys.stdout.flush()
-    servers[0].join()
-
-
 def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
     """Lead all workers for some seconds; return what was handed out, and what the chief used."""
     cluster = Cluster(addresses={role: tuple(addresses) for role, addresses in spec.items()})
@@ -93,14 +76,11 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Serve or lead, by the arguments; SPEC is a file of addresses by role."""
+    """Print what `lead` returns, as JSON; SPEC is a file of addresses by role."""
     signals.end_with_parent()
-    what, path, *more = sys.argv[1:]
-    spec = json.loads(Path(path).read_text(encoding="utf-8"))
-    if what == "serve":
-        role, first, count = more
-        serve(spec, role, int(first), int(count))
-    sys.stdout.write(json.dumps(lead(spec, float(more[0]))) + "\n")
+    path, seconds = sys.argv[1:]
+    found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))
+    sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     # The threads of the coordinator wait for workers.
     os._exit(0)
