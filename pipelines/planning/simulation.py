@@ -19,8 +19,8 @@ from math import inf, log, sqrt
 
 # What works for so much of the time is what keeps a fleet from being faster.
 BUSY = 0.85
-# Updates of a stretch that is simulated; a longer one is cut.
-MOST_STEPS = 100_000
+# Updates of a stretch that is simulated, and those of a worker; a longer one is cut.
+MOST_STEPS, MOST_OF_WORKER = 100_000, 400
 _PULL, _COMPUTE, _PUSH, _APPLY, _END = range(5)
 
 
@@ -293,14 +293,16 @@ class _Simulation:
 
     def _stretch(self, rate: float) -> None:
         """Apply the updates of a stretch; nobody begins another one before all are applied."""
-        self.pool = min(MOST_STEPS, self.dispatch.steps(rate))
+        steps = self.dispatch.steps(rate)
+        self.pool = min(MOST_STEPS, MOST_OF_WORKER * self.fleet.workers, steps)
+        closure = self.dispatch.closure * self.pool / steps
         self.unit = self.dispatch.unit(rate, self.fleet.workers)
         self.last_step = self.step + self.pool
         idle, self.waiting = self.waiting or list(self.workers), []
         for worker in idle:
             begin = self.now
             if self.pool and not self.fleet.needed:
-                begin = self.chief.take(self.now, self.dispatch.closure)
+                begin = self.chief.take(self.now, closure)
             self._next(worker, begin)
         phases = {
             _PULL: self._pull,
