@@ -18,6 +18,7 @@ from benchmarks import (
     evaluation,
     examples,
     large_tables,
+    handout,
     memory,
     on_gpu,
     preparing,
@@ -42,6 +43,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "prepare": preparing.preparing,
     "run": whole_run.whole_run,
     "startup": startup.startup,
+    "handout": handout.handed_out,
     "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
@@ -56,6 +58,7 @@ OF_ACCURACY = "same-"
 WITHOUT_MNIST = {
     "run",
     "startup",
+    "handout",
     "memory",
     "files",
     "checkpoints",

@@ -13,14 +13,16 @@ from pipelines.planning.costs import Costs, Model, work_of
 from pipelines.planning.simulation import Dispatch, Fleet, simulated
 
 _COLD = np.linspace(0, 1.5, 31)
-# What is tried: shares, seconds of a byte, of a round trip, and of a stretch.
+# What is tried: shares, seconds of a byte, and of a round trip.
 _WAITING = {
     "aside": (0.2, 0.4, 0.6, 0.8),
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
-    "stretch": (0.0, 0.03, 0.06, 0.1),
 }
 _PASSES = 2
+# Seconds of the chief to send a worker a closure, as measured when it sent many of them. A run of
+# one stretch has too few to be fitted.
+CLOSURE = 2.7e-3
 # Adam's slots, which all runs have, are twice the model.
 _WITH_SLOTS = 3
 
@@ -70,14 +72,14 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
     Args:
         points: several models and values of `pull_every`, numbers of workers and of servers.
         cores: of the machine.
-        dispatch: how the chief hands out updates; its seconds are fitted.
+        dispatch: how updates are handed out; the seconds of looks are fitted.
     """
-    dispatch = dispatch or Dispatch()
+    dispatch = dispatch or Dispatch(closure=CLOSURE)
     own = [point for point in points if point.fitted]
     worker, cold = _worker(own, cores, dispatch)
     server = _solved([_of_server(p, dispatch) for p in own], [p.server for p in own])
     paced = [p for p in own if not p.looped]
-    rows = [(1.0, p.rate / dispatch_size(p, dispatch)) for p in paced]
+    rows = [(1.0, float(p.workers)) for p in paced]
     chief = _solved(rows, [p.chief * p.rate for p in paced])
     costs = Costs(
         worker_update=worker[0],
@@ -93,7 +95,7 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
         chief_share=chief[0],
         cold=cold,
         memory=_memory(own),
-        dispatch=replace(dispatch, portion=chief[1]),
+        dispatch=replace(dispatch, look=chief[1]),
     )
     return _of_one_machine(costs, paced, cores)
 
@@ -103,21 +105,12 @@ def rate(costs: Costs, point: Point, cores: int) -> float:
     model = Model(gradient=point.gradient, held=point.held, pull_every=point.pull_every)
     fleet = Fleet(workers=point.workers, cores=cores, round_trip=costs.loopback, cold=costs.cold)
     work = work_of(costs, model, cores=cores)
-    return simulated(work, fleet, costs.dispatch, stretches=2).rate
-
-
-def dispatch_size(point: Point, dispatch: Dispatch) -> float:
-    """Return the updates of a portion, on average over a stretch at the rate of a run."""
-    steps = left = dispatch.steps(point.rate)
-    portions = 0
-    while left:
-        left -= dispatch.size(left, steps, point.workers)
-        portions += 1
-    return steps / portions
+    # Its only checkpoint comes after what is measured.
+    return simulated(work, fleet, replace(costs.dispatch, closure=0.0), stretches=2).rate
 
 
 def _looped(point: Point, dispatch: Dispatch) -> float:
-    without_turns = dispatch.unit(dispatch.steps(point.rate), point.workers) == 1
+    without_turns = dispatch.unit(point.rate, point.workers) == 1
     return float(point.looped or without_turns)
 
 
@@ -179,12 +172,7 @@ def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
     def error(found: Costs) -> float:
         return sum(math.log(rate(found, p, cores) / p.rate) ** 2 for p in points)
 
-    def waiting(found: Costs, **more: float) -> Costs:
-        stretch = more.pop("stretch", found.dispatch.stretch)
-        dispatch = replace(found.dispatch, stretch=stretch)
-        return replace(found, dispatch=dispatch, **more)  # type: ignore[arg-type]
-
     for _ in range(_PASSES):
         for name, values in _WAITING.items():
-            costs = min((waiting(costs, **{name: each}) for each in values), key=error)
+            costs = min((replace(costs, **{name: each}) for each in values), key=error)
     return costs

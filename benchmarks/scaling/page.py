@@ -113,7 +113,9 @@ def _constants(costs: Costs) -> list[list[str]]:
         if isinstance(value, float):
             factor, unit = _UNITS.get(each.name, (1e3, "ms"))
             rows.append([f"`{each.name}`", f"{factor * value:.3f} {unit}"])
-    rows.append(["`dispatch.portion`", f"{1e3 * costs.dispatch.portion:.3f} ms of the chief"])
+    dispatch = costs.dispatch
+    rows.append(["`dispatch.closure`", f"{1e3 * dispatch.closure:.3f} ms of the chief"])
+    rows.append(["`dispatch.look`", f"{1e3 * dispatch.look:.3f} ms of the chief, a second"])
     for role, (base, byte) in costs.memory.items():
         words = f"{base / 2**20:.0f} MB and {byte:.1f} times what it holds of the model"
         rows.append([f"memory of `{role}`", words])

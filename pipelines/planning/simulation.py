@@ -2,8 +2,8 @@
 
 A worker pulls from all servers, computes, pushes to all servers, and begins again. Processors and
 network cards are queues, first come first served, with the service times of `Work`. Asynchronous
-updates are handed out in portions of a stretch (`Dispatch`), as the chief does it; a synchronous
-update is the mean of the first gradients of its step, and later ones are dropped.
+updates are taken in turns from the first server, in a stretch that the chief begins (`Dispatch`); a
+synchronous update is the mean of the first gradients of its step, and later ones are dropped.
 
 If every task has a machine, a message to all servers is over when the fullest one is done, so that
 only this one is simulated. Of tasks that share the cores of one machine, every server is.
@@ -19,8 +19,8 @@ from math import inf, log, sqrt
 
 # What works for so much of the time is what keeps a fleet from being faster.
 BUSY = 0.85
-# Updates of a stretch that is simulated; a longer one is cut.
-MOST_STEPS = 100_000
+# Updates of a stretch that is simulated, and those of a worker; a longer one is cut.
+MOST_STEPS, MOST_OF_WORKER = 100_000, 400
 _PULL, _COMPUTE, _PUSH, _APPLY, _END = range(5)
 
 
@@ -49,28 +49,21 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """How a chief hands out asynchronous updates; that of the strategy, as data.
+    """How asynchronous updates are handed out; that of the strategy, as data.
 
     Attributes:
-        seconds: length of a stretch, at whose end workers wait for each other.
-        portion: seconds of the chief for one portion; the worker waits for it.
-        stretch: seconds of the chief for a stretch.
-        share: part of a worker's equal share of what is left that a portion is.
-        least: the same of the whole stretch, below which no portion is.
-        smallest: updates of a portion, where a worker has as many.
-        largest: updates of a portion.
-        turn: updates that are unrolled in a graph.
-        turns_from: updates of a worker in a stretch, below which none are unrolled.
-        long_run: steps of a run, below which none are unrolled either.
+        seconds: of a stretch, from a checkpoint or a validation to the next, where workers wait
+            for each other.
+        closure: seconds of the chief to send a worker into a stretch.
+        look: seconds of the chief for each worker, in every second.
+        turn: updates that are unrolled in a graph, and taken at once.
+        turns_from: updates of a worker in a second, below which they are taken one by one.
+        long_run: steps of a run, below which they are too.
     """
 
-    seconds: float = 1.0
-    portion: float = 0.0
-    stretch: float = 0.0
-    share: float = 0.5
-    least: float = 0.25
-    smallest: int = 5
-    largest: int = 100
+    seconds: float = 20.0
+    closure: float = 0.0
+    look: float = 0.0
     turn: int = 20
     turns_from: int = 80
     long_run: int = 2000
@@ -83,16 +76,9 @@ class Dispatch:
         """Return the updates of a stretch at so many updates a second."""
         return max(1, int(rate * self.seconds / self.turn)) * self.turn
 
-    def unit(self, steps: int, workers: int) -> int:
-        """Return what portions are multiples of."""
-        return self.turn if steps >= self.turns_from * workers else 1
-
-    def size(self, left: int, steps: int, workers: int) -> int:
-        """Return how many updates of a stretch the next portion has."""
-        unit = self.unit(steps, workers)
-        smallest = max(unit, min(self.smallest, steps // workers), self.least * steps / workers)
-        size = int(min(self.largest, max(smallest, self.share * left / workers)))
-        return min(left, max(unit, size // unit * unit))
+    def unit(self, rate: float, workers: int) -> int:
+        """Return how many updates a worker takes at once."""
+        return self.turn if rate >= self.turns_from * workers else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +227,8 @@ class _Simulation:
         self.counts = _Counts(gradients=[0] * fleet.workers)
         self.step = self.announced = 0
         self.waiting: list[_Worker] = []
-        self.pool = self.steps = self.out = 0
-        self.looped = False
+        self.pool = self.out = 0
+        self.unit = 1
 
     def run(self, stretches: int) -> Outcome:
         work, fleet = self.work, self.fleet
@@ -254,7 +240,7 @@ class _Simulation:
             if stretch == 1:
                 self._begin_counting()
             began, before = self.now, self.counts.updates
-            self._stretch(min(MOST_STEPS, self.dispatch.steps(rate)))
+            self._stretch(rate)
             rate = (self.counts.updates - before) / max(1e-9, self.now - began)
         return self._outcome()
 
@@ -283,6 +269,9 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         counts = self.counts
         seconds = self.now - counts.since
+        self.chief.used += (
+            0 if self.fleet.needed else self.dispatch.look * self.fleet.workers * seconds
+        )
         return Outcome(
             rate=counts.updates / seconds,
             seconds=seconds,
@@ -302,15 +291,19 @@ class _Simulation:
         self.number += 1
         heapq.heappush(self.events, (time, self.number, phase, worker.index))
 
-    def _stretch(self, steps: int) -> None:
-        """Apply so many updates; nobody begins another one before all are applied."""
-        self.now = self.chief.take(self.now, self.dispatch.stretch)
-        self.steps = self.pool = steps
-        self.looped = self.dispatch.unit(steps, self.fleet.workers) == 1
-        self.last_step = self.step + steps
+    def _stretch(self, rate: float) -> None:
+        """Apply the updates of a stretch; nobody begins another one before all are applied."""
+        steps = self.dispatch.steps(rate)
+        self.pool = min(MOST_STEPS, MOST_OF_WORKER * self.fleet.workers, steps)
+        closure = self.dispatch.closure * self.pool / steps
+        self.unit = self.dispatch.unit(rate, self.fleet.workers)
+        self.last_step = self.step + self.pool
         idle, self.waiting = self.waiting or list(self.workers), []
         for worker in idle:
-            self._next(worker, self.now)
+            begin = self.now
+            if self.pool and not self.fleet.needed:
+                begin = self.chief.take(self.now, closure)
+            self._next(worker, begin)
         phases = {
             _PULL: self._pull,
             _COMPUTE: self._compute,
@@ -337,10 +330,11 @@ class _Simulation:
                 self.waiting.append(worker)
             return
         if not worker.left and self.pool:
-            worker.left = self.dispatch.size(self.pool, self.steps, self.fleet.workers)
+            worker.left = min(self.pool, self.unit)
             self.pool -= worker.left
             self.out += worker.left
-            now = self.chief.take(now, self.dispatch.portion) + self.fleet.round_trip
+            # What it costs the server is in that of updates outside of turns.
+            now += self.fleet.round_trip
         if worker.left:
             self._put(now, _PULL, worker)
         else:
@@ -349,7 +343,7 @@ class _Simulation:
     def _pull(self, worker: _Worker, now: float) -> None:
         worker.began = now
         work, half = self.work, self.fleet.round_trip / 2
-        loop = work.loop[1] * self.looped
+        loop = work.loop[1] * (self.unit == 1)
         arrived = now
         for index, server in enumerate(self.servers):
             sent = server.take(now + half, work.pull[index] + loop)
@@ -360,7 +354,7 @@ class _Simulation:
     def _compute(self, worker: _Worker, now: float) -> None:
         noise = self.random.lognormvariate(-(self.sigma**2) / 2, self.sigma) if self.sigma else 1.0
         factor = worker.factor * noise
-        own = (self.work.compute + self.work.loop[0] * self.looped) * factor
+        own = (self.work.compute + self.work.loop[0] * (self.unit == 1)) * factor
         aside = self.work.aside * factor
         if self.fleet.cores:
             # The batch after this one is read meanwhile, and has to be there for the next update.
@@ -377,7 +371,7 @@ class _Simulation:
         self.counts.kills += 1
         back = max(now, worker.dies) + self.fleet.restart
         worker.dies = self._next_kill(back)
-        # What is left of its portion is handed out again.
+        # What is left of its turn is taken by others.
         self.pool += worker.left
         self.out -= worker.left
         worker.left = 0

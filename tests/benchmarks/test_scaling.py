@@ -31,7 +31,7 @@ TRUE = Costs(
     chief_share=0.02,
     cold=0.5,
     aside=0.4,
-    dispatch=Dispatch(portion=2e-3, stretch=0.03),
+    dispatch=Dispatch(closure=2e-3, look=1e-3),
 )
 SIZES = {"small": (40_000, 1e-4), "large": (3_000_000, 2e-3)}
 
@@ -43,12 +43,7 @@ def made_up(model, workers=2, pull_every=1, servers=1, **more):
     found = Model(gradient=gradient, held=held, pull_every=pull_every)
     fleet = Fleet(workers=workers, cores=CORES, cold=TRUE.cold)
     speed = simulated(work_of(TRUE, found, cores=CORES), fleet, TRUE.dispatch).rate
-    steps = left = TRUE.dispatch.steps(speed)
-    portions = 0
-    while left:
-        left -= TRUE.dispatch.size(left, steps, workers)
-        portions += 1
-    looped = TRUE.dispatch.unit(steps, workers) == 1 or more.get("looped", False)
+    looped = TRUE.dispatch.unit(speed, workers) == 1 or more.get("looped", False)
     crowd = 1 + TRUE.cold * (1 - 1 / max(1.0, workers / CORES))
     own = TRUE.worker_update + TRUE.worker_message * (servers - 1) + TRUE.worker_byte * sum(held)
     own += pull_every * TRUE.gradient * gradient + looped * TRUE.worker_loop
@@ -62,7 +57,7 @@ def made_up(model, workers=2, pull_every=1, servers=1, **more):
         pull_every=pull_every,
         worker=own * crowd,
         server=serving,
-        chief=(TRUE.chief_share + TRUE.dispatch.portion * portions / (steps / speed)) / speed,
+        chief=(TRUE.chief_share + TRUE.dispatch.look * workers) / speed,
         rate=speed,
         memory={"chief": 8 * 10**8, "ps": 6 * 10**8, "worker": 9 * 10**8},
         **more,
@@ -91,7 +86,7 @@ def test_constants_are_found_again(found):
     for name in ("worker_update", "worker_loop", "server_loop", "server_share", "chief_share"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
     assert found.cold == pytest.approx(TRUE.cold, abs=0.06)
-    assert found.dispatch.portion == pytest.approx(TRUE.dispatch.portion, rel=0.15)
+    assert found.dispatch.look == pytest.approx(TRUE.dispatch.look, rel=0.15)
 
 
 def test_runs_that_nothing_is_fitted_to_are_predicted(found):

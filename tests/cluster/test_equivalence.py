@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.servers import Outcome, Servers, Trial, serving
-from trainer.strategies.async_parameter_server import LONG_RUN, TURN, portions
+from trainer.strategies.async_parameter_server import LONG_RUN, TURN
 from trainer.topology import Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -117,7 +117,6 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
     # Several turns, and some updates one by one.
     updates = 4 * TURN + 3
-    assert [size % TURN for size in portions(updates, 1, TURN)] == [0, 0, 0, 3]
 
     def outcome(steps: int) -> Outcome:
         training = {

@@ -12,7 +12,6 @@ from trainer.cluster import termination
 from trainer.cluster.local import held_cluster
 from trainer.errors import BEGIN_AGAIN
 from trainer.events import AttemptBegin, Restart
-from trainer.strategies.async_parameter_server import MAX_PORTION
 from trainer.topology import Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -43,7 +42,7 @@ def stopped(dataset, folder, config, task, waiting=()):
         run.task(task).send_signal(signal.SIGSTOP)
         code, said = run.end()
         assert code == 0, said
-    assert STEPS <= run.newest() <= STEPS + MAX_PORTION
+    assert STEPS <= run.newest() <= STEPS + 1
     first = run.events(Restart)[0]
     seconds = 2 * SECONDS if task == "chief-0" else SECONDS
     assert (first.task, first.cause) in [

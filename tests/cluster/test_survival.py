@@ -9,7 +9,6 @@ import pytest
 
 from tests.cluster.launched import Launched, launched
 from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
-from trainer.strategies.async_parameter_server import MAX_PORTION
 
 pytestmark = pytest.mark.cluster
 
@@ -48,8 +47,8 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(running):
     assert [e.task for e in running.events(Restart)] == ["worker-1"]
     assert running.events(Restart)[0].cause == "signal SIGKILL"
     assert len(running.events(AttemptBegin)) == 1
-    # A portion that was under way is run again as a whole.
-    assert STEPS <= running.newest() <= STEPS + MAX_PORTION
+    # One that was under way on the server when its worker died may count as well.
+    assert STEPS <= running.newest() <= STEPS + 1
 
 
 @pytest.mark.slow

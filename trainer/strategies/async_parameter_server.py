@@ -2,73 +2,42 @@
 
 Every worker pulls the variables, computes a gradient and pushes it, without waiting for the others;
 the parameter server applies each as it arrives (Dean et al. 2012, "Large Scale Distributed Deep
-Networks", section 4.1). The chief only dispatches: TensorFlow's `ClusterCoordinator` sends closures
-to whichever worker is free, and sends a closure again when its worker dies. A closure runs one
-portion of the inner loop's steps; a portion has at most `MAX_PORTION` steps.
+Networks", section 4.1). The chief hands out stretches, up to the next checkpoint or validation:
+TensorFlow's `ClusterCoordinator` sends one closure to each worker, which takes turns of a few
+updates (`Turns`) as long as there are some. About once a second the chief looks what has come of
+them. What a dead worker took and did not apply is handed out again at the end of the stretch.
+
+Examples that are lent (`data.partition: dynamic`) belong to the updates that were handed out with
+them. There the chief hands out portions of updates, one closure each, and a portion whose worker
+died is run again as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import tensorflow as tf
 
 from trainer.strategies.gradients import local_steps_of
 from trainer.strategies.parameter_server import Call, Served, worker_number
+from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Batch, Problem, Report
+from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
 
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
 MAX_PORTION = 100
-# Dispatching a portion takes the chief longer than a small step takes a worker.
-MIN_PORTION = 5
-
-
-def unit_of(steps: int, workers: int, turn: int) -> int:
-    """Return the unit of portions, of which they are multiples: `turn`, or 1 for few steps."""
-    # With fewer turns the wait for the last of them would take most of the time.
-    return turn if steps >= 4 * turn * workers else 1
-
-
-def portions(steps: int, workers: int, unit: int, *, fine: bool = False) -> list[int]:
-    """Return the sizes of the portions, larger ones first.
-
-    A free worker gets half of its share of what is left, so that there are few portions and yet all
-    workers end at about the same time, also where one is slower ("guided self-scheduling",
-    Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All are
-    multiples of `unit`; the remainder is a portion of its own.
-
-    `fine` is for workers of which one may be several times slower: it begins with half as much and
-    ends with single steps, so that nobody waits long for it.
-    """
-    if fine:
-        return _fine_portions(steps, workers, unit)
-    smallest = max(unit, min(MIN_PORTION, steps // workers), steps // (4 * workers))
-    cut: list[int] = []
-    left = steps
-    while left >= unit:
-        share = max(smallest, left // (2 * workers))
-        cut.append(min(left, max(unit, min(MAX_PORTION, share))) // unit * unit)
-        left -= cut[-1]
-    return [*cut, left] if left else cut
-
-
-def _fine_portions(steps: int, workers: int, unit: int) -> list[int]:
-    smallest = max(1, steps // (32 * workers))
-    cut: list[int] = []
-    left = steps
-    while left:
-        share = min(MAX_PORTION, max(smallest, left // (4 * workers)))
-        cut.append(min(left, share // unit * unit or share))
-        left -= cut[-1]
-    return cut
-
-
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
 # network: one iteration of it costs more than a small update.
 TURN = 20
 # The graph of a turn takes seconds to trace, which a shorter run does not win back.
 LONG_RUN = 2000
+# How often the chief looks at workers that go on, and how often when it waits for the first update.
+LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
+# How far ahead turns are dealt, in seconds: so long do the workers of a dead chief go on.
+AHEAD_SECONDS = 10
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
 
@@ -82,74 +51,230 @@ def turn_of(steps: int, *, whole: bool) -> int:
     return TURN if whole and steps >= LONG_RUN else 1
 
 
+def unit_of(steps: int, workers: int, turn: int, now: int = 1) -> int:
+    """Return how many updates a turn has: `turn`, or 1 for few steps.
+
+    `steps` are those of about a second, or of all that is left. `now` is the unit so far, which is
+    changed only where it pays: all workers rest meanwhile.
+    """
+    # With fewer turns the wait for the last of them would take most of the time, and a worker that
+    # is asked to stop would not for long.
+    fewest = 1 if now == turn else 4
+    return turn if steps >= fewest * turn * workers else 1
+
+
+def portions(steps: int, workers: int, unit: int) -> list[int]:
+    """Return the sizes of the portions, larger ones first, for workers of uneven speed.
+
+    A free worker gets a quarter of its share of what is left, so that there are few portions and
+    yet all workers end at about the same time ("guided self-scheduling", Polychronopoulos and Kuck
+    1987, IEEE Transactions on Computers C-36(12)). All are multiples of `unit`, but for the last
+    ones, which are single steps.
+    """
+    smallest = max(1, steps // (32 * workers))
+    cut: list[int] = []
+    left = steps
+    while left:
+        share = min(MAX_PORTION, max(smallest, left // (4 * workers)))
+        cut.append(min(left, share // unit * unit or share))
+        left -= cut[-1]
+    return cut
+
+
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
     spares_workers = True
+    #: Updates of a turn of the stretch that workers are at; 0 where they rest.
+    _unit = 0
+    #: The global step at which it began, and the closures that were sent for it.
+    _began = _sent = 0
+    #: The mean loss that was reported last.
+    _loss = 0.0
 
     def build(self, problem: Problem) -> None:
         """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
         self.build_model(problem)
-        self._tally = self.tally()
-        self._iterator = self.worker_batches(problem)
         seldom = self.config.training.pull_every > 1
         update = self._local_steps(problem) if seldom else self._step(problem)
+        turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
+        self.hand_out(update, self.worker_batches(problem), turn)
+
+    def hand_out(self, update: Update, iterator: Any, turn: int) -> None:
+        """Make the closures of the workers, which apply an update of the next of their batches."""
+        self._iterator, self._turn = iterator, turn
+        self._tally = self.tally()
         self._has_turned = False
-        self._one_by_one, self._in_turns = self._closure(update, 1), self._closure(update, TURN)
-        self._turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
+        self._workers = self.cluster.count("worker")
+        with tf.device(server_device(0)):
+            self._turns = Turns(self._workers, self.applied)
+        self._seen = self._turns.look()
+        self._reported = self._seen.reports
+        make = self._portion if self.stream else self._loop
+        self._closures = {unit: make(update, unit) for unit in (1, TURN)}
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
-        workers = self.cluster.count("worker")
-        unit = unit_of(steps, workers, self._turn)
-        sizes = portions(steps, workers, unit, fine=self.stream is not None)
+        if self.stream:
+            return self._portions(steps)
+        return self.advance(steps, self.global_step() + steps)
+
+    def advance(self, steps: int, boundary: int) -> Report:
+        """Let the workers go on up to a boundary, and return about a second later."""
+        if self.stream:
+            return self._portions(steps)
+        if not self._unit:
+            self._seen = self._turns.look()
+        if boundary - self._seen.applied <= steps:
+            self._complete(boundary)
+        else:
+            self._go_on(steps, boundary)
+        return self._report()
+
+    def rest(self) -> Report:
+        """End all workers after their turn, and return what came of it."""
+        self._end()
+        return self._report()
+
+    def _go_on(self, steps: int, boundary: int) -> None:
+        """Deal turns for the next seconds, and wait until some are reported."""
+        unit = unit_of(steps, self._workers, self._turn, self._unit)
+        if self._unit not in {0, unit}:
+            self._end()
+        self._deal(max(AHEAD_SECONDS * steps // unit, 2 * self._workers), boundary, unit)
+        end = time.monotonic() + LOOK_SECONDS
+        while not self.coordinator.done():
+            time.sleep(AGAIN_SECONDS)
+            if time.monotonic() < end:
+                continue
+            self._seen = self._turns.look()
+            if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
+                return
+        # They were faster than expected, and have made all that was dealt.
+        self._join()
+
+    def _complete(self, boundary: int) -> None:
+        """Apply all that is left up to a boundary, also what dead workers took."""
+        while (left := boundary - self._seen.applied) > 0:
+            self._deal(left, boundary, self._unit or unit_of(left, self._workers, self._turn))
+            self._join()
+
+    def _deal(self, ahead: int, boundary: int, unit: int) -> None:
+        """Deal turns before a boundary, so many ahead of those that are taken."""
+        if not self._unit:
+            self._unit, self._began, self._sent = unit, self._seen.applied, 0
+            dealt = min(ahead, (boundary - self._began) // unit)
+            self._turns.deal(dealt)
+            taken = refused = 0
+        else:
+            dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
+            self._turns.extend(dealt)
+            # Who found no turn before there were more has ended.
+            self._seen = self._turns.look()
+            taken, refused = self._seen.taken, self._seen.refused
+        self.warming = unit > 1 and not self._has_turned
+        # That of a dead worker waits for its return, or for another one that ends.
+        for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
+            self.coordinator.schedule(self._closures[unit], args=(self._iterator,))
+            self._sent += 1
+
+    def _end(self) -> None:
+        self._turns.extend(0)
+        self._join()
+
+    def _join(self) -> None:
+        self.coordinator.join()
+        self._unit = 0
+        self._seen = self._turns.look()
+
+    def _report(self) -> Report:
+        """Return what was reported since the last time."""
+        new = self._seen.reports - self._reported
+        self._reported = self._seen.reports
+        if updates := new[:, UPDATES].sum():
+            self._loss = float(new[:, LOSS].sum() / updates)
+            self._has_turned |= self.warming
+            self.warming = False
+        for index, row in enumerate(new):
+            if made := int(row[UPDATES]):
+                self._count(index, made, row[OTHERS])
+        return Report(
+            loss=self._loss,
+            metrics=self._tally.metrics(),
+            global_step=self._seen.applied if self._unit else None,
+        )
+
+    def _count(self, worker: int, updates: int, others: float) -> None:
+        # A worker pulls right after it has pushed: in between are only updates of others.
+        steps = updates * self.config.training.pull_every
+        self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
+
+    def _loop(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
+        """Return the function that takes turns, each of so many updates, until none is left."""
+        turns = self._turns
+
+        @tf.function
+        def loop(iterator: tf.data.Iterator) -> tf.Tensor:
+            worker, found = worker_number(), turns.take()
+            # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
+            while found:
+                began, total = turns.began(), tf.constant(0.0)
+                for _ in range(turn):
+                    total += update(iterator)
+                with tf.control_dependencies([turns.report(worker, total, turn, began)]):
+                    found = turns.take()
+            return worker
+
+        return loop  # type: ignore[no-any-return]
+
+    def _portions(self, steps: int) -> Report:
+        """Apply `steps` updates in portions, each with its examples."""
+        unit = unit_of(steps, self._workers, self._turn)
+        sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
         ended = self.dispatch(
             [
-                self._call(size, unit, self.lease(before * self._batches_of_update()))
+                self._lent(size, unit, before * self._batches_of_update())
                 for size, before in zip(sizes, accumulate(sizes, initial=0), strict=False)
             ]
         )
         self.pass_over(steps * self._batches_of_update())
         self._has_turned |= self.warming
         self.warming = False
-        local_steps = self.config.training.pull_every
         total = 0.0
-        for n, (loss, worker, applied) in zip(sizes, ended, strict=True):
+        for size, (loss, worker, others) in zip(sizes, ended, strict=True):
             total += loss
-            # A worker pulls right after it has pushed: in between are only updates of others.
-            staleness = (applied - n) / n
-            self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
+            self._count(int(worker), size, others)
         return Report(loss=total / steps, metrics=self._tally.metrics())
 
     def _batches_of_update(self) -> int:
         return self.config.training.pull_every * self.batches_of_step()
 
-    def _call(self, steps: int, unit: int, lease: Sequence[tf.Tensor]) -> Call:
-        if unit == 1 or steps % TURN:
-            return self._one_by_one, (self._iterator, tf.constant(steps), *lease)
-        return self._in_turns, (self._iterator, tf.constant(steps // TURN), *lease)
+    def _lent(self, steps: int, unit: int, batches: int) -> Call:
+        turn = 1 if steps % TURN else unit
+        arguments = (self._iterator, tf.constant(steps // turn), *self.lease(batches))
+        return self._closures[turn], arguments
 
-    def _closure(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return the function that runs a number of turns, each of `turn` updates."""
+    def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
+        """Return the function that makes a number of turns from a lease of examples."""
         applied = self.applied
 
         @tf.function
-        def closure(iterator: tf.data.Iterator, turns: tf.Tensor, *lease: tf.Tensor) -> tf.Tensor:
-            if lease:
-                batches = turns * turn * self._batches_of_update()
-                iterator = self.lent(iterator, batches, *lease)
+        def portion(iterator: tf.data.Iterator, turns: tf.Tensor, *lease: tf.Tensor) -> tf.Tensor:
+            updates = turns * turn
+            iterator = self.lent(iterator, updates * self._batches_of_update(), *lease)
             total = tf.constant(0.0)
             before = applied.read_value()
             for _ in tf.range(turns):
                 for _ in range(turn):
                     total += update(iterator)
+            others = applied.read_value() - before - tf.cast(updates, tf.int64)
             # In one tensor: the coordinator fetches results one by one.
-            results = [total, worker_number(), applied.read_value() - before]
+            results = [total, worker_number(), others]
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
-        return closure  # type: ignore[no-any-return]
+        return portion  # type: ignore[no-any-return]
 
     def _step(self, problem: Problem) -> Update:
         gradient = self.gradient(problem)

@@ -144,11 +144,8 @@ class Served(KerasStrategy):
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
         """Return the arguments that lend a closure what comes so many batches after the position.
 
-        A closure that runs again, as its worker died, has the same examples. Without a stream
-        there are none.
+        A closure that runs again, as its worker died, has the same examples.
         """
-        if not self.stream:
-            return ()
         first = batches * self.config.training.batch_size
         return plan_of(self.position), tf.constant(first, tf.int64)
 

@@ -80,10 +80,13 @@ class Report:
         loss: the mean loss over the updates.
         metrics: further metrics for the history, JSON values: staleness, dropped gradients, and
             `workers`, which maps a worker to its local steps and examples.
+        global_step: where workers go on meanwhile, the global step that the report is of; None
+            where all of them rest.
     """
 
     loss: float
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    global_step: int | None = None
 
 
 class Strategy(ABC):
@@ -159,6 +162,22 @@ class Strategy(ABC):
         Raises:
             ClusterLostError: a task is gone that the strategy cannot do without.
         """
+
+    def advance(self, steps: int, boundary: int) -> Report:
+        """Apply about `steps` updates, at most up to the global step `boundary`.
+
+        Workers may go on when it returns, which the report says, up to the boundary or until
+        `rest`. At the boundary all of them rest.
+        """
+        del boundary
+        return self.run(steps)
+
+    def rest(self) -> Report:
+        """End what workers go on with, and report it: nothing is applied before `advance`.
+
+        Called only after a report that says that they go on.
+        """
+        raise AssertionError("no worker goes on")
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums of `problem.totals` over all parts, with the current variables.

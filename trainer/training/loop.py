@@ -1,17 +1,17 @@
 """The outer loop of all strategies: checkpoints, validation, history and early stopping.
 
-The inner loop is `Strategy.run`: it applies steps, and never saves, logs or evaluates. The outer
-loop does all of that between two inner loops, in this order:
+The inner loop is `Strategy.advance`: it applies steps, and never saves, logs or evaluates. The
+outer loop does all of that between two inner loops, in this order:
 
 1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on what comes next: stop,
    stop early, save a checkpoint, and how many steps the inner loop runs. Nothing else decides.
 2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
-   `validate_every`.
+   `validate_every`. Short of a boundary, workers of an asynchronous strategy go on meanwhile.
 3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
 
-A checkpoint ends with a barrier of its own: no task continues or leaves before it is written. A
-request to stop is noticed at the next barrier; a last checkpoint is saved before
-`RunInterruptedError` is raised.
+Whatever is saved or validated has all workers at rest (`Strategy.rest`). A checkpoint ends with a
+barrier of its own: no task continues or leaves before it is written. A request to stop is noticed
+at the next barrier; a last checkpoint is saved before `RunInterruptedError` is raised.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from trainer.checkpoints import checkpoints as checkpointing
@@ -31,14 +32,14 @@ from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.strategies.averaging import averaged, begin_averages
-from trainer.strategies.strategy import Problem, Strategy
+from trainer.strategies.strategy import Problem, Report, Strategy
 from trainer.strategies.visits import Stream
 from trainer.tensorboard.profiler import profiler_of
 from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal
 
 log = logging.getLogger(__name__)
-# Long enough that it costs little when workers wait for each other at the end of an inner loop,
-# short enough that progress is visible and a request to stop is noticed soon.
+# Long enough that what is done between two inner loops costs little, also where workers wait for
+# each other; short enough that progress is visible and a request to stop is noticed soon.
 INNER_LOOP_SECONDS = 1.0
 # An inner loop that no boundary cuts short is a multiple of it, and so of the turns of a strategy.
 STEP_MULTIPLE = 20
@@ -79,14 +80,18 @@ class Pace:
     def next_steps(self, step: int) -> int:
         """Return how many steps to run from global step `step`, at most to the next boundary."""
         turns = int(self.steps_per_second * INNER_LOOP_SECONDS / STEP_MULTIPLE)
-        boundaries = [self.training.steps, step + max(1, turns) * STEP_MULTIPLE]
+        return min(self.boundary(step) - step, max(1, turns) * STEP_MULTIPLE)
+
+    def boundary(self, step: int) -> int:
+        """Return the next global step after `step` at which nothing may go on."""
+        boundaries = [self.training.steps]
         for every in (self.training.checkpoint_every, self.training.validate_every):
             if every:
                 boundaries.append((step // every + 1) * every)
         if profile := self.training.profile:
             # The trace begins before the first of its steps.
             boundaries += [edge for edge in (profile[0] - 1, profile[1]) if edge > step]
-        return min(boundaries) - step
+        return min(boundaries)
 
 
 @dataclass(kw_only=True)
@@ -193,6 +198,8 @@ class _OuterLoop:
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
         self._stepped_at = time.monotonic()
+        # When workers that go on were reported last; None where all of them rest.
+        self._goes_on_since: float | None = None
         for row in journal.rows:
             self._note_validation(row)
 
@@ -206,6 +213,10 @@ class _OuterLoop:
         step = self._strategy.global_step()
         while step < self._training.steps:
             decision = self._decide(step)
+            if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
+                # What comes of it until all workers rest may be the end of training.
+                step = self._after(step, self._inner_loop(step, self._strategy.rest))
+                continue
             if decision.stop:
                 self._profiler.end()
                 uri = self.save()
@@ -216,20 +227,26 @@ class _OuterLoop:
             if decision.save:
                 self.save()
             self._profiler.at(step, self._pace.steps_per_second)
-            result = self._run_inner_loop(step, decision.steps)
-            if not result.loss <= self._max_loss:
-                self._raise_diverged(f"the loss is {result.loss:g}", result.global_step)
-            if result.global_step == step:
-                self._require_no_stall(step)
-                continue
-            self._record(step, result)
-            before, step = step, result.global_step
-            if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
-                self.save()
-            self._stepped_at = time.monotonic()
+            boundary = self._pace.boundary(step)
+            advance = partial(self._strategy.advance, decision.steps, boundary)
+            step = self._after(step, self._inner_loop(step, advance))
         # Its files go with the last checkpoint.
         self._profiler.end()
         self.save()
+        return step
+
+    def _after(self, step: int, result: _InnerResult) -> int:
+        """Do what follows an inner loop that began at `step`; return the step reached."""
+        if not result.loss <= self._max_loss:
+            self._raise_diverged(f"the loss is {result.loss:g}", result.global_step)
+        if result.global_step == step:
+            self._require_no_stall(step)
+            return step
+        self._record(step, result)
+        before, step = step, result.global_step
+        if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
+            self.save()
+        self._stepped_at = time.monotonic()
         return step
 
     def save(self) -> str:
@@ -251,19 +268,22 @@ class _OuterLoop:
         )
         return _Decision(*self._strategy.barrier(*own))
 
-    def _run_inner_loop(self, step: int, steps: int) -> _InnerResult:
+    def _inner_loop(self, step: int, advance: Callable[[], Report]) -> _InnerResult:
         """Apply steps and measure how long they take; nothing is saved, logged or evaluated."""
-        began = time.monotonic()
+        began = self._goes_on_since or time.monotonic()
         with self._hooks.watch_steps():
-            report = self._strategy.run(steps)
-        seconds = time.monotonic() - began
-        reached = self._strategy.global_step()
+            report = advance()
+        now = time.monotonic()
+        if report.global_step is None:
+            self._goes_on_since, reached = None, self._strategy.global_step()
+        else:
+            self._goes_on_since, reached = now, report.global_step
         return _InnerResult(
             global_step=reached,
             loss=report.loss,
             metrics=dict(report.metrics),
-            seconds=seconds,
-            steps_per_second=(reached - step) / max(seconds, 1e-9),
+            seconds=now - began,
+            steps_per_second=(reached - step) / max(now - began, 1e-9),
         )
 
     def _require_no_stall(self, step: int) -> None:

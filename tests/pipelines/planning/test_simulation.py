@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.planning.simulation import Dispatch, Fleet, Work, simulated
 
-FREE = Dispatch()
+FREE = Dispatch(seconds=3.0)
 WORK = Work(compute=0.010, pull=(0.001,), push=(0.001,), wire=(0.002,))
 ALONE = Fleet(workers=1, spread=0.0, round_trip=0.001, server_cores=1)
 
@@ -19,8 +19,8 @@ def test_one_worker_is_the_sum_of_its_phases():
     # Two round trips, both services, both ways on the wire, one computation.
     found = run()
     assert found.cycle == pytest.approx(0.018)
-    # And a round trip more to get each portion.
-    assert found.rate == pytest.approx(1 / 0.018, rel=0.05)
+    # And a round trip more to take a turn.
+    assert found.rate == pytest.approx(1 / 0.019, rel=0.01)
     assert found.limit == "workers"
 
 
@@ -38,7 +38,8 @@ def test_updates_are_the_sum_of_what_workers_pushed(workers):
 def test_littles_law():
     found = run(fleet=replace(ALONE, workers=30))
     # Workers in the system: the rate times the time that each update takes.
-    assert found.rate * found.cycle == pytest.approx(30, rel=0.1)
+    taking = found.rate * ALONE.round_trip
+    assert found.rate * found.cycle + taking == pytest.approx(30, rel=0.1)
 
 
 def test_a_queue_serves_no_more_than_it_can_and_nearly_that():
@@ -50,7 +51,7 @@ def test_a_queue_serves_no_more_than_it_can_and_nearly_that():
     assert by_wire.limit.startswith("server network")
     assert by_wire.rate == pytest.approx(1 / 0.002, rel=0.05)
     assert by_wire.rate <= 1 / 0.002 * 1.001
-    by_chief = run(fleet=crowd, dispatch=Dispatch(portion=0.1))
+    by_chief = run(fleet=crowd, dispatch=replace(FREE, look=0.005))
     assert by_chief.limit == "chief"
 
 
@@ -102,19 +103,25 @@ def test_workers_that_get_no_update_wait_for_the_end_of_a_stretch():
     found = run(long, replace(ALONE, workers=100))
     assert found.limit == "waiting for workers"
     assert found.rate < 100 / 60 / 2
-    longer = run(long, replace(ALONE, workers=100), Dispatch(seconds=600.0))
+    longer = run(long, replace(ALONE, workers=100), replace(FREE, seconds=600.0))
     assert longer.rate > 2 * found.rate
 
 
-def test_a_stretch_is_handed_out_whole():
-    for steps, workers in [(600, 2), (500, 100), (4000, 8), (20, 100)]:
-        left, sizes = steps, []
-        while left:
-            sizes.append(FREE.size(left, steps, workers))
-            left -= sizes[-1]
-        assert sum(sizes) == steps
-        assert min(sizes) >= 1
-        assert max(sizes) <= FREE.largest
+def test_a_chief_sends_workers_into_a_stretch_one_after_the_other():
+    long = replace(WORK, compute=1.0)
+    fleet = replace(ALONE, workers=100)
+    slow = run(long, fleet, Dispatch(closure=0.1))
+    assert slow.rate < 0.8 * run(long, fleet, Dispatch()).rate
+    # What it does in a stretch does not depend on how many updates it has.
+    longer = run(long, fleet, Dispatch(closure=0.1, seconds=200.0))
+    assert longer.rate > 0.95 * run(long, fleet, Dispatch(seconds=200.0)).rate
+
+
+def test_updates_are_taken_one_by_one_where_they_are_slow():
+    assert FREE.unit(160, 2) == FREE.turn
+    assert FREE.unit(159, 2) == 1
+    assert FREE.of_run(FREE.long_run - 1).unit(10**3, 2) == 1
+    assert FREE.steps(1000) == 3000
 
 
 def test_the_same_seed_is_the_same_fleet():

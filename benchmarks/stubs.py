@@ -1,0 +1,90 @@
+"""A chief of stub workers: `python -m benchmarks.stubs SPEC SECONDS`; see `benchmarks.handout`.
+
+It leads TensorFlow's servers with the strategy itself. There is no model: an update counts itself
+on the parameter server. The messages are real, those of a turn as well as the chief's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import tensorflow as tf
+
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
+from trainer.strategies.placement import server_device
+from trainer.topology import Cluster, Task
+
+# Before it, closures are sent to all workers.
+WARM_SECONDS = 3.0
+
+
+class Stubs(AsyncParameterServer):
+    """A chief whose workers make updates of nothing."""
+
+    def lead(self) -> None:
+        """Connect, and make what the workers take."""
+        self.connect()
+        with tf.device(server_device(0)):
+            self.applied = tf.Variable(0, dtype=tf.int64, trainable=False)
+        made = self.coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(1).repeat())
+        self.hand_out(self._update, iter(made), TURN)
+
+    def _update(self, _iterator: object) -> tf.Tensor:
+        with tf.device(server_device(0)):
+            self.applied.assign_add(1, read_value=False)
+        return tf.constant(1.0)
+
+
+def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
+    """Lead all workers for some seconds; return what was handed out, and what the chief used."""
+    cluster = Cluster(addresses={role: tuple(addresses) for role, addresses in spec.items()})
+    began, used = time.monotonic(), time.process_time()
+    stubs = Stubs(parse_config({}), cluster, Task(role="chief", index=0))
+    stubs.lead()
+    connected, of_connecting = time.monotonic() - began, time.process_time() - used
+    # As long as a second is not known to have more, it is expected to have these.
+    steps = 4 * TURN * len(spec["worker"])
+    boundary = 10**12
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() < began + WARM_SECONDS:
+        stubs.advance(steps, boundary)
+    sent, of_sending = time.monotonic() - began, time.process_time() - used
+    first = step = stubs.global_step()
+    began, used = time.monotonic(), time.process_time()
+    while (passed := time.monotonic() - began) < seconds:
+        stubs.advance(max(steps, int(step / max(passed, 1))), boundary)
+        step = stubs.global_step() - first
+    found = {
+        "updates_per_second": step / passed,
+        "chief_cpu_per_second": (time.process_time() - used) / passed,
+        "connecting_seconds": connected,
+        "connecting_cpu_seconds": of_connecting,
+        "stretch_seconds": sent,
+        "stretch_cpu_seconds": of_sending,
+    }
+    began, used = time.monotonic(), time.process_time()
+    stubs.rest()
+    found["rest_seconds"] = time.monotonic() - began
+    found["rest_cpu_seconds"] = time.process_time() - used
+    return found
+
+
+def main() -> None:
+    """Print what `lead` returns, as JSON; SPEC is a file of addresses by role."""
+    signals.end_with_parent()
+    path, seconds = sys.argv[1:]
+    found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    # The threads of the coordinator wait for workers.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

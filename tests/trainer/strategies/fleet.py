@@ -1,0 +1,96 @@
+"""Workers of asynchronous training without TensorFlow: they take turns, apply and die."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+
+from trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
+from trainer.strategies.parameter_server import Tally
+from trainer.strategies.turns import Seen
+
+LOSS = 2.0
+
+
+class Fleet:
+    """The numbers on the server, TensorFlow's coordinator, and the workers behind it.
+
+    In each round every worker that has a closure takes one turn. `dies` says of a turn, by the
+    number of all turns before it, after how many of its updates its worker dies; the closure then
+    goes to the end of the queue, as the coordinator does it.
+    """
+
+    def __init__(self, workers: int, dies: Callable[[int], int | None] = lambda _turn: None):
+        self.workers, self.dies = workers, dies
+        self.applied = self.turns_made = 0
+        self.next = self.end = self.refused = 0
+        self.reports = np.zeros((workers, 3))
+        self.queue: deque[int] = deque()
+        self.units: list[int] = []
+        self.most = 0
+
+    def deal(self, turns: int) -> None:
+        assert not self.queue, "dealt while workers take turns"
+        self.next = self.refused = 0
+        self.end = turns
+
+    def extend(self, turns: int) -> None:
+        self.end = turns
+
+    def look(self) -> Seen:
+        return Seen(
+            applied=self.applied,
+            taken=self.next,
+            refused=self.refused,
+            reports=self.reports.copy(),
+        )
+
+    def schedule(self, unit: int, args: object) -> None:
+        del args
+        self.units.append(unit)
+        self.queue.append(unit)
+
+    def done(self) -> bool:
+        return not self.queue
+
+    def join(self) -> None:
+        while self.queue:
+            self.round()
+
+    def round(self) -> None:
+        """Let every worker with a closure take one turn."""
+        for worker in range(min(self.workers, len(self.queue))):
+            unit = self.queue.popleft()
+            if self.next >= self.end:
+                self.refused += 1
+                continue
+            self.queue.append(unit)
+            self.next += 1
+            died = self.dies(self.turns_made)
+            self.turns_made += 1
+            self.applied += unit if died is None else min(died, unit)
+            if died is None:
+                self.reports[worker] += (LOSS * unit, unit, 0)
+        self.most = max(self.most, self.applied)
+
+
+class Led(AsyncParameterServer):
+    """The strategy with such a fleet; the clock of its waits moves the fleet by a round."""
+
+    def __init__(self, fleet: Fleet, turn: int = TURN):
+        self.fleet = fleet
+        self._turns = self.coordinator = fleet
+        self._workers, self._turn, self._has_turned = fleet.workers, turn, False
+        self._closures, self._iterator = {1: 1, TURN: TURN}, None
+        self._tally = Tally(batch_size=1)
+        self._seen = fleet.look()
+        self._reported = self._seen.reports
+        self.config = SimpleNamespace(training=SimpleNamespace(pull_every=1, accumulate=1))
+        self.cluster = SimpleNamespace(count=lambda _role: fleet.workers)
+        self.stream, self.towers = None, ["CPU:0"]
+
+    def global_step(self) -> int:
+        return self.fleet.applied

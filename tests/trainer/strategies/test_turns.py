@@ -1,0 +1,94 @@
+"""Turns are taken exactly as often as they are dealt, by however many workers at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
+
+WORKERS = 3
+
+
+@pytest.fixture
+def applied():
+    return tf.Variable(0, dtype=tf.int64)
+
+
+@pytest.fixture
+def turns(applied):
+    return Turns(WORKERS, applied)
+
+
+@pytest.fixture
+def take(turns):
+    return tf.function(turns.take)
+
+
+def test_as_many_are_taken_as_were_dealt(turns, take):
+    turns.deal(3)
+    assert [bool(take()) for _ in range(5)] == [True] * 3 + [False] * 2
+    seen = turns.look()
+    assert (seen.taken, seen.refused) == (3, 2)
+
+
+def test_what_was_refused_is_there_once_more_are_dealt(turns, take):
+    turns.deal(1)
+    assert [bool(take()) for _ in range(4)] == [True, False, False, False]
+    turns.extend(3)
+    assert [bool(take()) for _ in range(4)] == [True, True, False, False]
+    assert turns.look().taken == 3
+
+
+def test_none_is_left_where_workers_are_to_end(turns, take):
+    turns.deal(9)
+    assert bool(take())
+    turns.extend(0)
+    assert not bool(take())
+    assert turns.look().taken == 1
+    turns.deal(1)
+    seen = turns.look()
+    assert (seen.taken, seen.refused) == (0, 0)
+    assert bool(take())
+
+
+def test_workers_that_take_at_once_take_exactly_what_is_there(turns):
+    dealt, threads = 2000, 8
+
+    @tf.function
+    def all_of_a_worker():
+        count = tf.constant(0)
+        while turns.take():
+            count += 1
+        return count
+
+    turns.deal(dealt)
+    all_of_a_worker.get_concrete_function()
+    with ThreadPoolExecutor(threads) as pool:
+        counts = list(pool.map(lambda _: int(all_of_a_worker()), range(threads)))
+    seen = turns.look()
+    assert sum(counts) == seen.taken == dealt
+    assert seen.refused == threads
+
+
+def test_each_worker_has_its_sums(turns, applied):
+    @tf.function
+    def report(worker, loss, others):
+        began = turns.began()
+        applied.assign_add(20 + others)
+        turns.report(worker, loss, 20, began)
+
+    for worker, loss, others in ((2, 1.5, 7), (0, 3.0, 0), (2, 0.25, 3)):
+        numbers = (tf.constant(n, tf.int64) for n in (worker, others))
+        report(next(numbers), tf.constant(loss), next(numbers))
+    seen = turns.look()
+    assert seen.applied == 70
+    assert seen.reports[:, LOSS].tolist() == [3.0, 0.0, 1.75]
+    assert seen.reports[:, UPDATES].tolist() == [20.0, 0.0, 40.0]
+    assert seen.reports[:, OTHERS].tolist() == [0.0, 0.0, 10.0]
+    turns.deal(5)
+    # They are of all that was ever reported.
+    np.testing.assert_array_equal(turns.look().reports, seen.reports)
