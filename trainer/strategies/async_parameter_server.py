@@ -121,7 +121,7 @@ class AsyncParameterServer(Served):
             # A worker pulls right after it has pushed: in between are only updates of others.
             staleness = (applied - n) / n
             self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
-        return Report(loss=total / steps, metrics=self._tally.metrics())
+        return Report(loss=total / steps, metrics=self.metrics())
 
     def _batches_of_update(self) -> int:
         return self.config.training.pull_every * self.batches_of_step()
