@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -118,11 +119,10 @@ class EmbeddingTable(keras.layers.Layer):
             )
         rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
         size = -(-self.capacity // self.shards)
-        self._parts = [Shard(self._noted(n, size), size, rules, self._draw) for n in self._numbers]
-
-    @property
-    def _numbers(self) -> range:
-        return range(self.shards)
+        self._parts = [
+            Shard(self._noted(n, size), size, rules, partial(self._draw, n))
+            for n in range(self.shards)
+        ]
 
     def _noted(self, number: int, size: int) -> Noted:
         def note(name: str, length: int, initializer: str, dtype: str = "int64") -> Any:
@@ -350,7 +350,7 @@ class _Seed(keras.random.SeedGenerator):
 
 
 def _draw_of(initializer: Any, dimension: int) -> Any:
-    """Return the function from a number of rows, and of those drawn before, to new rows.
+    """Return the function from a shard, a number of rows, and of those drawn before, to new rows.
 
     Raises:
         ValueError: the initializer has to know the whole table.
@@ -358,16 +358,16 @@ def _draw_of(initializer: Any, dimension: int) -> Any:
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
 
-    def draw(count: Any, before: Any) -> tf.Tensor:
+    def draw(shard: int, count: Any, before: Any) -> tf.Tensor:
         drawn = initializer
         if seed is not None:
             drawn = type(initializer).from_config(initializer.get_config())
-            drawn.seed = _Seed(tf.stack([tf.cast(first, tf.int64), before]))
+            drawn.seed = _Seed(tf.stack([np.int64(first + (shard << 32)), before]))
         return drawn((count, dimension), dtype="float32")
 
     try:
         with tf.Graph().as_default():
-            draw(tf.compat.v1.placeholder(tf.int32, []), tf.constant(0, tf.int64))
+            draw(0, tf.compat.v1.placeholder(tf.int32, []), tf.constant(0, tf.int64))
     except Exception as error:
         name = type(initializer).__name__
         raise ValueError(
