@@ -17,6 +17,7 @@ from benchmarks import (
     comparisons,
     evaluation,
     examples,
+    growing_tables,
     memory,
     on_gpu,
     preparing,
@@ -43,13 +44,14 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
     "evaluation": evaluation.evaluation,
+    "table-rows": growing_tables.table_rows,
     "gpu": on_gpu.on_gpu,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
-WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
+WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation", "table-rows"}
 
 
 def main() -> None:
