@@ -290,9 +290,11 @@ class EmbeddingTable(keras.layers.Layer):
 
 
 def growing(
-    spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any]
+    spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
 ) -> EmbeddingTable:
     """Return the table of an input feature, whose type says what its ids are.
+
+    `arguments` are from a configuration, and may have other `shards`.
 
     Raises:
         ConfigError: an argument is none of a table, or the feature is no id.
@@ -320,7 +322,7 @@ def growing(
             keys="string" if dtype == "string" else "int64",
             initializer=drawn,
             name=f"{name}_embedding",
-            **whole,
+            **{"shards": shards, **whole},
         )
     except ValueError as error:
         raise ConfigError(f"tables.{name}.{error}") from None

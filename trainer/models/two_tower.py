@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from trainer.errors import ConfigError
-from trainer.models.embedding_table import growing
+from trainer.models import embedding_table
 from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
 from trainer.models.spec import InputSpec, size, sizes
 
@@ -46,7 +46,7 @@ def two_tower(  # noqa: PLR0913
         shards: variables that each table is split over; as many as there may be servers.
         unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
     """
-    sizes = _sizes(spec, rows or {}, tables or {})
+    sizes = _sizes(spec, rows, tables)
     dimension = size("dimension", dimension)
     shards = size("shards", shards)
     if unknown not in UNKNOWN:
@@ -59,7 +59,7 @@ def two_tower(  # noqa: PLR0913
             least = min(shards, of_name)
             layer = ShardedEmbedding(of_name, dimension, shards=least, unknown=unknown, name=own)
         else:
-            layer = growing(spec, name, dimension, {"shards": shards, **of_name})
+            layer = embedding_table.growing(spec, name, dimension, of_name, shards)
         found[name] = layer(given[name])
     vectors = [_tower(name, row, hidden_units, dimension) for name, row in found.items()]
     match = keras.layers.Dot(axes=1, name="match")(vectors)
@@ -80,26 +80,30 @@ def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> An
 
 
 def _sizes(
-    spec: InputSpec, rows: Mapping[str, int], tables: Mapping[str, Mapping[str, Any]]
+    spec: InputSpec,
+    rows: Mapping[str, int] | None,
+    tables: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, int | Mapping[str, Any]]:
-    """Return the rows of each feature's table, or the arguments of one that grows."""
+    """Return the rows of each feature's table, or the arguments of one that grows.
+
+    They are in the order of the features.
+    """
     if spec.num_classes not in {1, CLASSES}:
         raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}")
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(f"takes {TOWERS} input features, the dataset has {_described(spec)}")
     assert isinstance(spec.dtype, Mapping)
-    given = [*rows, *tables] if isinstance(rows, Mapping) and isinstance(tables, Mapping) else []
-    if sorted(given) != sorted(spec.shape):
-        wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
-        raise ConfigError(
-            f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}, but for a feature that "
-            f"has {{capacity: COUNT}} in tables ({tables!r})"
-        )
+    fixed = rows if isinstance(rows, Mapping) else {}
+    growing = tables if isinstance(tables, Mapping) else {}
     for name, shape in spec.shape.items():
-        if tuple(shape) or ("int" not in spec.dtype[name] and name in rows):
+        if tuple(shape) or (name not in growing and "int" not in spec.dtype[name]):
             raise ConfigError(f"takes one whole number as {name!r}; there is {_described(spec)}")
+    if sorted([*fixed, *growing]) != sorted(spec.shape):
+        wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
+        also = f" where tables ({tables!r}) has no {{capacity: COUNT}}" if tables else ""
+        raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}{also}")
     return {
-        name: size(f"rows of {name}", rows[name]) if name in rows else tables[name]
+        name: growing[name] if name in growing else size(f"rows of {name}", fixed[name])
         for name in spec.shape
     }
 
