@@ -1,4 +1,4 @@
-"""Tables that grow on parameter servers: one row an id, whoever brings it, on any number of servers."""
+"""Tables that grow on parameter servers: one row an id, whoever brings it, on any cluster."""
 
 from __future__ import annotations
 

@@ -86,18 +86,9 @@ class EmbeddingTable(keras.layers.Layer):
             ValueError: a number is too small, or another word for `keys`.
         """
         super().__init__(**kwargs)
-        least = {"capacity": shards, "dimension": 1, "shards": 1, "min_count": 1, "min_age": 0}
-        given = {"capacity": capacity, "dimension": dimension, "shards": shards}
-        given |= {"min_count": min_count, "min_age": min_age, "max_age": max_age}
-        for name, value in given.items():
-            if value < least.get(name, 0):
-                raise ValueError(
-                    f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 0)}"
-                )
-        if 0 < max_age <= min_age:
-            raise ValueError(f"max_age: {max_age} is not allowed; it has to be above min_age")
-        if keys not in KEYS:
-            raise ValueError(f"keys: {keys!r} is not one of {', '.join(KEYS)}")
+        sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
+        ages = {"min_count": min_count, "min_age": min_age, "max_age": max_age}
+        _check({**sizes, **ages}, keys)
         self.capacity, self.dimension, self.keys, self.shards = capacity, dimension, keys, shards
         self.min_count, self.min_age, self.max_age = min_count, min_age, max_age
         self.initializer = keras.initializers.get(initializer)
@@ -333,6 +324,22 @@ def shrink(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, EmbeddingTable):
             layer.shrink()
+
+
+def _check(given: Mapping[str, int], keys: str) -> None:
+    least = {"capacity": given["shards"], "min_age": 0, "max_age": 0}
+    for name, value in given.items():
+        if value < least.get(name, 1):
+            raise ValueError(
+                f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
+            )
+    if 0 < given["max_age"] <= given["min_age"]:
+        raise ValueError(
+            f"max_age: {given['max_age']} is not allowed; it has to be above min_age "
+            f"({given['min_age']}), or 0"
+        )
+    if keys not in KEYS:
+        raise ValueError(f"keys: {keys!r} is not one of {', '.join(KEYS)}")
 
 
 def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:

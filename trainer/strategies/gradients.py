@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.strategies import tables
+from trainer.strategies import table_state
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import Batch, Loss
 from trainer.strategies.towers import ONE, Towers
@@ -82,7 +82,7 @@ class Pulled:
 
 def pull(model: keras.Model) -> Pulled:
     """Read every variable of the model, those of each server together."""
-    return _pull(model.trainable_variables, tables.state_of(model))
+    return _pull(model.trainable_variables, table_state.state_of(model))
 
 
 def _pull(trainable: Sequence[Any], state: Sequence[Any]) -> Pulled:
@@ -141,7 +141,7 @@ class PureGradient:
         gradient of looked up rows is `IndexedSlices`.
         """
         self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
-        self._not_trained = tables.state_of(model)
+        self._not_trained = table_state.state_of(model)
         self.state = [*self._not_trained, *(scale.variables if scale else ())]
         self._moving: list[int] = []
         compute = scale.over(self._compute) if scale else self._compute

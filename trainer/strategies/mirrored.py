@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.strategies import tables
+from trainer.strategies import table_state
 from trainer.strategies.fused_updates import fuse
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.parameter_server import Tally
@@ -71,7 +71,7 @@ class Replicated(KerasStrategy):
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
         self.applied = exact_counter(self.optimizer)
-        tables.connect(self.model, self.optimizer, self.applied)
+        table_state.connect(self.model, self.optimizer, self.applied)
         if not has_own_step(self.model):
             # Keras would clip the gradients, which are a mean already, and then sum them.
             self.optimizer._all_reduce_sum_gradients = list
@@ -88,7 +88,7 @@ class Replicated(KerasStrategy):
         loss = float(self._steps_of(self._iterator, tf.constant(steps))) / steps
         parts = self.config.training.accumulate
         self.pass_over(steps * self.replicas.num_replicas_in_sync * parts)
-        return Report(loss=loss, metrics=tables.metrics(self.model))
+        return Report(loss=loss, metrics=table_state.metrics(self.model))
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:

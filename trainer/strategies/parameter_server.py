@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.strategies import tables
+from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
@@ -96,7 +96,7 @@ class Served(KerasStrategy):
             self.scale = self.make_scale(gradients=gradients)
         build_slots(self.optimizer, self.model)
         self.applied = exact_counter(self.optimizer)
-        tables.connect(self.model, self.optimizer, self.applied)
+        table_state.connect(self.model, self.optimizer, self.applied)
 
     def tally(self) -> Tally:
         """Return a tally of local steps, each with a batch for every device of a worker."""
@@ -104,7 +104,7 @@ class Served(KerasStrategy):
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the workers, and of tables that grow, for the history."""
-        return {**self._tally.metrics(), **tables.metrics(self.model)}
+        return {**self._tally.metrics(), **table_state.metrics(self.model)}
 
     def batches_of_step(self) -> int:
         """Return how many batches a worker takes for one gradient."""

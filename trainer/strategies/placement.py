@@ -20,7 +20,7 @@ import tensorflow as tf
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
 from trainer.strategies.fused_updates import fuse
-from trainer.strategies.tables import together
+from trainer.strategies.table_state import together
 
 
 @dataclass(frozen=True, kw_only=True)

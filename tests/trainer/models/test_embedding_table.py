@@ -13,7 +13,7 @@ import tensorflow as tf
 from trainer.errors import ConfigError
 from trainer.models.embedding_table import EmbeddingTable, growing, shrink
 from trainer.models.spec import InputSpec
-from trainer.strategies import tables
+from trainer.strategies import table_state
 
 DIMENSION = 3
 UNIFORM = keras.initializers.RandomUniform(seed=1)
@@ -188,7 +188,7 @@ def test_a_row_of_another_id_begins_anew_with_every_optimizer(name):
     optimizer = getattr(keras.optimizers, name)(0.1)
     optimizer.build(model.trainable_variables)
     fresh = [each.numpy() for each in optimizer.variables]
-    tables.connect(model, optimizer, optimizer.iterations.value)
+    table_state.connect(model, optimizer, optimizer.iterations.value)
 
     @tf.function
     def step(ids):

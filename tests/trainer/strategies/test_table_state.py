@@ -14,7 +14,7 @@ from trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model,
 from trainer.config.load import parse_config
 from trainer.errors import ConfigError, UserError
 from trainer.models.embedding_table import EmbeddingTable
-from trainer.strategies import tables
+from trainer.strategies import table_state
 from trainer.strategies.gradients import PureGradient
 from trainer.strategies.strategy import Problem, create, require_updates
 from trainer.training.optimizers import build_optimizer
@@ -126,6 +126,6 @@ def test_what_cannot_train_a_table_is_refused(training, words):
 
 def test_a_model_without_tables_is_left_alone():
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
-    assert tables.metrics(model) == {}
-    assert tables.together(model) == []
-    assert tables.state_of(model) == model.non_trainable_variables
+    assert table_state.metrics(model) == {}
+    assert table_state.together(model) == []
+    assert table_state.state_of(model) == model.non_trainable_variables
