@@ -17,8 +17,9 @@ from benchmarks import (
     comparisons,
     evaluation,
     examples,
-    large_tables,
+    growing_tables,
     handout,
+    large_tables,
     memory,
     on_gpu,
     preparing,
@@ -48,6 +49,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
     "evaluation": evaluation.evaluation,
+    "table-rows": growing_tables.table_rows,
     "gpu": on_gpu.on_gpu,
     "tables": large_tables.large_tables,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
@@ -64,6 +66,7 @@ WITHOUT_MNIST = {
     "checkpoints",
     "evaluation",
     "tables",
+    "table-rows",
 }
 
 

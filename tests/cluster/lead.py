@@ -41,6 +41,7 @@ def main() -> None:
     variables = strategy.variables()
     for path, value in spec["start"].items():
         variables[path].assign(value)
+    strategy.restored()
     for steps in spec["runs"]:
         report = strategy.run(steps)
         say(loss=report.loss, metrics=report.metrics, global_step=strategy.global_step())

@@ -30,6 +30,7 @@ from trainer.errors import UserError
 from trainer.statistics import statistics
 from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
+from trainer.strategies import table_state
 from trainer.strategies.averaging import AVERAGE, MODEL
 from trainer.strategies.loss_scale import LOSS_SCALE
 
@@ -281,6 +282,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
     found = fetch(uri, scratch / "checkpoint")
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
     restore(found, handed_on(found, named), io_device=None)
+    table_state.restored(model)
     return found
 
 

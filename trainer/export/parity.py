@@ -26,6 +26,7 @@ import tensorflow as tf
 from trainer.errors import UserError
 from trainer.evaluation.signature import SERVING, serving_name
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
+from trainer.models.embedding_table import shrink
 from trainer.tasks.base import Part
 from trainer.tasks.objective import LOSS, Objective
 from trainer.user_code import line_of
@@ -80,6 +81,8 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
+    # What is written are the rows in use; the answers were made before.
+    shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
         form = FORMATS[name]

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from trainer.errors import ConfigError
+from trainer.models import embedding_table
 from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
 from trainer.models.spec import InputSpec, size, sizes
 
@@ -26,6 +27,7 @@ def two_tower(  # noqa: PLR0913
     spec: InputSpec,
     *,
     rows: Mapping[str, int] | None = None,
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
     dimension: int = 16,
     hidden_units: Sequence[int] = (),
     shards: int = 2,
@@ -34,25 +36,31 @@ def two_tower(  # noqa: PLR0913
     """Return the score of pairs of ids, or the logits `[0, score]` of "no" and "yes".
 
     Args:
-        spec: two whole numbers, and one logit or two.
-        rows: of the table of each input feature, by its name: one more than its largest id.
+        spec: two ids, and one logit or two.
+        rows: of the table of an input feature, by its name: one more than its largest id.
+        tables: the features whose tables grow, with what `EmbeddingTable` takes: `capacity`, and
+            where wanted `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Their ids
+            are any whole numbers, or texts.
         dimension: of a row, and of a tower's vector.
         hidden_units: ReLU layers of each tower.
         shards: variables that each table is split over; as many as there may be servers.
         unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
     """
-    sizes = _sizes(spec, rows)
+    sizes = _sizes(spec, rows, tables)
     dimension = size("dimension", dimension)
     shards = size("shards", shards)
     if unknown not in UNKNOWN:
         raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
     given = spec.symbols()
-    found = {
-        name: ShardedEmbedding(
-            size, dimension, shards=min(shards, size), unknown=unknown, name=f"{name}_embedding"
-        )(given[name])
-        for name, size in sizes.items()
-    }
+    found = {}
+    for name, of_name in sizes.items():
+        own = f"{name}_embedding"
+        if isinstance(of_name, int):
+            least = min(shards, of_name)
+            layer = ShardedEmbedding(of_name, dimension, shards=least, unknown=unknown, name=own)
+        else:
+            layer = embedding_table.growing(spec, name, dimension, of_name, shards)
+        found[name] = layer(given[name])
     vectors = [_tower(name, row, hidden_units, dimension) for name, row in found.items()]
     match = keras.layers.Dot(axes=1, name="match")(vectors)
     both = keras.layers.Concatenate(name="both")(list(found.values()))
@@ -71,20 +79,33 @@ def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> An
     return keras.layers.Dense(dimension, name=f"{name}_vector")(x)
 
 
-def _sizes(spec: InputSpec, rows: Mapping[str, int] | None) -> dict[str, int]:
-    """Return the rows of each feature's table, in the order of the features."""
+def _sizes(
+    spec: InputSpec,
+    rows: Mapping[str, int] | None,
+    tables: Mapping[str, Mapping[str, Any]] | None,
+) -> dict[str, int | Mapping[str, Any]]:
+    """Return the rows of each feature's table, or the arguments of one that grows.
+
+    They are in the order of the features.
+    """
     if spec.num_classes not in {1, CLASSES}:
         raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}")
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(f"takes {TOWERS} input features, the dataset has {_described(spec)}")
     assert isinstance(spec.dtype, Mapping)
+    fixed = rows if isinstance(rows, Mapping) else {}
+    growing = tables if isinstance(tables, Mapping) else {}
     for name, shape in spec.shape.items():
-        if tuple(shape) or "int" not in spec.dtype[name]:
+        if tuple(shape) or (name not in growing and "int" not in spec.dtype[name]):
             raise ConfigError(f"takes one whole number as {name!r}; there is {_described(spec)}")
-    if not isinstance(rows, Mapping) or rows.keys() != spec.shape.keys():
+    if sorted([*fixed, *growing]) != sorted(spec.shape):
         wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
-        raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}")
-    return {name: size(f"rows of {name}", rows[name]) for name in spec.shape}
+        also = f" where tables ({tables!r}) has no {{capacity: COUNT}}" if tables else ""
+        raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}{also}")
+    return {
+        name: growing[name] if name in growing else size(f"rows of {name}", fixed[name])
+        for name in spec.shape
+    }
 
 
 def _described(spec: InputSpec) -> str:

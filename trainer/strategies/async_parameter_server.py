@@ -201,7 +201,7 @@ class AsyncParameterServer(Served):
                 self._count(index, made, row[OTHERS])
         return Report(
             loss=self._loss,
-            metrics=self._tally.metrics(),
+            metrics=self.metrics(),
             global_step=self._seen.applied if self._unit else None,
         )
 
@@ -246,7 +246,7 @@ class AsyncParameterServer(Served):
         for size, (loss, worker, others) in zip(sizes, ended, strict=True):
             total += loss
             self._count(int(worker), size, others)
-        return Report(loss=total / steps, metrics=self._tally.metrics())
+        return Report(loss=total / steps, metrics=self.metrics())
 
     def _batches_of_update(self) -> int:
         return self.config.training.pull_every * self.batches_of_step()

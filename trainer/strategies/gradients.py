@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.strategies import table_state
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import Batch, Loss
 from trainer.strategies.towers import ONE, Towers
@@ -81,7 +82,7 @@ class Pulled:
 
 def pull(model: keras.Model) -> Pulled:
     """Read every variable of the model, those of each server together."""
-    return _pull(model.trainable_variables, model.non_trainable_variables)
+    return _pull(model.trainable_variables, table_state.state_of(model))
 
 
 def _pull(trainable: Sequence[Any], state: Sequence[Any]) -> Pulled:
@@ -121,8 +122,8 @@ class PureGradient:
     The function is traced once, however often a graph uses it.
 
     Attributes:
-        state: the variables of the state: all of the model that are not trained, and those of the
-            loss scale where there is one.
+        state: the variables of the state: all of the model that are not trained, but the
+            bookkeeping of tables that grow, and those of the loss scale where there is one.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class PureGradient:
         gradient of looked up rows is `IndexedSlices`.
         """
         self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
-        self.state = [*model.non_trainable_variables, *(scale.variables if scale else ())]
+        self._not_trained = table_state.state_of(model)
+        self.state = [*self._not_trained, *(scale.variables if scale else ())]
         self._moving: list[int] = []
         compute = scale.over(self._compute) if scale else self._compute
         self._traced = tf.function(self._only_moved(compute), jit_compile=jit or None)
@@ -191,13 +193,13 @@ class PureGradient:
             with keras.StatelessScope(
                 state_mapping=[
                     *zip(trainable, weights, strict=True),
-                    *zip(model.non_trainable_variables, state, strict=True),
+                    *zip(self._not_trained, state, strict=True),
                 ],
                 collect_losses=True,
             ) as scope:
                 outputs = model(batch[0], training=True)
                 value = tf.cast(self._loss(model, batch, outputs), tf.float32)
-        after = [scope.get_current_value(each) for each in model.non_trainable_variables]
+        after = [scope.get_current_value(each) for each in self._not_trained]
         sources = weights
         if self._in_place:
             sources = [variable.value for variable in model.trainable_variables]

@@ -36,7 +36,7 @@ class InGraph(Served):
         self.pass_over(steps * len(self._workers) * self.batches_of_step())
         for index in self._workers:
             self._tally.add(str(Task(role="worker", index=index)), steps)
-        return Report(loss=float(total) / steps, metrics=self._tally.metrics())
+        return Report(loss=float(total) / steps, metrics=self.metrics())
 
     def _batches(self, worker: int, problem: Problem) -> Any:
         with tf.device(f"{_device(worker)}/device:CPU:0"):

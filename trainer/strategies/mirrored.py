@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.strategies import touched_rows
+from trainer.strategies import table_state, touched_rows
 from trainer.strategies.fused_updates import fuse
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.parameter_server import Tally
@@ -74,6 +74,7 @@ class Replicated(KerasStrategy):
         summed = own and self.replicas.num_replicas_in_sync > 1
         touched_rows.use(self.optimizer, self.model, self.config.training, summed=summed)
         self.applied = exact_counter(self.optimizer)
+        table_state.connect(self.model, self.optimizer, self.applied)
         if not own:
             # Keras would clip the gradients, which are a mean already, and then sum them.
             self.optimizer._all_reduce_sum_gradients = list
@@ -90,7 +91,7 @@ class Replicated(KerasStrategy):
         loss = float(self._steps_of(self._iterator, tf.constant(steps))) / steps
         parts = self.config.training.accumulate
         self.pass_over(steps * self.replicas.num_replicas_in_sync * parts)
-        return Report(loss=loss)
+        return Report(loss=loss, metrics=table_state.metrics(self.model))
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.strategies import touched_rows
+from trainer.strategies import table_state, touched_rows
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
@@ -58,6 +58,7 @@ class Served(KerasStrategy):
     """A chief that leads workers, with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
+    _tally: Tally
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def connect(self) -> None:
@@ -98,10 +99,15 @@ class Served(KerasStrategy):
         whole = training.pull_every > 1 or self.pulls_whole()
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
         self.applied = exact_counter(self.optimizer)
+        table_state.connect(self.model, self.optimizer, self.applied)
 
     def tally(self) -> Tally:
         """Return a tally of local steps, each with a batch for every device of a worker."""
         return Tally(batch_size=self.config.training.step_examples * len(self.towers))
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the workers, and of tables that grow, for the history."""
+        return {**self._tally.metrics(), **table_state.metrics(self.model)}
 
     def batches_of_step(self) -> int:
         """Return how many batches a worker takes for one gradient."""

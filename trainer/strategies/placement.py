@@ -20,14 +20,19 @@ import tensorflow as tf
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
 from trainer.strategies.fused_updates import fuse
+from trainer.strategies.table_state import together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A variable to place: its path in the model and its size."""
+    """A variable to place: its path in the model and its size.
+
+    Those of one `group`, where that is not empty, are on one server.
+    """
 
     path: str
     bytes: int
+    group: str = ""
 
 
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
@@ -40,17 +45,21 @@ def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -
     """
     check([variable.path for variable in variables], servers, named)
     load = [0] * servers
-    chosen: dict[int, int] = {}
+    units: dict[str | int, list[Sized]] = {}
     for index, variable in enumerate(variables):
-        server = next((to for glob, to in named.items() if fnmatchcase(variable.path, glob)), "")
-        if server:
-            chosen[index] = server_number(server)
-            load[chosen[index]] += variable.bytes
-    for index in sorted(range(len(variables)), key=lambda i: -variables[i].bytes):
-        if index not in chosen:
-            chosen[index] = load.index(min(load))
-            load[chosen[index]] += variables[index].bytes
-    return [chosen[index] for index in range(len(variables))]
+        units.setdefault(variable.group or index, []).append(variable)
+    weights = {unit: sum(each.bytes for each in held) for unit, held in units.items()}
+    chosen: dict[str | int, int] = {}
+    for unit, held in units.items():
+        fits = (to for glob, to in named.items() if any(fnmatchcase(v.path, glob) for v in held))
+        if server := next(fits, ""):
+            chosen[unit] = server_number(server)
+            load[chosen[unit]] += weights[unit]
+    for unit in sorted(units, key=lambda each: -weights[each]):
+        if unit not in chosen:
+            chosen[unit] = load.index(min(load))
+            load[chosen[unit]] += weights[unit]
+    return [chosen[variable.group or index] for index, variable in enumerate(variables)]
 
 
 def place(
@@ -71,7 +80,10 @@ def place(
             f"model: {escaped[0]} cannot be placed on a parameter server; the function of the "
             "model has to create its layers at each call, without clear_session"
         )
-    sizes = [Sized(path=paths.get(id(v), ""), bytes=_bytes(v)) for v in made]
+    groups = {id(v): f"{n}" for n, group in enumerate(together(sketch)) for v in group}
+    sizes = [
+        Sized(path=paths.get(id(v), ""), bytes=_bytes(v), group=groups.get(id(v), "")) for v in made
+    ]
     devices = iter([server_device(index) for index in assign(sizes, servers, named)])
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:

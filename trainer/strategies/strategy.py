@@ -26,6 +26,7 @@ import tensorflow as tf
 from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.strategies import table_state
 from trainer.strategies.averaging import AVERAGE, MODEL, averages_of, keep_averages
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.visits import Position, Stream
@@ -200,6 +201,9 @@ class Strategy(ABC):
     def variables(self) -> Mapping[str, tf.Variable]:
         """Return the variables of a checkpoint: `model/...`, `optimizer/...`, `global_step`."""
 
+    def restored(self) -> None:  # noqa: B027
+        """Take notice that values were assigned to the variables: of a checkpoint, or others."""
+
     @abstractmethod
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -255,6 +259,10 @@ class KerasStrategy(Strategy):
         """Return the variables; a read of one with copies reads the first in this process."""
         named = checkpoint_variables(self.model, self.optimizer)
         return named | (self.scale.named if self.scale else {})
+
+    def restored(self) -> None:
+        """Let tables that grow find their rows by the values that were assigned."""
+        table_state.restored(self.model)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -381,6 +389,7 @@ class MeasuredCopy:
         """Return the sums over one of `of` parts; `variables` are those of a checkpoint."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
+        table_state.restored(self._model)
         sums: Sums = self._graph(tf.constant(part), of).numpy()
         return sums
 
@@ -410,6 +419,7 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
 
 def require_updates(config: Config, model: keras.Model) -> None:
     """Raise `ConfigError` where an update of the model cannot be made as it is configured."""
+    table_state.require(config, model)
     if has_own_step(model):
         _refuse_updates(config, f"{type(model).__name__}.train_step makes its updates itself")
     for layer in model._flatten_layers():

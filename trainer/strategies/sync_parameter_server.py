@@ -93,7 +93,7 @@ class SyncParameterServer(Served):
             size = self.config.training.batch_size * self.batches_of_step()
             each = used.numpy().ravel() - numbers.numpy()
             self.position = self.position.after((int(n) * size, size) for n in each)
-        metrics = {**self._tally.metrics(), "dropped_gradients": self._dropped}
+        metrics = {**self.metrics(), "dropped_gradients": self._dropped}
         return Report(loss=float(loss) / steps, metrics=metrics)
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:

@@ -139,6 +139,8 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     if warm:
         begun = warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
     begin_averages(strategy.variables(), kept)
+    if found or warm:
+        strategy.restored()
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
     journal.begin(strategy.global_step(), begun)

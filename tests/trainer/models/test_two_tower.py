@@ -168,3 +168,39 @@ def test_it_learns_tastes_that_popularity_does_not_show():
     test = slice(clicks.TRAINING, None)
     answers = model(pairs(users[test], items[test])).numpy().argmax(axis=1)
     assert (answers == labels[test]).mean() > 0.7
+
+
+def test_its_tables_may_grow():
+    spec = InputSpec(
+        shape=PAIRS.shape, dtype={"item": "int64", "user": "string"}, output_shape=(2,)
+    )
+    model = build(spec, rows={"item": 5}, tables={"user": {"capacity": 9, "shards": 3}})
+    table = model.get_layer("user_embedding")
+    assert (table.capacity, table.shards, table.keys) == (9, 3, "string")
+    batch = {"user": tf.constant(["a", "b"]), "item": tf.constant([1, 4])}
+    assert model(batch, training=True).shape == (2, 2)
+    assert table.metrics()["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"rows": {"item": 5}, "tables": {"user": {"rows": 5}}},
+            "tables.user: {'rows': 5} is not allowed; give it a capacity",
+        ),
+        (
+            {"tables": {"user": {"capacity": 5}}},
+            "rows: None is not allowed; it has to be {item: COUNT, user: COUNT} where tables "
+            "({'user': {'capacity': 5}}) has no {capacity: COUNT}",
+        ),
+        (
+            {"rows": {"item": 5}, "tables": {"user": {"capacity": 1}}},
+            "tables.user.capacity: 1 is not allowed; it has to be at least 2",
+        ),
+    ],
+)
+def test_tables_that_cannot_grow_are_refused(args, message):
+    with pytest.raises(ConfigError) as caught:
+        build(**args)
+    assert str(caught.value) == f"model two_tower: {message}"

@@ -62,3 +62,17 @@ def test_updates_run_where_their_variable_is(monkeypatch):
     heavy = [node.device for node in nodes if node.op in {"Sqrt", "AssignSubVariableOp"}]
     assert heavy
     assert set(heavy) == {"/job:ps/task:1/device:CPU:0"}
+
+
+def test_what_belongs_together_is_on_one_server():
+    tables = [
+        Sized(path=f"table/shard_{n}_{part}", bytes=size, group=f"{n}")
+        for n in range(3)
+        for part, size in (("rows", 600), ("ids", 80), ("", 90))
+    ]
+    chosen = assign([*tables, Sized(path="kernel", bytes=800)], 2, {})
+    servers = [set(chosen[3 * n : 3 * n + 3]) for n in range(3)]
+    assert [len(each) for each in servers] == [1, 1, 1]
+    assert sorted(chosen.count(server) for server in (0, 1)) == [4, 6]
+    named = assign(tables, 2, {"table/shard_0_ids": "ps:1"})
+    assert named[:3] == [1, 1, 1]

@@ -1,0 +1,98 @@
+"""Rows that a table that grows looks up and updates, by the seconds of a processor that it takes.
+
+All is in one process, so that ids are made unique and split here too, which is the work of workers:
+a server has less to do than what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.comparisons import Comparison, alternating
+from trainer.models.embedding_table import EmbeddingTable
+
+ROUNDS = 5
+ROWS, DIMENSION, BATCH, STEPS = 1_000_000, 16, 8192, 100
+RATE = 0.01
+Step = Callable[[tf.Tensor], tf.Tensor]
+
+
+def table_rows() -> Comparison:
+    """Rows a second of one core: of a table that knows all ids, over a plain variable's."""
+    random = np.random.default_rng(0)
+    ids = random.integers(-(2**62), 2**62, ROWS)
+    numbers = [random.integers(0, ROWS, BATCH) for _ in range(STEPS)]
+    table = EmbeddingTable(round(ROWS * 1.1), DIMENSION, shards=2, name="table")
+    table.build((None,))
+    for begin in range(0, ROWS, BATCH):
+        table(tf.constant(ids[begin : begin + BATCH]), training=True)
+    of_table, plain = _grown(table), _plain()
+    asked = [tf.constant(ids[each]) for each in numbers]
+    places = [tf.constant(each) for each in numbers]
+    new = _new(random)
+    found = alternating(
+        ROUNDS, lambda: _rows_per_second(of_table, asked), lambda: _rows_per_second(plain, places)
+    )
+    return Comparison(
+        name=f"rows of {DIMENSION} numbers looked up and updated, by ids, over by place",
+        rounds=tuple(own / other for own, other in found),
+        at_least=0.3,
+        more={
+            "million_rows_per_second_of_a_core": [round(own / 1e6, 3) for own, _ in found],
+            "by_place": [round(other / 1e6, 3) for _, other in found],
+            "new_rows": round(new / 1e6, 3),
+        },
+    )
+
+
+def _new(random: np.random.Generator) -> float:
+    """Return the rows a second where all ids are new, and the table is full half of the time."""
+    table = EmbeddingTable(STEPS * BATCH // 2, DIMENSION, shards=2, min_age=1, name="new")
+    table.build((None,))
+    asked = [tf.constant(random.integers(-(2**62), 2**62, BATCH)) for _ in range(STEPS)]
+    return _rows_per_second(_grown(table), asked)
+
+
+def _grown(table: EmbeddingTable) -> Step:
+    rows = [each.value for each in table.trainable_variables]
+
+    @tf.function
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            found = table(ids, training=True)
+            loss = tf.reduce_sum(found * found)
+        for variable, gradient in zip(rows, tape.gradient(loss, rows), strict=True):
+            variable.scatter_sub(tf.IndexedSlices(RATE * gradient.values, gradient.indices))
+        return loss
+
+    return step  # type: ignore[no-any-return]
+
+
+def _plain() -> Step:
+    rows = tf.Variable(tf.random.uniform([ROWS, DIMENSION]))
+
+    @tf.function
+    def step(places: tf.Tensor) -> tf.Tensor:
+        found = tf.gather(rows, places)
+        loss = tf.reduce_sum(found * found)
+        rows.scatter_sub(tf.IndexedSlices(2 * RATE * found, places))
+        return loss
+
+    return step  # type: ignore[no-any-return]
+
+
+def _rows_per_second(step: Step, batches: list[tf.Tensor]) -> float:
+    step(batches[0])
+    began = _seconds()
+    for each in batches:
+        step(each)
+    return len(batches) * BATCH / (_seconds() - began)
+
+
+def _seconds() -> float:
+    used = os.times()
+    return used.user + used.system

@@ -1,0 +1,331 @@
+"""A table that grows: who gets a row, who loses it, and what the others get."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.models.embedding_table import EmbeddingTable, growing, shrink
+from trainer.models.spec import InputSpec
+from trainer.strategies import table_state
+
+DIMENSION = 3
+UNIFORM = keras.initializers.RandomUniform(seed=1)
+KEYS = ("int64", "string")
+
+
+def table(capacity=8, **named):
+    layer = EmbeddingTable(
+        capacity, DIMENSION, **{"shards": 1, "min_age": 0, "initializer": UNIFORM, **named}
+    )
+    layer.build((None,))
+    return layer
+
+
+def ids_of(layer, ids):
+    ids = np.array(ids, np.int64)
+    return tf.constant(ids if layer.keys == "int64" else ids.astype(str))
+
+
+def trained(layer, ids):
+    return layer(ids_of(layer, ids), training=True).numpy()
+
+
+def known(layer, ids):
+    """Say which ids have rows of their own."""
+    return layer(ids_of(layer, ids), training=False).numpy().any(axis=-1).tolist()
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_id_has_one_row_wherever_it_comes_again(keys, shards):
+    layer = table(60, keys=keys, shards=shards)
+    ids = [-(2**63), 2**63 - 1, 0, -1, 7]
+    first = trained(layer, [*ids, 0, 7])
+    assert first.shape == (7, DIMENSION)
+    assert len(np.unique(first[:5], axis=0)) == 5
+    np.testing.assert_array_equal(first[[2, 4]], first[[5, 6]])
+    np.testing.assert_array_equal(
+        trained(layer, [[7, 8], [0, -1]])[[0, 1, 1], [0, 0, 1]], first[[4, 2, 3]]
+    )
+    assert layer.metrics() == {"rows": 6, "evicted": 0, "turned_away": 0}
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_an_unknown_id_gets_zeros_and_no_row(keys):
+    layer = table(keys=keys)
+    trained(layer, [1])
+    assert known(layer, [1, 2]) == [True, False]
+    assert layer.metrics()["rows"] == 1
+    assert layer(ids_of(layer, [])).shape == (0, DIMENSION)
+
+
+def test_in_a_graph_it_does_the_same():
+    eager, graph = (
+        table(4, min_count=2, max_age=6, shards=2),
+        table(4, min_count=2, max_age=6, shards=2),
+    )
+    in_graph = tf.function(lambda ids: graph(ids, training=True), reduce_retracing=True)
+    random = np.random.default_rng(0)
+    for _ in range(10):
+        ids = random.integers(0, 8, 4)
+        np.testing.assert_array_equal(in_graph(tf.constant(ids)), trained(eager, ids))
+    assert graph.metrics() == eager.metrics()
+    assert graph.metrics()["evicted"] > 0
+
+
+def test_an_id_gets_a_row_when_it_has_come_often_enough():
+    layer = table(min_count=3)
+    trained(layer, [5, 6, 5])
+    assert known(layer, [5, 6]) == [False, False]
+    trained(layer, [6, 5])
+    assert known(layer, [5, 6]) == [True, False]
+    assert layer.metrics() == {"rows": 1, "evicted": 0, "turned_away": 3}
+
+
+def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
+    monkeypatch.setattr("trainer.models.table_shard.FEWEST_CELLS", 1)
+    layer = table(1, min_count=5)
+    # Of 4 cells; they are halved when more than 4 ids were counted.
+    for _ in range(3):
+        trained(layer, [1])
+    trained(layer, [2, 2])
+    trained(layer, [1])
+    assert layer.metrics()["rows"] == 0
+
+
+def test_the_row_that_was_used_least_recently_makes_room():
+    layer = table(3)
+    for ids in ([1], [2], [3], [1], [4]):
+        trained(layer, ids)
+    assert known(layer, [1, 2, 3, 4]) == [True, False, True, True]
+    assert layer.metrics() == {"rows": 3, "evicted": 1, "turned_away": 0}
+
+
+def test_a_row_of_which_a_gradient_may_be_on_its_way_stays():
+    layer = table(2, min_age=3)
+    trained(layer, [1, 2])
+    trained(layer, [3])
+    assert known(layer, [1, 2, 3]) == [True, True, False]
+    trained(layer, [2])
+    trained(layer, [3])
+    assert known(layer, [1, 2, 3]) == [False, True, True]
+
+
+def test_what_was_not_used_for_too_long_is_given_up():
+    layer = table(8, max_age=4)
+    trained(layer, [1, 2])
+    for _ in range(4):
+        trained(layer, [2])
+    assert known(layer, [1, 2]) == [True, True]
+    trained(layer, [2])
+    assert known(layer, [1, 2]) == [False, True]
+    assert layer.metrics() == {"rows": 1, "evicted": 1, "turned_away": 0}
+
+
+def test_ages_are_those_of_the_counter_that_a_strategy_has():
+    layer, steps = table(8, max_age=100), tf.Variable(0, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    trained(layer, [1, 2])
+    for step in (100, 112):
+        steps.assign(step)
+        trained(layer, [2])
+        assert known(layer, [1]) == [step == 100]
+
+
+def test_ids_beyond_a_batch_that_fills_the_table_get_the_common_row():
+    layer = table(4)
+    found = trained(layer, range(10))
+    assert found.any(axis=1).sum() == 4
+    assert layer.metrics() == {"rows": 4, "evicted": 0, "turned_away": 6}
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_threads_that_bring_the_same_new_ids_make_one_row_of_each(keys):
+    layer = table(400, shards=2, keys=keys)
+    step = tf.function(lambda ids: layer(ids, training=True))
+    batches = [ids_of(layer, np.arange(n, n + 100)) for n in range(0, 100, 20)]
+    step(batches[0])
+    begun = threading.Barrier(2)
+
+    def work():
+        begun.wait()
+        for batch in batches:
+            step(batch)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert layer.metrics() == {"rows": 180, "evicted": 0, "turned_away": 0}
+    rows = layer(ids_of(layer, range(180))).numpy()
+    assert len(np.unique(rows, axis=0)) == 180
+
+
+def test_a_text_that_shares_only_its_key_has_no_row(monkeypatch):
+    monkeypatch.setattr(
+        tf.strings, "to_hash_bucket_fast", lambda each, _: tf.ones_like(each, tf.int64)
+    )
+    layer = table(keys="string")
+    trained(layer, [1])
+    assert trained(layer, [1, 2]).any(axis=1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Ftrl", "Adam"])
+def test_a_row_of_another_id_begins_anew_with_every_optimizer(name):
+
+    keras.utils.set_random_seed(0)
+    given = keras.Input((), dtype="int64")
+    layer = EmbeddingTable(2, DIMENSION, shards=1, min_age=0, name="t")
+    model = keras.Model(given, layer(given))
+    optimizer = getattr(keras.optimizers, name)(0.1)
+    optimizer.build(model.trainable_variables)
+    fresh = [each.numpy() for each in optimizer.variables]
+    table_state.connect(model, optimizer, optimizer.iterations.value)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids, training=True) ** 2)
+        (gradient,) = tape.gradient(loss, [layer.trainable_variables[0].value])
+        assert isinstance(gradient, tf.IndexedSlices)
+        optimizer.apply([gradient], layer.trainable_variables)
+
+    for ids in ([1, 2], [1, 2], [1, 1]):
+        step(tf.constant(ids, tf.int64))
+    optimizer.learning_rate = 0.0
+    model(tf.constant([3, 3], tf.int64), training=True)
+    slot = np.flatnonzero(layer._parts[0].noted.ids.numpy()[:2] == 3)[0]
+    for before, after in zip(fresh, optimizer.variables, strict=True):
+        if before.shape == (3, DIMENSION):
+            np.testing.assert_array_equal(after.numpy()[slot], before[slot])
+            assert name == "SGD" or not np.array_equal(after.numpy()[1 - slot], before[1 - slot])
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_it_is_found_again_by_its_variables(keys):
+    first = table(6, keys=keys, shards=2, min_count=2)
+    for ids in ([1, 1, 2, 2], [3, 3, 9], [4, 4]):
+        trained(first, ids)
+    second = table(6, keys=keys, shards=2, min_count=2)
+    trained(second, [7, 7, 8, 8])
+    for one, other in zip(second.variables, first.variables, strict=True):
+        one.assign(other)
+    second.restored()
+    asked = ids_of(first, [1, 2, 3, 4, 7, 8, 9])
+    np.testing.assert_array_equal(second(asked).numpy(), first(asked).numpy())
+    for layer in (first, second):
+        trained(layer, [9])
+        trained(layer, [5, 5])
+    asked = ids_of(first, range(10))
+    np.testing.assert_array_equal(second(asked).numpy(), first(asked).numpy())
+    assert second.metrics() == first.metrics()
+
+
+def model_of(layer):
+    given = keras.Input((2,), dtype=layer.keys, name="ids")
+    return keras.Model(given, layer(given))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_what_is_exported_is_as_large_as_its_rows_and_answers_alike(keys, tmp_path):
+    layer = EmbeddingTable(5000, DIMENSION, keys=keys, shards=2, min_count=2, name="t")
+    model = model_of(layer)
+    for ids in ([[1, 2], [2, 1]], [[3, 3], [9, -4]]):
+        trained(layer, ids)
+    # As training would: that of ids without a row.
+    for shard in layer._parts:
+        shard.noted.rows.value.scatter_update(
+            tf.IndexedSlices(tf.ones([1, DIMENSION]), [shard.capacity])
+        )
+    asked = ids_of(layer, [[1, 2], [3, 9], [-4, 10**12]])
+    expected = model(asked).numpy()
+    shrink(model)
+    assert layer.capacity <= 6
+    np.testing.assert_array_equal(model(asked).numpy(), expected)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(asked).numpy(), expected)
+    model.export(tmp_path / "saved", verbose=False)
+    served = tf.saved_model.load(tmp_path / "saved")
+    np.testing.assert_array_equal(served.serve(asked).numpy(), expected)
+    assert (tmp_path / "saved/variables/variables.data-00000-of-00001").stat().st_size < 40_000
+
+
+def test_a_table_without_a_row_is_exported_with_a_warning(caplog):
+    layer = table(min_count=9)
+    trained(layer, [1, 2])
+    with caplog.at_level(logging.WARNING):
+        layer.shrink()
+    assert f"table {layer.name} has no row: training saw no id 9 times" in caplog.text
+    assert known(layer, [1, 2]) == [False, False]
+
+
+def test_a_frozen_table_takes_no_new_ids():
+    layer = table()
+    trained(layer, [1])
+    layer.trainable = False
+    assert not trained(layer, [2]).any()
+    assert layer.metrics()["rows"] == 1
+
+
+def test_it_draws_new_rows_by_the_initializer_and_never_twice():
+    layer = table(200, initializer=keras.initializers.RandomNormal(5.0, 0.1, seed=3))
+    rows = np.concatenate([trained(layer, [n, n + 1000]) for n in range(20)])
+    assert len(np.unique(rows)) == rows.size
+    assert abs(rows.mean() - 5.0) < 0.2
+    assert not table(4, initializer="zeros")(tf.constant([1])).numpy().any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"capacity": 0}, "capacity: 0 is not allowed; it has to be at least 2"),
+        ({"min_count": 0}, "min_count: 0 is not allowed; it has to be at least 1"),
+        ({"max_age": 16}, "max_age: 16 is not allowed; it has to be above min_age"),
+        ({"initializer": "glorot_uniform"}, "initializer: GlorotUniform needs the size of the"),
+        ({"keys": "float32"}, "keys: 'float32' is not one of int64, string"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        EmbeddingTable(**{"capacity": 8, "dimension": 2, **arguments})
+
+
+def test_ids_of_another_type_are_refused():
+    with pytest.raises(ValueError, match="have to be whole numbers of up to 64 bits, not float32"):
+        table()(tf.constant([1.0]))
+    with pytest.raises(ValueError, match="have to be texts, not int64"):
+        EmbeddingTable(4, 2, keys="string")(keras.Input((), dtype="int64"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "words"),
+    [
+        ("float32", {"capacity": 4}, "'user' is float32; a column with missing values is one of"),
+        ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} is not allowed; give it a cap"),
+        ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),
+        ("int64", {"capacity": "many"}, "tables.user.capacity: 'many' is not a whole number"),
+        ("int64", {"capacity": 4, "maxage": 3}, "there is no 'maxage'"),
+        ("int64", {"capacity": 4, "initializer": "nothing"}, "tables.user.initializer"),
+    ],
+)
+def test_what_a_configuration_has_wrong_is_one_line(dtype, arguments, words):
+    spec = InputSpec(shape=(), dtype=dtype, output_shape=(1,), names=("user",))
+    with pytest.raises(ConfigError) as caught:
+        growing(spec, "user", 2, arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_replicas_with_copies_of_their_own_are_refused():
+    refused = pytest.raises(ValueError, match="grows on parameter servers or in one process")
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), refused:
+        table()

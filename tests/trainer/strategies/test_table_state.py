@@ -1,0 +1,131 @@
+"""What a strategy does for a table that grows, in one process."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.utils.naming import reset_uids
+
+from tests.trainer.objectives import cross_entropy, of_classes
+from tests.trainer.plain import CHIEF, NOBODY
+from trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model, resumed
+from trainer.config.load import parse_config
+from trainer.errors import ConfigError, UserError
+from trainer.models.embedding_table import EmbeddingTable
+from trainer.strategies import table_state
+from trainer.strategies.gradients import PureGradient
+from trainer.strategies.strategy import Problem, create, require_updates
+from trainer.training.optimizers import build_optimizer
+
+
+def model_of(capacity=40, dimension=3, **named):
+    given = keras.Input((), dtype="int64")
+    found = EmbeddingTable(capacity, dimension, name="table", **named)(given)
+    found = keras.layers.Dropout(0.1, seed=1)(found)
+    return keras.Model(given, keras.layers.Dense(2, name="logits")(found))
+
+
+def config_of(**training):
+    return parse_config({"training": {"strategy": "single", **training}})
+
+
+def built(*, steps=0, capacity=40, dimension=3, **training):
+    """Return a strategy that was built, on ids 0 to 19 and their remainders by two."""
+    config, objective = config_of(**training), of_classes(2)
+    # As `registry.build` does: a checkpoint finds variables by name.
+    reset_uids()
+    keras.utils.set_random_seed(0)
+    strategy = create(config, NOBODY, CHIEF)
+    numbers = np.arange(20)
+    strategy.build(
+        Problem(
+            build_model=lambda: objective.attach(model_of(capacity, dimension)),
+            build_optimizer=lambda: build_optimizer(config.training),
+            loss=objective.loss,
+            chance_loss=1.0,
+            batches=lambda: tf.data.Dataset.from_tensors((numbers * 2**50, numbers % 2)).repeat(),
+        )
+    )
+    return strategy, strategy.run(steps) if steps else None
+
+
+def saved(strategy, folder):
+    checkpoints = Checkpoints(folder.as_uri(), keep=2, scratch=folder / "scratch")
+    checkpoints.save(strategy.variables(), io_device=None, fields={})
+    found = checkpoints.newest()
+    assert found
+    return found
+
+
+def answers(model):
+    return model(tf.constant(np.arange(25) * 2**50)).numpy()
+
+
+def test_no_worker_pulls_the_bookkeeping():
+    model = model_of(min_count=2)
+    pure = PureGradient(model, cross_entropy, jit=False, in_place=True)
+    assert [each.path.rpartition("/")[2] for each in pure.state] == ["seed_generator_state"]
+    assert len(model.non_trainable_variables) == 9
+
+
+@pytest.mark.parametrize(
+    "training", [{"optimizer": {"name": "adagrad", "learning_rate": 0.5}}, {"accumulate": 2}]
+)
+def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
+    strategy, report = built(steps=30, **training)
+    assert report.metrics["tables"] == {"table": {"rows": 20, "evicted": 0, "turned_away": 0}}
+    expected = answers(strategy.model)
+    found = saved(strategy, tmp_path)
+    again, _ = built(**training)
+    kept = resumed(found, again.variables(), config_of(**training).training)
+    restore(found, kept, io_device=None)
+    again.restored()
+    np.testing.assert_array_equal(answers(again.model), expected)
+    assert again.run(1).metrics["tables"]["table"]["rows"] == 20
+    model = model_of()
+    restore_model(found.uri, model, tmp_path)
+    np.testing.assert_array_equal(answers(model), expected)
+
+
+@pytest.mark.parametrize("other", [{"capacity": 80}, {"dimension": 5}])
+def test_a_checkpoint_of_another_size_is_refused_in_one_line(other, tmp_path):
+    strategy, _ = built()
+    found = saved(strategy, tmp_path)
+    different, _ = built(**other)
+    with pytest.raises(UserError) as caught:
+        restore(found, different.variables(), io_device=None)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "does not fit model and optimizer of the configuration" in message
+    assert "variable with shape (" in message
+
+
+def test_new_rows_begin_their_averages_with_themselves():
+    strategy, _ = built(steps=1, ema=0.9, optimizer={"name": "adam"})
+    table = strategy.model.get_layer("table")
+    for shard in table._parts:
+        values = [value for _, value in shard.slots]
+        assert sorted(values, key=str) == [0.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"strategy": "async_parameter_server", "pull_every": 5}, "training.pull_every: the table"),
+        ({"strategy": "multi_worker_mirrored"}, "training.strategy: multi_worker_mirrored has a"),
+    ],
+)
+def test_what_cannot_train_a_table_is_refused(training, words):
+    with pytest.raises(ConfigError) as caught:
+        require_updates(config_of(**training), model_of())
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_tables_is_left_alone():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+    assert table_state.metrics(model) == {}
+    assert table_state.together(model) == []
+    assert table_state.state_of(model) == model.non_trainable_variables

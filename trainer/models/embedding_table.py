@@ -1,0 +1,396 @@
+"""An embedding that grows: ids of 64 bits or texts as they are, without a vocabulary beforehand.
+
+An id gets a row of its own when training has seen it `min_count` times, as long as there is one:
+`capacity` says how many there are. When all are given out, those that were not used for longest
+are given to others; rows that were not used for `max_age` steps are given up before. No two ids
+ever share a row, but the one of all ids without: it is trained by those that training turns away,
+and what an unknown id gets in evaluation and in the exported model. It begins with zeros.
+
+Ids are split over shards by their hash, each of which is on one server (`trainer.models.
+table_shard`); rows are variables, of which a gradient touches those of its batch only, so that
+every optimizer works.
+
+A text is known by two fingerprints of 63 bits: the first finds its row, the second proves it. Of n
+texts two have the same first by a chance of n^2 / 2^64 (of a hundred million, one in two thousand);
+the later one of the two then has no row.
+
+XLA cannot compile it. What is exported has the rows that are used, and needs no code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.errors import ConfigError, nearest
+from trainer.models import table_shard
+from trainer.models.spec import InputSpec, initializer
+from trainer.models.table_shard import Asked, Noted, Rules, Shard, cells_of, mixed
+
+KEYS = ("int64", "string")
+_CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
+# FarmHash and SipHash, which are the same on every machine, without their sign.
+_FINGERPRINTS = 2**63 - 1
+_SIP_KEY = [0x466C6F74, 0x696C6C61]
+_SHARD_SALT = 2**50
+# Strategies of which each replica has all variables.
+_COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+_log = logging.getLogger(__name__)
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class EmbeddingTable(keras.layers.Layer):
+    """Ids of any shape to their rows: `[...]` to `[..., dimension]`."""
+
+    #: Strategies leave the variables of such a layer on their servers, and do not pull them whole.
+    looks_up = True
+    #: A strategy calls `connect` and `restored`, and keeps what is in `together` on one server.
+    grows = True
+
+    # Each one is a key of the configuration.
+    def __init__(  # noqa: PLR0913
+        self,
+        capacity: int,
+        dimension: int,
+        *,
+        keys: str = "int64",
+        shards: int = 2,
+        min_count: int = 1,
+        min_age: int = 16,
+        max_age: int = 0,
+        initializer: Any = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        """Describe the table; its variables are made by `build`.
+
+        Args:
+            capacity: most rows, over all shards. Memory for all of them is taken at the beginning.
+            dimension: of a row.
+            keys: what ids are: "int64" (or a smaller whole number), or "string".
+            shards: that the rows are split over. Part of the model and not of the cluster: a
+                checkpoint fits only the same number. More than there are servers is no harm.
+            min_count: how often training has to see an id before it gets a row.
+            min_age: steps without use before a row may be given to another id, as gradients of it
+                may be on their way: more than there are workers.
+            max_age: steps without use after which a row is given up; 0: only when room is needed.
+            initializer: of new rows, without regard to how many there are.
+            **kwargs: of a Keras layer.
+
+        Raises:
+            ValueError: a number is too small, or another word for `keys`.
+        """
+        super().__init__(**kwargs)
+        sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
+        ages = {"min_count": min_count, "min_age": min_age, "max_age": max_age}
+        _check({**sizes, **ages}, keys)
+        self.capacity, self.dimension, self.keys, self.shards = capacity, dimension, keys, shards
+        self.min_count, self.min_age, self.max_age = min_count, min_age, max_age
+        self.initializer = keras.initializers.get(initializer)
+        self._draw = _draw_of(self.initializer, dimension)
+        self.supports_jit = False
+        self._parts: list[Shard] = []
+        self._is_sorted = False
+
+    def build(self, _input_shape: Any) -> None:
+        """Make the shards.
+
+        Raises:
+            ValueError: in the scope of a strategy whose replicas have copies of variables.
+        """
+        if isinstance(tf.distribute.get_strategy(), _COPIES):
+            raise ValueError(
+                f"the table {self.name} grows on parameter servers or in one process, and copies "
+                "on several workers or GPUs would grow apart"
+            )
+        rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
+        size = -(-self.capacity // self.shards)
+        self._parts = [
+            Shard(self._noted(n, size), size, rules, partial(self._draw, n))
+            for n in range(self.shards)
+        ]
+
+    def _noted(self, number: int, size: int) -> Noted:
+        def note(name: str, length: int, initializer: str, dtype: str = "int64") -> Any:
+            # Keras has no initializer of -1.
+            return self.add_weight(
+                name=f"shard_{number}_{name}",
+                shape=(length,),
+                dtype=dtype,
+                initializer=initializer if initializer == "zeros" else _minus_one,
+                trainable=False,
+            )
+
+        rows = self.add_weight(
+            name=f"shard_{number}_rows",
+            shape=(size + 1, self.dimension),
+            initializer="zeros",
+            # A cast would read the whole shard.
+            autocast=False,
+        )
+        has_filter, is_text = self.min_count > 1, self.keys == "string"
+        return Noted(
+            rows=rows,
+            ids=note("ids", size + 1, "zeros"),
+            used=note("used", size + 1, "minus_one"),
+            tally=note("tally", table_shard.COUNTS, "zeros"),
+            checks=note("checks", size + 1, "zeros") if is_text else None,
+            seen=note("seen", cells_of(size), "zeros", "int32") if has_filter else None,
+        )
+
+    def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        """Return the rows of `ids`, in the layer's compute type; in training new ones get some."""
+        self._require_type(ids.dtype)
+        with tf.device("/device:CPU:0"):
+            parts, places, asked = self._split(tf.reshape(ids, [-1]))
+        admits = bool(training) and self.trainable and not self._is_sorted
+        found = [
+            self._rows_of(shard, each, admits=admits)
+            for shard, each in zip(self._parts, asked, strict=True)
+        ]
+        unique = tf.dynamic_stitch(parts, found)
+        rows = tf.reshape(_spread(unique, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
+        rows.set_shape([*ids.shape, self.dimension])
+        return tf.cast(rows, self.compute_dtype)
+
+    def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
+        """Return the places of each shard's ids among the unique ones, those of all, and the ids.
+
+        Each id is sent once, however often the batch contains it; and Keras squares a gradient, in
+        most optimizers, before it adds up what belongs to one row.
+        """
+        if self.keys == "string":
+            unique, places, counts = tf.unique_with_counts(ids)
+            keys = tf.strings.to_hash_bucket_fast(unique, _FINGERPRINTS)
+            checks = tf.strings.to_hash_bucket_strong(unique, _FINGERPRINTS, key=_SIP_KEY)
+        else:
+            keys, places, counts = tf.unique_with_counts(tf.cast(ids, tf.int64))
+            checks = tf.zeros([0], tf.int64)
+        shard_of = tf.cast(mixed(keys + _SHARD_SALT, self.shards), tf.int32)
+        parts = tf.dynamic_partition(tf.range(tf.size(keys)), shard_of, self.shards)
+        asked = [
+            Asked(
+                keys=tf.gather(keys, part),
+                checks=tf.gather(checks, part) if self.keys == "string" else checks,
+                counts=tf.gather(counts, part),
+            )
+            for part in parts
+        ]
+        return parts, places, asked
+
+    def _rows_of(self, shard: Shard, asked: Asked, *, admits: bool) -> tf.Tensor:
+        rows = shard.noted.rows
+        if self._is_sorted:
+            return tf.gather(rows.value, shard.found_sorted(asked))
+        step = None
+        if admits and rows.trainable and shard.steps is not None:
+            with tf.device(shard.steps.device):
+                step = shard.steps.read_value()
+        with tf.device(shard.device):
+            slots = shard.admitted(asked, step) if admits and rows.trainable else shard.found(asked)
+            return tf.gather(rows.value, slots)
+
+    def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:
+        """Return type and shape of the rows."""
+        del training
+        self._require_type(ids.dtype)
+        return keras.KerasTensor((*ids.shape, self.dimension), self.compute_dtype)
+
+    def _require_type(self, dtype: Any) -> None:
+        name = tf.as_dtype(dtype).name
+        fits = name == "string" if self.keys == "string" else "int" in name and name != "uint64"
+        if not fits:
+            wanted = "texts" if self.keys == "string" else "whole numbers of up to 64 bits"
+            raise ValueError(f"{self.name}: the ids of the table have to be {wanted}, not {name}")
+
+    def connect(self, steps: tf.Variable, slots_of: Any) -> None:
+        """Take the counter of steps, and what an optimizer has for each variable of rows.
+
+        `slots_of` returns pairs for a Keras variable: a slot of its shape, and the value of a new
+        row there, or None for the row itself.
+        """
+        for shard in self._parts:
+            shard.steps, shard.slots = steps, slots_of(shard.noted.rows)
+
+    def restored(self) -> None:
+        """Find rows by the variables again: to be called when these were assigned."""
+        for shard in self._parts:
+            shard.restored()
+
+    def together(self) -> list[list[tf.Variable]]:
+        """Return the variables of each shard, which have to be on one server."""
+        return [
+            [
+                each._value if isinstance(each, keras.Variable) else each
+                for each in (shard.noted.rows, *shard.noted.bookkeeping(), shard.free, shard.room)
+            ]
+            for shard in self._parts
+        ]
+
+    def bookkeeping(self) -> list[keras.Variable]:
+        """Return the state that no worker has to have: all of it that is not trained."""
+        return [each for shard in self._parts for each in shard.noted.bookkeeping()]
+
+    def metrics(self) -> dict[str, int]:
+        """Return rows in use, rows given to other ids since the beginning, and ids without a row.
+
+        An id without a row counts at each lookup of training.
+        """
+        tally = np.sum([shard.noted.tally.numpy() for shard in self._parts], axis=0)
+        given, evicted = int(tally[table_shard.GIVEN]), int(tally[table_shard.EVICTED])
+        away = int(tally[table_shard.TURNED_AWAY])
+        return {"rows": given - evicted, "evicted": evicted, "turned_away": away}
+
+    def shrink(self) -> None:
+        """Become as small as the rows in use, to be exported; nothing is looked up otherwise."""
+        live = []
+        for shard in self._parts:
+            there = np.flatnonzero(shard.noted.used.numpy()[: shard.capacity] >= 0)
+            ids = shard.noted.ids.numpy()[there]
+            live.append(there[np.argsort(ids, kind="stable")].tolist())
+        size = max(1, *map(len, live))
+        for shard, slots in zip(self._parts, live, strict=True):
+            shard.shrink(slots, size)
+        self.capacity = size * self.shards
+        self._is_sorted = True
+        if not any(map(len, live)):
+            _log.warning(
+                "table %s has no row: training saw no id %d times (min_count)",
+                self.name,
+                self.min_count,
+            )
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take the values of a file."""
+        super().load_own_variables(store)
+        self.restored()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the layer, for saving."""
+        own = ("capacity", "dimension", "keys", "shards", "min_count", "min_age", "max_age")
+        return {
+            **super().get_config(),
+            **{name: getattr(self, name) for name in own},
+            "initializer": keras.initializers.serialize(self.initializer),
+        }
+
+
+def growing(
+    spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
+) -> EmbeddingTable:
+    """Return the table of an input feature, whose type says what its ids are.
+
+    `arguments` are from a configuration, and may have other `shards`.
+
+    Raises:
+        ConfigError: an argument is none of a table, or the feature is no id.
+    """
+    if not isinstance(arguments, Mapping) or "capacity" not in arguments:
+        raise ConfigError(f"tables.{name}: {arguments!r} is not allowed; give it a capacity")
+    whole = {key: value for key, value in arguments.items() if key != "initializer"}
+    for key, value in whole.items():
+        if key not in _CONFIGURED:
+            hint = nearest(key, _CONFIGURED) or f" (one of {', '.join(_CONFIGURED)})"
+            raise ConfigError(f"tables.{name}: there is no {key!r}{hint}")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"tables.{name}.{key}: {value!r} is not a whole number")
+    dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
+    if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
+        missing = "; a column with missing values is one of floats" if "float" in dtype else ""
+        raise ConfigError(
+            f"tables.{name}: ids have to be whole numbers of up to 64 bits or texts, and {name!r} "
+            f"is {dtype}{missing}"
+        )
+    drawn = initializer(f"tables.{name}.initializer", arguments.get("initializer", "uniform"))
+    try:
+        return EmbeddingTable(
+            dimension=dimension,
+            keys="string" if dtype == "string" else "int64",
+            initializer=drawn,
+            name=f"{name}_embedding",
+            **{"shards": shards, **whole},
+        )
+    except ValueError as error:
+        raise ConfigError(f"tables.{name}.{error}") from None
+
+
+def shrink(model: keras.Model) -> None:
+    """Make the tables of a model as small as their rows in use, before it is exported."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, EmbeddingTable):
+            layer.shrink()
+
+
+def _check(given: Mapping[str, int], keys: str) -> None:
+    least = {"capacity": given["shards"], "min_age": 0, "max_age": 0}
+    for name, value in given.items():
+        if value < least.get(name, 1):
+            raise ValueError(
+                f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
+            )
+    if 0 < given["max_age"] <= given["min_age"]:
+        raise ValueError(
+            f"max_age: {given['max_age']} is not allowed; it has to be above min_age "
+            f"({given['min_age']}), or 0"
+        )
+    if keys not in KEYS:
+        raise ValueError(f"keys: {keys!r} is not one of {', '.join(KEYS)}")
+
+
+def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:
+    return tf.fill(shape, tf.constant(-1, dtype))
+
+
+class _Seed(keras.random.SeedGenerator):
+    """A seed that is given: two numbers of a graph."""
+
+    # Keras would make a variable.
+    def __init__(self, seed: tf.Tensor) -> None:
+        self._seed = seed
+
+    def next(self, ordered: bool = True) -> tf.Tensor:  # noqa: ARG002
+        """Return it."""
+        return self._seed
+
+
+def _draw_of(initializer: Any, dimension: int) -> Any:
+    """Return the function from a shard, a number of rows, and of those drawn before, to new rows.
+
+    Raises:
+        ValueError: the initializer has to know the whole table.
+    """
+    seed = getattr(initializer, "seed", None)
+    first = seed if isinstance(seed, int) else 0
+
+    def draw(shard: int, count: Any, before: Any) -> tf.Tensor:
+        drawn = initializer
+        if seed is not None:
+            drawn = type(initializer).from_config(initializer.get_config())
+            drawn.seed = _Seed(tf.stack([np.int64(first + (shard << 32)), before]))
+        return drawn((count, dimension), dtype="float32")
+
+    try:
+        with tf.Graph().as_default():
+            draw(0, tf.compat.v1.placeholder(tf.int32, []), tf.constant(0, tf.int64))
+    except Exception as error:
+        name = type(initializer).__name__
+        raise ValueError(
+            f"initializer: {name} needs the size of the whole table, and rows come one by one; "
+            "take uniform, random_normal, truncated_normal, zeros or a constant"
+        ) from error
+    return draw
+
+
+@tf.custom_gradient
+def _spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
+    """Return `rows[places]`; the gradient of a row is the sum over its places."""
+
+    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
+        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
+
+    return tf.gather(rows, places), gradient

@@ -1,0 +1,330 @@
+"""One shard of a table that grows: rows, and which id has which of them.
+
+Rows are a plain variable of a fixed number of slots, as is what is noted of each: its id, and the
+step of its last use. Only the map from an id to its slot is a hash table of TensorFlow, which is
+made again of the noted ids (`Shard.restored`). All of it is on one device, and so is what changes
+it: a mutex there makes each lookup of a training step one change, whoever else looks up.
+
+A slot of which a gradient may be on its way is not given to another id: one is taken only from rows
+that no step has used for `Rules.min_age` steps.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
+# got no row, those in the sieve since it was halved, and the step of the last search by age.
+CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
+COUNTS = 6
+# Evicting is a search through all slots: it makes room for more than is needed at once.
+AT_ONCE = 16
+# Cells of the sieve for each slot; and the fewest.
+CELLS, FEWEST_CELLS = 4, 1024
+_NEVER = np.int64(-1)
+_LATEST = np.int64(2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which id gets a row, and which loses it; ages are in steps, and 0 for `max_age` is never."""
+
+    min_count: int
+    min_age: int
+    max_age: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Ids of one lookup, each once: a key [n], what else tells it apart, and how often it came."""
+
+    keys: tf.Tensor
+    checks: tf.Tensor
+    counts: tf.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """The Keras variables of a shard; `checks` and `seen` only where they are needed."""
+
+    rows: Any
+    ids: Any
+    used: Any
+    tally: Any
+    checks: Any = None
+    seen: Any = None
+
+    def bookkeeping(self) -> list[Any]:
+        """Return all but the rows."""
+        found = (self.ids, self.used, self.tally, self.checks, self.seen)
+        return [each for each in found if each is not None]
+
+
+class Shard:
+    """Slots [capacity + 1], of which the last is that of all ids without a row of their own."""
+
+    def __init__(self, noted: Noted, capacity: int, rules: Rules, draw: Callable[..., Any]) -> None:
+        """Begin without a row; `draw` makes so many new ones, by a seed of two numbers."""
+        self.noted, self.capacity = noted, capacity
+        self._rules, self._draw = rules, draw
+        #: The counter of steps, where a strategy has one; lookups are counted otherwise.
+        self.steps: tf.Variable | None = None
+        #: Slots of the optimizer, and what a new row has there; None is the row itself.
+        self.slots: list[tuple[tf.Variable, Any]] = []
+        with tf.init_scope():
+            self.free = tf.Variable(np.arange(capacity)[::-1], dtype=tf.int64, trainable=False)
+            self.room = tf.Variable(capacity, dtype=tf.int64, trainable=False)
+            # Servers outlive a process: a number would be that of a table of another one.
+            name = uuid.uuid4().hex
+            with tf.device(self.device):
+                self._map = tf.raw_ops.MutableHashTableV2(
+                    key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"ids-{name}"
+                )
+                self._mutex = tf.raw_ops.MutexV2(shared_name=f"mutex-{name}")
+
+    @property
+    def device(self) -> str:
+        """Return the device of everything."""
+        return str(self.free.device)
+
+    def found(self, asked: Asked) -> tf.Tensor:
+        """Return the slot [n] of each id, and change nothing."""
+        found = self._find(asked.keys)
+        return self._none_to_last(self._told_apart(found, asked.checks))
+
+    def found_sorted(self, asked: Asked) -> tf.Tensor:
+        """Return the same where ids are sorted, without the map."""
+        ids = self.noted.ids.value.read_value()[: self.capacity]
+        place = tf.searchsorted(ids, asked.keys, out_type=tf.int64)
+        place = tf.minimum(place, self.capacity - 1)
+        is_it = tf.equal(tf.gather(ids, place), asked.keys)
+        is_it &= tf.gather(self.noted.used.value, place) >= 0
+        return self._none_to_last(self._told_apart(tf.where(is_it, place, _NEVER), asked.checks))
+
+    def admitted(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
+        """Return the slot [n] of each id, after new ones got theirs; by the count of `step`."""
+        here = [tf.identity(each) for each in (asked.keys, asked.checks, asked.counts)]
+        keys, checks, counts = here
+        step = None if step is None else tf.identity(step)
+        # Nobody waits for a message while it is locked.
+        with tf.control_dependencies([*here, *([] if step is None else [step])]):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        with tf.control_dependencies([lock]):
+            slots = self._changed(Asked(keys=keys, checks=checks, counts=counts), step)
+        with tf.control_dependencies([slots]):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        return slots
+
+    def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
+        tally = self.noted.tally.value
+        tally.assign_add(tf.one_hot(CLOCK, COUNTS, dtype=tf.int64))
+        counted = tally.read_value()
+        now = counted[CLOCK] if step is None else step
+        found = self._find(asked.keys)
+        slots = self._told_apart(found, asked.checks)
+        changes = tf.reduce_any(found < 0)
+        if self._rules.max_age:
+            changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
+        slots = tf.cond(
+            changes, lambda: self._with_new(asked, slots, now, counted), lambda: tf.identity(slots)
+        )
+        slots = self._none_to_last(slots)
+        _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), now))
+        # So that all of it has happened before the mutex is free.
+        with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
+            return tf.identity(slots)
+
+    def _with_new(
+        self, asked: Asked, slots: tf.Tensor, now: tf.Tensor, counted: tf.Tensor
+    ) -> tf.Tensor:
+        absent = tf.where(slots < 0)[:, 0]
+        keys = tf.gather(asked.keys, absent)
+        sieved, halved = self._sieved(keys, tf.gather(asked.counts, absent), counted[SIEVED])
+        absent = tf.boolean_mask(absent, sieved)
+        evicted, swept = self._evicted(tf.size(absent, tf.int64), now, counted[SWEPT])
+        room = self.room.read_value()
+        taken = tf.minimum(room, tf.size(absent, tf.int64))
+        absent = absent[:taken]
+        places = tf.gather(self.free, room - 1 - tf.range(taken))
+        self.room.assign(room - taken)
+        self._give(places, taken, counted[GIVEN])
+        keys = tf.gather(asked.keys, absent)
+        _put(self.noted.ids.value, places, keys)
+        if self.noted.checks is not None:
+            _put(self.noted.checks.value, places, tf.gather(asked.checks, absent))
+        _put(self.noted.used.value, places, tf.fill(tf.shape(places), now))
+        tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=keys, values=places)
+        away = tf.math.count_nonzero(slots < 0) - taken
+        change = tf.stack([np.int64(0), taken, evicted, away, halved, swept])
+        total = self.noted.tally.value.assign_add(change, read_value=True)
+        with tf.control_dependencies([total]):
+            return tf.tensor_scatter_nd_update(slots, absent[:, tf.newaxis], places)
+
+    def _sieved(
+        self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return which ids have come often enough, and the change of `sieved`.
+
+        Two cells count each id, which is as frequent as the smaller one says (Cormode and
+        Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). All are halved
+        when as many ids were counted as there are cells (Einziger et al. 2017, "TinyLFU").
+        """
+        if self.noted.seen is None:
+            return tf.ones_like(keys, tf.bool), tf.constant(0, tf.int64)
+        seen = self.noted.seen.value
+        cells = int(seen.shape[0])
+        counts = tf.cast(counts, tf.int32)
+        places = [mixed(keys + salt, cells) for salt in (1, 2**40)]
+        for each in places:
+            seen.scatter_add(tf.IndexedSlices(counts, each))
+        often = tf.minimum(*(tf.gather(seen, each) for each in places))
+        total = sieved + tf.cast(tf.reduce_sum(counts), tf.int64)
+        full = total > cells
+
+        def halve() -> tf.Tensor:
+            with tf.control_dependencies([seen.assign(seen // 2, read_value=True)]):
+                return -sieved
+
+        with tf.control_dependencies([often]):
+            change = tf.cond(full, halve, lambda: total - sieved)
+        return often >= self._rules.min_count, change
+
+    def _evicted(
+        self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Make room for `needed` rows; return how many were evicted, and the change of `swept`."""
+        room, max_age = self.room.read_value(), self._rules.max_age
+        due = tf.constant(False)
+        if max_age:
+            due = now - swept >= max(1, max_age // 8)
+
+        def evict() -> tuple[tf.Tensor, tf.Tensor]:
+            slots = self._oldest(needed - room, now)
+            return self._take(slots, room), tf.where(due, now - swept, 0)
+
+        nothing = tf.constant(0, tf.int64)
+        evicted: tuple[tf.Tensor, tf.Tensor] = tf.cond(
+            due | (needed > room), evict, lambda: (nothing, nothing)
+        )
+        return evicted
+
+    def _oldest(self, lacking: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """Return the slots of all rows that are too old, and of others where that is not enough."""
+        used = self.noted.used.value.read_value()[: self.capacity]
+        aged = tf.zeros_like(used, tf.bool)
+        if self._rules.max_age:
+            aged = (used >= 0) & (used < now - self._rules.max_age)
+        old = tf.where(aged)[:, 0]
+        lacking -= tf.size(old, tf.int64)
+        most = tf.minimum(tf.maximum(lacking, self.capacity // AT_ONCE), self.capacity)
+        most = tf.where(lacking > 0, most, 0)
+        idle = (used >= 0) & ~aged & (used <= now - self._rules.min_age)
+        since = tf.where(idle, used, _LATEST)
+        _, least = tf.math.top_k(-since, tf.cast(most, tf.int32), sorted=False)
+        least = tf.boolean_mask(least, tf.gather(idle, least))
+        return tf.concat([old, tf.cast(least, tf.int64)], 0)
+
+    def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
+        """Take the rows of slots from their ids, and return their number."""
+        keys = tf.gather(self.noted.ids.value, slots)
+        # Not where another slot has the id: a step that ended halfway may have left it two.
+        keys = tf.boolean_mask(keys, tf.equal(self._find(keys), slots))
+        tf.raw_ops.LookupTableRemoveV2(table_handle=self._map, keys=keys)
+        count = tf.size(slots, tf.int64)
+        _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
+        _put(self.free, tf.range(room, room + count), slots)
+        with tf.control_dependencies([self.room.assign_add(count, read_value=True)]):
+            return tf.identity(count)
+
+    def _give(self, places: tf.Tensor, count: tf.Tensor, given: tf.Tensor) -> None:
+        """Make new rows, with new slots of the optimizer."""
+        rows = self._draw(tf.cast(count, tf.int32), given)
+        _put(self.noted.rows.value, places, rows)
+        for slot, value in self.slots:
+            new = rows if value is None else tf.fill(tf.shape(rows), tf.cast(value, slot.dtype))
+            _put(slot, places, tf.cast(new, slot.dtype))
+
+    def restored(self) -> None:
+        """Make the map, and the list of free slots, of what the variables say."""
+        with tf.device(self.device):
+            used = self.noted.used.value.read_value()[: self.capacity]
+            if self.steps is not None:
+                # Those of another run may be of later steps than this one has had.
+                used = tf.minimum(used, tf.identity(self.steps.read_value()))
+                last = self.noted.used.value.read_value()[self.capacity :]
+                self.noted.used.value.assign(tf.concat([used, last], 0))
+            live, free = tf.where(used >= 0)[:, 0], tf.where(used < 0)[::-1, 0]
+            tf.raw_ops.LookupTableImportV2(
+                table_handle=self._map, keys=tf.gather(self.noted.ids.value, live), values=live
+            )
+            _put(self.free, tf.range(tf.size(free)), free)
+            self.room.assign(tf.size(free, tf.int64))
+
+    def shrink(self, live: Sequence[int], capacity: int) -> None:
+        """Keep only the rows of some slots, in their order, and the last one."""
+        wanted = np.array([*live, *[self.capacity] * (capacity + 1 - len(live))])
+        noted = self.noted
+        for each in (noted.rows, noted.ids, noted.used, noted.checks):
+            if each is not None:
+                _replace(each, each.numpy()[wanted])
+        for each, value in ((noted.ids, _LATEST), (noted.used, _NEVER)):
+            each.assign(np.where(np.arange(capacity + 1) < len(live), each.numpy(), value))
+        if noted.seen is not None:
+            _replace(noted.seen, np.zeros(cells_of(capacity), np.int32))
+        self.capacity = capacity
+        self.free = tf.Variable(np.arange(capacity), dtype=tf.int64, trainable=False)
+        self.slots = []
+        self.restored()
+
+    def _find(self, keys: tf.Tensor) -> tf.Tensor:
+        found = tf.raw_ops.LookupTableFindV2(
+            table_handle=self._map, keys=keys, default_value=_NEVER
+        )
+        found.set_shape(keys.shape)
+        return found
+
+    def _told_apart(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
+        """Give an id that only shares its key with another one no row."""
+        if self.noted.checks is None:
+            return found
+        there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))
+        other = (found >= 0) & tf.not_equal(there, checks)
+        return tf.where(other, np.int64(self.capacity), found)
+
+    def _none_to_last(self, slots: tf.Tensor) -> tf.Tensor:
+        return tf.where(slots < 0, np.int64(self.capacity), slots)
+
+
+def cells_of(capacity: int) -> int:
+    """Return how many cells the sieve of so many slots has."""
+    return max(FEWEST_CELLS, CELLS * capacity)
+
+
+def mixed(keys: tf.Tensor, below: int) -> tf.Tensor:
+    """Return a number from 0 to `below - 1` for each key [n], alike on every machine.
+
+    Neighbours are as far apart as any (the finalizer of Steele et al. 2014, "Fast Splittable
+    Pseudorandom Number Generators").
+    """
+    bits = tf.bitcast(keys, tf.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, np.uint64(shift)))
+        bits *= np.uint64(factor)
+    return tf.cast(tf.bitwise.right_shift(bits, np.uint64(33)), tf.int64) % below
+
+
+def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:
+    variable.scatter_update(tf.IndexedSlices(values, places))
+
+
+def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
+    """Give a Keras variable another size, which Keras has no word for."""
+    variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
+    variable._shape = value.shape

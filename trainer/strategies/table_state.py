@@ -1,0 +1,94 @@
+"""What a strategy does for tables that grow: layers with `grows`.
+
+Their variables change where they are placed, in the forward pass of a training step: no worker
+pulls them, those of a shard are on one server, and a row that is given to another id gets new slots
+of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+# Where each worker has a copy of all variables.
+_COPIES = "multi_worker_mirrored"
+
+
+def tables_of(model: keras.Model) -> list[Any]:
+    """Return the layers of a model that are tables that grow."""
+    return [layer for layer in model._flatten_layers() if getattr(layer, "grows", False)]
+
+
+def state_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of a model that are not trained, and that workers pull and push."""
+    kept = {id(each) for table in tables_of(model) for each in table.bookkeeping()}
+    return [each for each in model.non_trainable_variables if id(each) not in kept]
+
+
+def together(model: keras.Model) -> list[list[tf.Variable]]:
+    """Return groups of variables, each of which has to be on one server."""
+    return [group for table in tables_of(model) for group in table.together()]
+
+
+def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
+    """Give the tables of a built model the counter of steps, and the slots of their rows."""
+    for table in tables_of(model):
+        table.connect(steps, lambda variable: list(_slots(optimizer, variable)))
+
+
+def restored(model: keras.Model) -> None:
+    """Let the tables of a model find their rows again, after its variables were assigned."""
+    for table in tables_of(model):
+        table.restored()
+
+
+def metrics(model: keras.Model) -> Mapping[str, Any]:
+    """Return the metrics of the tables for the history, by their names; empty without one."""
+    found = {table.name: table.metrics() for table in tables_of(model)}
+    return {"tables": found} if found else {}
+
+
+def require(config: Config, model: keras.Model) -> None:
+    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured."""
+    for table in tables_of(model):
+        if config.training.pull_every > 1:
+            raise ConfigError(
+                f"training.pull_every: the table {table.name} grows at every step, and is never "
+                "pulled whole; leave the key out"
+            )
+        if config.training.strategy == _COPIES:
+            raise ConfigError(
+                f"training.strategy: {_COPIES} has a copy of the table {table.name} in each "
+                "worker, which would grow apart; take one with parameter servers"
+            )
+
+
+def _slots(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> Iterator[tuple[tf.Variable, Any]]:
+    """Return what an optimizer has for a variable, and what it begins with: None for its value.
+
+    Keras's optimizers have a list for each kind of slots, in the order of the variables.
+    """
+    trained = optimizer._trainable_variables
+    index = next((i for i, each in enumerate(trained) if each is variable), None)
+    if index is None:
+        return
+    averages = optimizer._model_variables_moving_average if optimizer.use_ema else None
+    for name, slots in vars(optimizer).items():
+        if not isinstance(slots, list) or len(slots) != len(trained) or slots is trained:
+            continue
+        slot = slots[index]
+        if not isinstance(slot, keras.Variable) or slot is variable:
+            continue
+        if slot.shape != variable.shape:
+            continue
+        with tf.device(slot.value.device):
+            first = slot.value.sparse_read([0])[0, 0]
+        yield slot.value, None if slots is averages or "average" in name else float(first)
