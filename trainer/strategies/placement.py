@@ -21,6 +21,9 @@ from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
 from trainer.strategies.fused_updates import fuse
 
+# A variable of so many bytes has no values in the sketch of a model.
+LARGE_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
@@ -137,10 +140,27 @@ def server_device(index: int) -> str:
 
 def _recording(made: list[tf.Variable]) -> Callable[..., tf.Variable]:
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        made.append(next_creator(**kwargs))
+        made.append(next_creator(**{**kwargs, "initial_value": _untouched(kwargs)}))
         return made[-1]
 
     return create
+
+
+def _untouched(kwargs: dict[str, Any]) -> Any:
+    """Return the initial value of a variable, or of a large one such that takes no memory.
+
+    Nothing asks a sketch for values, and a table may be larger than the memory of this machine.
+    """
+    initial = kwargs.get("initial_value")
+    if not callable(initial):
+        return initial
+    traced = tf.function(initial).get_concrete_function().structured_outputs
+    if not isinstance(traced, tf.TensorSpec) or not traced.shape.is_fully_defined():
+        return initial
+    if traced.shape.num_elements() * traced.dtype.size < LARGE_BYTES:
+        return initial
+    shape = traced.shape.as_list()
+    return lambda: tf.raw_ops.Empty(shape=shape, dtype=traced.dtype, init=False)
 
 
 @contextmanager

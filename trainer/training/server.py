@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from trainer.checkpoints.part_server import PartServer
 from trainer.cluster import loopback
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import gpu_count
@@ -61,6 +62,8 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
         task_index=task.index,
         config=server_settings(job.config),
     )
+    if task.role == "ps":
+        PartServer(job.workdir, str(task)).start()
     if feed:
         feed.wait()
     server.join()
