@@ -124,8 +124,7 @@ def test_what_is_not_finite_is_not_published(tmp_path, two_servers):
     broken["optimizer/m"].assign(tf.fill([4, 2], float("nan")))
     made.save(broken, io_device=None, fields={})
     with pytest.raises(UserError, match=r"optimizer/m is not finite at global step 20.*00010\)"):
-        with made.flushed():
-            pass
+        made.parts.settle()
     with pytest.raises(UserError, match="optimizer/m is not finite"):
         made.require()
     assert storage.names(made.uri) == ["step-00000010"]
