@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import (
     accuracy,
+    checkpoint_parts,
     comparisons,
     evaluation,
     examples,
@@ -42,6 +43,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
     "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
+    "checkpoint-parts": checkpoint_parts.checkpoint_parts,
     "evaluation": evaluation.evaluation,
     "gpu": on_gpu.on_gpu,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
@@ -49,7 +51,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
-WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
+WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "checkpoint-parts", "evaluation"}
 
 
 def main() -> None:
