@@ -18,6 +18,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ RESTORED = f"{FOLDER}/restored"
 SUFFIX = ".json"
 # An inquiry costs one listing of an empty folder.
 POLL_SECONDS = 0.05
+# A chief reads an answer before it asks for much more.
+KEPT_REPLIES = 16
 # The files of a part as an operation of TensorFlow has written it.
 DATA, INDEX = ".data-00000-of-00001", ".index"
 log = logging.getLogger(__name__)
@@ -104,6 +107,7 @@ class PartServer:
         """Remove what a server before this one has left in the folder."""
         self._folder = folder.absolute()
         self._task = task
+        self._replied: deque[Path] = deque()
 
     def start(self) -> None:
         """Answer on a thread, which ends with the process."""
@@ -139,6 +143,9 @@ class PartServer:
             part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
             os.replace(part, target)
             path.unlink()
+            self._replied.append(target)
+            if len(self._replied) > KEPT_REPLIES:
+                self._replied.popleft().unlink(missing_ok=True)
             return True
         return False
 

@@ -247,6 +247,13 @@ class PartSaver:
             storage.commit(save.draft, save.uri, kind=KIND, files=entries, fields=save.fields)
             save.over = True
             save.opened.close()
+        except BaseException:
+            with self._mutex:
+                # A newer one was waiting for its end.
+                save.over = self._last is not save
+            if save.over:
+                self._discard(save)
+            raise
         finally:
             save.running = False
         self._owner.published(save.uri, save.step)

@@ -5,6 +5,8 @@ Free of Keras, whose import costs more than TensorFlow's own: a server only runs
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import tensorflow as tf
 
 from trainer.checkpoints.part_server import PartServer
@@ -63,7 +65,7 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
         config=server_settings(job.config),
     )
     if task.role == "ps":
-        PartServer(job.workdir, str(task)).start()
+        PartServer(Path(), str(task)).start()
     if feed:
         feed.wait()
     server.join()
