@@ -154,13 +154,12 @@ def _untouched(kwargs: dict[str, Any]) -> Any:
     initial = kwargs.get("initial_value")
     if not callable(initial):
         return initial
-    traced = tf.function(initial).get_concrete_function().structured_outputs
-    if not isinstance(traced, tf.TensorSpec) or not traced.shape.is_fully_defined():
+    traced = tf.function(initial).get_concrete_function().outputs[0]
+    count = traced.shape.num_elements()
+    if count is None or count * traced.dtype.size < LARGE_BYTES:
         return initial
-    if traced.shape.num_elements() * traced.dtype.size < LARGE_BYTES:
-        return initial
-    shape = traced.shape.as_list()
-    return lambda: tf.raw_ops.Empty(shape=shape, dtype=traced.dtype, init=False)
+    shape, dtype = traced.shape.as_list(), traced.dtype
+    return lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
 
 
 @contextmanager
