@@ -154,7 +154,11 @@ def _untouched(kwargs: dict[str, Any]) -> Any:
     initial = kwargs.get("initial_value")
     if not callable(initial):
         return initial
-    traced = tf.function(initial).get_concrete_function().outputs[0]
+    try:
+        traced = tf.function(initial, autograph=False).get_concrete_function().outputs[0]
+    # An initializer of the user's may work outside of a graph alone.
+    except Exception:
+        return initial
     count = traced.shape.num_elements()
     if count is None or count * traced.dtype.size < LARGE_BYTES:
         return initial
