@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import (
     accuracy,
+    checkpoint_parts,
     comparisons,
     evaluation,
     examples,
@@ -48,6 +49,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
+    "checkpoint-parts": checkpoint_parts.checkpoint_parts,
     "evaluation": evaluation.evaluation,
     "table-rows": growing_tables.table_rows,
     "gpu": on_gpu.on_gpu,
@@ -64,6 +66,7 @@ WITHOUT_MNIST = {
     "memory",
     "files",
     "checkpoints",
+    "checkpoint-parts",
     "evaluation",
     "tables",
     "table-rows",

@@ -17,7 +17,7 @@ from typer.completion import (  # type: ignore[attr-defined]
 from pipelines.cli.doctor import doctor
 from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
-from pipelines.cli.models import models
+from pipelines.cli.models import checkpoint, models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
 from pipelines.cli.plan import plan
 from pipelines.cli.predict import predict
@@ -82,6 +82,7 @@ def _flotilla(
 
 
 app.add_typer(models, name="models")
+app.add_typer(checkpoint, name="checkpoint")
 app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.command(epilog=TRAINED)(run)
 app.command()(prepare)

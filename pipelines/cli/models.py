@@ -1,4 +1,4 @@
-"""`flotilla models`: versions and champions of the registry."""
+"""`flotilla models` and `flotilla checkpoint`: what training made, and what is registered of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import typer
 
 from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import Root, Workdir
+from pipelines.cli.retention import sized
 from pipelines.cli.run import RUNS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainer.checkpoints.contents import Contents
     from trainer.promotion.registry import Promotion
 
 models = typer.Typer(help="The registry: the models, their versions and champions.")
+checkpoint = typer.Typer(help="What is in a checkpoint.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
 TITLES = ("model", "version", "champion", "metric", "global step", "registered", "run")
@@ -122,3 +127,65 @@ def _promoted(name: str, made: Promotion) -> Answer:
     with output():
         Terminal().print(f"{name}: version {made.version} is champion (promotion {made.number})")
     return Answer(more={"version": made.version, "promotion": made.number})
+
+
+@checkpoint.command("show", epilog="--json adds `checkpoint`, with its `variables` and `parts`.")
+@answers
+def show_checkpoint(
+    which: Annotated[
+        str,
+        typer.Argument(metavar="URI|RUN", help="A checkpoint, a folder of them, or a run's id."),
+    ],
+    workdir: Workdir = RUNS,
+) -> Answer:
+    """Show the variables of a checkpoint, the newest one of a run: rows, bytes and parts."""
+    from trainer.checkpoints.contents import contents
+
+    found = contents(_checkpoint_uri(which, workdir))
+    _draw(found)
+    variables = {
+        path: {**asdict(each), "rows": each.rows, "bytes": each.bytes}
+        for path, each in found.variables.items()
+    }
+    facts = {**asdict(found), "variables": variables, "parts": list(found.parts)}
+    return Answer(artifacts={"checkpoint": found.uri}, more={"checkpoint": facts})
+
+
+def _checkpoint_uri(which: str, workdir: Path) -> str:
+    from pipelines.runs.local import root_of, saved_config
+    from trainer import storage
+    from trainer.config.load import load_config
+    from trainer.storage.uri import require_uri
+
+    if "://" in which:
+        require_uri("URI|RUN", which)
+        return which
+    root = root_of(load_config(saved_config(workdir, which)), workdir)
+    return storage.join(root, which, "checkpoints")
+
+
+def _draw(found: Contents) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from pipelines.cli.display import Terminal
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("variable", overflow="fold")
+    table.add_column("type", no_wrap=True)
+    for title in ("rows", "size", "part"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for path, each in sorted(found.variables.items()):
+        shape = ", ".join(str(size) for size in each.shape)
+        kind = f"{each.dtype} [{shape}]"
+        row = (f"{each.rows:,}", sized(each.bytes), str(each.part))
+        table.add_row(escape(path), escape(kind), *row)
+    parts = ", ".join(sized(each) for each in found.parts)
+    with output():
+        terminal = Terminal()
+        terminal.print(found.uri, markup=False)
+        line = f"global step {found.global_step}, {sized(found.bytes)}, published {found.created}"
+        terminal.print(line, markup=False)
+        terminal.print(f"{len(found.parts)} parts: {parts}", markup=False)
+        older = "its manifest names no variables: an older version wrote it"
+        terminal.print(table if found.variables else older)

@@ -133,11 +133,11 @@ def _show(plan: Plan, root: str) -> None:
     table.add_column("what", overflow="fold")
     for each in plan.going:
         last = f"{each.last:%Y-%m-%d}" if each.last else ""
-        table.add_row(each.kind, _size(each.bytes), last, escape(each.path))
+        table.add_row(each.kind, sized(each.bytes), last, escape(each.path))
     with output():
         terminal = Terminal()
         terminal.print(table)
-        terminal.print(f"{len(plan.going)} to go, {_size(plan.bytes)}, below {root}", markup=False)
+        terminal.print(f"{len(plan.going)} to go, {sized(plan.bytes)}, below {root}", markup=False)
 
 
 def _row(item: Item, uri: str) -> dict[str, Any]:
@@ -145,7 +145,8 @@ def _row(item: Item, uri: str) -> dict[str, Any]:
     return {"uri": uri, "kind": item.kind, "bytes": item.bytes, "last": last}
 
 
-def _size(count: int) -> str:
+def sized(count: int) -> str:
+    """Return a number of bytes as a person reads it."""
     size, unit = float(count), 0
     while size >= _STEP and unit < len(_UNITS) - 1:
         size, unit = size / _STEP, unit + 1

@@ -40,7 +40,7 @@ class ByHand:
         """What a task has said."""
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
-    def start(self, task: Task, flags: tuple[str, ...] = ()) -> None:
+    def start(self, task: Task, flags: tuple[str, ...] = (), module: str = "trainer") -> None:
         """Start a task, with TF_CONFIG or else with flags."""
         config = self.folder / "config.json"
         config.write_text(parse_config(self.config).model_dump_json(), encoding="utf-8")
@@ -51,7 +51,7 @@ class ByHand:
         uris = ["--dataset", self.dataset, "--checkpoints", self.checkpoints]
         with (self.folder / f"{task}.log").open("wb") as log:
             self.processes[task] = subprocess.Popen(
-                [sys.executable, "-m", "trainer", "task", *stage, *uris, *flags],
+                [sys.executable, "-m", module, "task", *stage, *uris, *flags],
                 env=settings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -21,12 +21,16 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
+from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
+from trainer.checkpoints.parts import UNWRITABLE, PartSaver, unwritable
 from trainer.checkpoints.rows import RowFile
+from trainer.checkpoints.servers import Layout, PartServers
+from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
-from trainer.errors import UserError
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.statistics import statistics
 from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
@@ -34,29 +38,29 @@ from trainer.strategies import table_state
 from trainer.strategies.averaging import AVERAGE, MODEL
 from trainer.strategies.loss_scale import LOSS_SCALE
 
-PREFIX = "variables"
 # What a checkpoint of another configuration may lack.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)
-# How TensorFlow escapes a path in the keys of a checkpoint.
-_ESCAPED = {"..": ".", ".S": "/"}
 _NUMBER = re.compile(r"-\d+$")
-# A full disk, a folder that may not be written, a file over the limit of its size.
-UNWRITABLE = (
-    tf.errors.ResourceExhaustedError,
-    tf.errors.PermissionDeniedError,
-    tf.errors.OutOfRangeError,
-)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredCheckpoint:
-    """The newest valid checkpoint, fetched and verified."""
+    """The newest valid checkpoint, fetched and verified.
+
+    Attributes:
+        uri: where it is published.
+        global_step: its own.
+        folder: its files on this machine.
+        fields: of its manifest.
+        apart: whether the values are not in the folder: the servers fetch what each needs.
+    """
 
     uri: str
     global_step: int
     folder: Path
     fields: Mapping[str, Any]
+    apart: bool = False
 
 
 class Checkpoints:
@@ -68,6 +72,8 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
+    #: Where the servers write and read their own variables.
+    parts: PartSaver | None = None
 
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
@@ -83,6 +89,7 @@ class Checkpoints:
         self._keep = keep
         self._awaited = awaited
         self.scratch = scratch
+        self.uploads = UploadQueue()
         self.last: str = ""
         self.passed_over: set[str] = set()
 
@@ -96,7 +103,7 @@ class Checkpoints:
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
             try:
-                fields = storage.fetch(uri, folder).fields
+                fields, apart = self._fetch(uri, folder)
             except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
                 self.passed_over.add(uri)
                 log.warning("passed over %s: %s", uri, error)
@@ -108,8 +115,32 @@ class Checkpoints:
                     "the data section and the dataset, or begin a new run"
                 )
             self.last = uri
-            return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
+            return RestoredCheckpoint(
+                uri=uri, global_step=step, folder=folder, fields=fields, apart=apart
+            )
         return None
+
+    def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
+        """Fetch a checkpoint; of one that servers read by parts, verify the data where it is."""
+        manifest = storage.read_manifest(uri)
+        values = sum(each.bytes for each in manifest.files if is_data(each.path))
+        if not self.parts or values < self.parts.least or not self._is_shared(uri):
+            return storage.fetch(uri, folder, manifest=manifest).fields, False
+        storage.verify(uri)
+        storage.fetch(uri, folder, only=lambda path: not is_data(path), manifest=manifest)
+        return manifest.fields, True
+
+    def _is_shared(self, uri: str) -> bool:  # noqa: ARG002
+        return True
+
+    @property
+    def servers(self) -> PartServers | None:
+        """Return the servers that read what they hold themselves."""
+        return self.parts.servers if self.parts else None
+
+    def by_parts(self, servers: PartServers, least: int) -> None:
+        """Have servers write their own variables, where they hold `least` bytes or more."""
+        self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
@@ -133,20 +164,54 @@ class Checkpoints:
         if uri == self.last:
             return uri
         began = time.monotonic()
-        _require_finite(variables, step, self.last)
-        own = {"global_step": step, "fingerprint": self._fingerprint}
+        own = {"global_step": step, "fingerprint": self._fingerprint, **fields}
+        files = {statistics.FILE: self.learnt.data} if self.learnt.data else {}
         with reported(f"save {uri}"):
-            self.scratch.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
-                write(variables, Path(folder, PREFIX), io_device)
-                if self.learnt.data:
-                    Path(folder, statistics.FILE).write_bytes(self.learnt.data)
-                self._publish(Path(folder), uri, {**own, **fields})
+            if self.parts and self.parts.takes(variables):
+                self.parts.save(uri, variables, own, files)
+            else:
+                self._save(uri, variables, io_device, own, files)
         self.last = uri
         # Training was paused for so long.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
+
+    def _save(
+        self,
+        uri: str,
+        variables: Mapping[str, tf.Variable],
+        io_device: str | None,
+        fields: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Write all values on this machine, and publish them."""
+        _require_finite(variables, fields["global_step"], self.last)
+        stored = {
+            path: StoredVariable(dtype=each.dtype.name, shape=tuple(each.shape.as_list()))
+            for path, each in variables.items()
+        }
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
+            write(variables, Path(folder, PREFIX), io_device)
+            for path, data in files.items():
+                Path(folder, path).write_bytes(data)
+            self._publish(Path(folder), uri, {**fields, "variables": to_field(stored)})
+
+    def before_publication(self) -> None:
+        """Raise where nothing may be published any more."""
+        self.lease.check()
+
+    def not_finite(self, path: str, step: int) -> UserError:
+        """Return the error of a variable that is not finite; see `PartSaver`."""
+        found = self._candidates()
+        return UserError(diverged(f"{path} is not finite", step, found[-1][0] if found else ""))
+
+    def require(self) -> None:
+        """Raise where the lease is known to be lost, or where a save by parts has failed."""
+        self.lease.require()
+        if self.parts:
+            self.parts.require()
 
     def published(self, uri: str, step: int) -> None:
         """Emit that a checkpoint is published, and delete those that retention does not keep."""
@@ -172,8 +237,32 @@ class Checkpoints:
 
     @contextmanager
     def flushed(self) -> Iterator[None]:
-        """Leave this block when all that was saved in it is published; here it is at once."""
-        yield
+        """Wait at the end until all that was saved in this block is published.
+
+        An attempt that ends by `ClusterLostError` does not wait: the next one finds what it left.
+
+        Raises:
+            UserError: the last checkpoint could not be published.
+        """
+        try:
+            yield
+        except ClusterLostError:
+            raise
+        except RunInterruptedError:
+            self._flush()
+            raise
+        except UserError:
+            try:
+                self._flush()
+            except UserError as error:
+                log.warning("%s", error)
+            raise
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.parts:
+            self.parts.settle()
+        self.uploads.flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         return list_checkpoints(self.uri)
@@ -197,12 +286,25 @@ def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
 
 
 def restore(
-    found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
+    found: RestoredCheckpoint,
+    variables: Mapping[str, tf.Variable],
+    *,
+    io_device: str | None,
+    servers: PartServers | None = None,
 ) -> None:
-    """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit."""
-    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-    checkpoint = tf.train.Checkpoint(variables=dict(variables))
+    """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit.
+
+    Every value of every checkpoint is assigned here, whichever way: on the `servers` where it is
+    apart and they can, and by this process otherwise.
+    """
     try:
+        if found.apart and servers and servers.are_ready():
+            servers.restore(found.folder, found.uri, found.fields, variables)
+            return
+        if found.apart:
+            storage.fetch(found.uri, found.folder)
+        options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+        checkpoint = tf.train.Checkpoint(variables=dict(variables))
         # The checkpoint may hold more, such as the optimizer's part.
         status = checkpoint.read(str(found.folder / PREFIX), options).expect_partial()
         status.assert_existing_objects_matched()
@@ -254,14 +356,7 @@ def resumed(
 
 def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
     """Return the shapes of all variables in a checkpoint by path."""
-    reader = tf.train.load_checkpoint(str(found.folder / PREFIX))
-    by_key: dict[str, list[int]] = reader.get_variable_to_shape_map()
-    return {_path_of(key): shape for key, shape in by_key.items() if key.startswith("variables/")}
-
-
-def _path_of(key: str) -> str:
-    escaped = key.removeprefix("variables/").partition("/")[0]
-    return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)
+    return dict(Layout.read(found.folder / PREFIX).shapes)
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
@@ -304,10 +399,7 @@ def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | N
     try:
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
     except UNWRITABLE as error:
-        # The line after the stack of the graph is "PATH; REASON".
-        last = error.message.strip().split("\n\n")[-1].splitlines()[0]
-        reason = last.rpartition("; ")[2]
-        raise UserError(f"cannot write a checkpoint to {prefix.parent}: {reason}") from None
+        raise unwritable(error, prefix.parent) from None
 
 
 def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:

@@ -2,110 +2,24 @@
 
 Training waits for the store only at the last checkpoint. A checkpoint that was saved but not yet
 published when a task died is found by its next attempt on the same machine, and published then.
-
-`UploadQueue` runs one upload at a time. Uploads of one slot replace each other: of two checkpoints
-that wait, only the newer one is uploaded.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from trainer import events, storage
+from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, publish_anew
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import list_checkpoints
 from trainer.checkpoints.rows import RowFile, SegmentedRowFile
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.errors import UserError
 
-Upload = Callable[[], None]
 log = logging.getLogger(__name__)
-
-
-class UploadQueue:
-    """A thread that runs uploads, one at a time."""
-
-    def __init__(self) -> None:
-        """Start the thread, which ends with the process."""
-        self._waiting: dict[str, Upload] = {}
-        self._failed: dict[str, tuple[Upload, UserError]] = {}
-        self._broken: BaseException | None = None
-        self._busy = False
-        self._change = threading.Condition()
-        threading.Thread(target=self._run, name="uploads", daemon=True).start()
-
-    def put(self, slot: str, upload: Upload) -> None:
-        """Queue `upload`, in place of one that waits in the same slot.
-
-        Raises:
-            UserError: an earlier upload failed for a reason that retries cannot fix.
-        """
-        with self._change:
-            self._raise_lasting()
-            self._waiting[slot] = upload
-            self._change.notify_all()
-
-    def flush(self) -> None:
-        """Wait until all uploads are done; those that failed are tried once more.
-
-        Raises:
-            UserError: an upload failed.
-        """
-        with self._change:
-            self._wait()
-            for slot, (upload, _) in self._failed.items():
-                self._waiting.setdefault(slot, upload)
-            self._failed.clear()
-            self._change.notify_all()
-            self._wait()
-            self._raise_lasting()
-            for _, error in self._failed.values():
-                raise error
-
-    def _wait(self) -> None:
-        self._change.wait_for(lambda: not self._waiting and not self._busy)
-
-    def _raise_lasting(self) -> None:
-        if self._broken:
-            raise self._broken
-        for _, error in self._failed.values():
-            if not isinstance(error, storage.Unavailable):
-                raise error
-
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: bool(self._waiting))
-                slot = next(iter(self._waiting))
-                upload = self._waiting.pop(slot)
-                self._busy = True
-            failure = self._attempt(upload)
-            with self._change:
-                self._busy = False
-                # A newer upload of the slot will show whether it still fails.
-                if failure and slot not in self._waiting:
-                    self._failed[slot] = (upload, failure)
-                elif not failure:
-                    self._failed.pop(slot, None)
-                self._change.notify_all()
-
-    def _attempt(self, upload: Upload) -> UserError | None:
-        try:
-            upload()
-        except UserError as error:
-            log.warning("%s", error)
-            events.emit(events.UploadFailed(reason=str(error)))
-            return error
-        except BaseException as error:
-            # A bug has to end training, as it would on the thread of training.
-            self._broken = error
-        return None
 
 
 class LogFiles:
@@ -152,7 +66,6 @@ class RemoteCheckpoints(Checkpoints):
         """Keep checkpoints that are not published yet below `scratch`."""
         super().__init__(uri, scratch=scratch, **settings)
         self._alone = alone
-        self._uploads = UploadQueue()
         self._pending = storage.uri_of(scratch / "unpublished")
         self._log_files = LogFiles(scratch / "logs", storage.join(self.uri, "logs"))
         self._uploading = ""
@@ -179,36 +92,12 @@ class RemoteCheckpoints(Checkpoints):
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the last read, and queue the next read."""
-        self._uploads.put("measured", self._read_measured)
+        self.uploads.put("measured", self._read_measured)
         return self._measured
 
-    @contextmanager
-    def flushed(self) -> Iterator[None]:
-        """Wait at the end until all is published.
-
-        An attempt that ends by `ClusterLostError` does not wait: the next one finds what it left.
-
-        Raises:
-            UserError: the last checkpoint could not be published.
-        """
-        try:
-            yield
-        except ClusterLostError:
-            raise
-        except RunInterruptedError:
-            self._flush()
-            raise
-        except UserError:
-            try:
-                self._flush()
-            except UserError as error:
-                log.warning("%s", error)
-            raise
-        self._flush()
-
     def _flush(self) -> None:
-        self._uploads.put("history", self.history.upload)
-        self._uploads.flush()
+        self.uploads.put("history", self.history.upload)
+        super()._flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         there = list_checkpoints(self.uri)
@@ -227,17 +116,15 @@ class RemoteCheckpoints(Checkpoints):
         self._queue(name)
 
     def _queue(self, name: str) -> None:
-        self._uploads.put("checkpoint", partial(self._upload, name))
-        self._uploads.put("logs", self._upload_logs)
+        self.uploads.put("checkpoint", partial(self._upload, name))
+        self.uploads.put("logs", self._upload_logs)
 
     def _upload(self, name: str) -> None:
         here = self._uploading = storage.join(self._pending, name)
         folder = storage.local_path(here)
         if folder is None or not storage.is_published(here):
             return
-        self.lease.check()
-        # A run that goes on from the checkpoint has the rows up to there.
-        self.history.upload()
+        self.before_publication()
         manifest = storage.read_manifest(here)
         there = storage.join(self.uri, name)
         try:
@@ -252,6 +139,14 @@ class RemoteCheckpoints(Checkpoints):
         self.passed_over.discard(there)
         self.published(there, manifest.fields["global_step"])
         storage.delete(here)
+
+    def before_publication(self) -> None:
+        """Check the lease, and upload the rows up to the checkpoint, for a run that goes on."""
+        super().before_publication()
+        self.history.upload()
+
+    def _is_shared(self, uri: str) -> bool:
+        return not uri.startswith(self._pending)
 
     def _read_measured(self) -> None:
         try:

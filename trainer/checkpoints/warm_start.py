@@ -25,7 +25,9 @@ import tensorflow as tf
 from trainer import events, storage, user_code
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.checkpoints import RestoredCheckpoint
+from trainer.checkpoints.contents import PREFIX
 from trainer.checkpoints.index import KIND
+from trainer.checkpoints.servers import PartServers
 from trainer.config.initial_weights import CHAMPION, KERAS, InitialWeights, initial_weights
 from trainer.errors import ConfigError, UserError, nearest
 
@@ -125,7 +127,11 @@ def _fetched(weights: InitialWeights, folder: Path) -> Source:
 
 
 def load(
-    source: Source, variables: Mapping[str, tf.Variable], *, io_device: str | None
+    source: Source,
+    variables: Mapping[str, tf.Variable],
+    *,
+    io_device: str | None,
+    servers: PartServers | None = None,
 ) -> dict[str, str]:
     """Assign values to the model among `variables`, and to nothing else.
 
@@ -151,7 +157,7 @@ def load(
     selection = _selected(source.weights, here, there) if partial else _all(source.uri, here, there)
     wanted = {f"{_MODEL}{path}": own[path] for path in selection.taken}
     handed_on = checkpoints.handed_on(found, wanted)
-    checkpoints.restore(found, handed_on, io_device=io_device)
+    checkpoints.restore(found, handed_on, io_device=io_device, servers=servers)
     left = {why: len(paths) for why, paths in selection.left.items()}
     what = str(selection)
     taken = len(selection.taken)
@@ -227,7 +233,7 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
     values = {f"{_MODEL}{names[each.path]}": each.value for each in model.variables}
     folder = source.folder / "read"
     folder.mkdir(exist_ok=True)
-    checkpoints.write(values, folder / checkpoints.PREFIX, io_device)
+    checkpoints.write(values, folder / PREFIX, io_device)
     return RestoredCheckpoint(uri=source.uri, global_step=0, folder=folder, fields={})
 
 

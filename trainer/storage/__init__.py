@@ -17,12 +17,15 @@ from trainer.storage.errors import (
     Unavailable,
     UnknownSchema,
 )
-from trainer.storage.manifest import Manifest
+from trainer.storage.manifest import FileEntry, Manifest
 from trainer.storage.publishing import (
+    add_file,
     append_line,
     collect_garbage,
+    commit,
     create_bytes,
     delete,
+    draft,
     fetch,
     is_published,
     names,
@@ -40,15 +43,19 @@ from trainer.storage.uri import join, local_path, name_of, parent_of, uri_of
 __all__ = [
     "Conflict",
     "Corrupt",
+    "FileEntry",
     "Manifest",
     "Missing",
     "NotPublished",
     "Unavailable",
     "UnknownSchema",
+    "add_file",
     "append_line",
     "collect_garbage",
+    "commit",
     "create_bytes",
     "delete",
+    "draft",
     "fetch",
     "is_published",
     "join",

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.storage.manifest import MANIFEST, Checksum, Manifest, checksum
+from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
 from trainer.storage.store import ListedFile
 from trainer.storage.uri import local_path, uri_of
 
@@ -100,10 +100,35 @@ class FileStore:
                         f"cannot publish {source} to {uri}: {entry.path} changed meanwhile, or was "
                         "copied wrongly; try again when nothing else writes there"
                     )
-            _write(stage / MANIFEST, manifest.to_json())
-            for folder, _, _ in os.walk(stage):
-                sync(Path(folder))
-            return manifest if _commit(stage, target) else None
+            return _published(stage, target, manifest)
+
+    @contextmanager
+    def draft(self, uri: str) -> Iterator[str]:
+        """Return a staging folder next to the destination."""
+        target = _path(uri)
+        with staging(target.parent, target.name) as stage:
+            yield uri_of(stage)
+
+    def add(self, draft: str, path: Path, name: str) -> FileEntry:
+        """Rename, or copy from another file system, and flush to the disk."""
+        target = _path(draft) / name
+        try:
+            os.rename(path, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copyfile(path, target)
+            path.unlink()
+        sync(target)
+        found = checksum(target)
+        return FileEntry(name, found.bytes, found.crc32c)
+
+    def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
+        """Rename the draft, in which nothing else may be left."""
+        for entry in manifest.files:
+            if (_path(draft) / entry.path).stat().st_size != entry.bytes:
+                raise UserError(f"cannot publish {uri}: {entry.path} is not what was added")
+        return _published(_path(draft), _path(uri), manifest)
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order; hidden ones left out."""
@@ -191,6 +216,13 @@ def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterato
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     sync(path)
+
+
+def _published(stage: Path, target: Path, manifest: Manifest) -> Manifest | None:
+    _write(stage / MANIFEST, manifest.to_json())
+    for folder, _, _ in os.walk(stage):
+        sync(Path(folder))
+    return manifest if _commit(stage, target) else None
 
 
 def _commit(stage: Path, target: Path) -> bool:

@@ -30,7 +30,14 @@ from trainer.errors import UserError
 from trainer.storage.bucket import PART_BYTES, Bucket, ChangedError, Retrying, Stored, Trouble
 from trainer.storage.errors import StoreError
 from trainer.storage.local import is_gone, writer
-from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum_of
+from trainer.storage.manifest import (
+    MANIFEST,
+    Checksum,
+    FileEntry,
+    Manifest,
+    checksum,
+    checksum_of,
+)
 from trainer.storage.retry import Retry, describe, in_parallel
 from trainer.storage.store import ListedFile
 from trainer.storage.uri import join, locate
@@ -142,16 +149,43 @@ class ObjectStore:
         created: list[str] = []
 
         def place_file(entry: FileEntry) -> FileEntry:
-            return self._place_file(uri, source, entry, there.get(entry.path), created)
+            path = source / entry.path
+            return self._place_file(uri, path, entry, there.get(entry.path), created)
 
         files = tuple(in_parallel(place_file, manifest.files))
-        placed = replace(manifest, files=files)
+        return self._publish(uri, replace(manifest, files=files), {*there, *created})
+
+    @contextmanager
+    def draft(self, uri: str) -> Iterator[str]:
+        """Return the destination: nothing there is read before its manifest."""
+        yield uri
+
+    def add(self, draft: str, path: Path, name: str) -> FileEntry:
+        """Upload, then delete the local file."""
+        found = checksum(path)
+        entry = FileEntry(name, found.bytes, found.crc32c)
+        placed = self._place_file(draft, path, entry, None, [])
+        path.unlink()
+        return placed
+
+    def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
+        """Create the manifest, once all that it names is seen; what it does not name goes."""
+        there = self._below(draft)
+        if MANIFEST in there:
+            return None
+        for entry in manifest.files:
+            stored = there.get(entry.stored_at)
+            if stored is None or stored.bytes != entry.bytes:
+                raise StoreError(f"{join(uri, entry.stored_at)} is not what was added; try again")
+        return self._publish(uri, manifest, set(there))
+
+    def _publish(self, uri: str, manifest: Manifest, there: set[str]) -> Manifest | None:
         last = join(uri, MANIFEST)
-        won = self.create(last, placed.to_json())
-        winner = placed if won else Manifest.from_json(self.read(last), where=last)
+        won = self.create(last, manifest.to_json())
+        winner = manifest if won else Manifest.from_json(self.read(last), where=last)
         named = {entry.stored_at for entry in winner.files}
-        self._remove_unnamed(uri, {*there, *created} - named)
-        return placed if won else None
+        self._remove_unnamed(uri, there - named - {MANIFEST})
+        return manifest if won else None
 
     def children(self, uri: str) -> list[str]:
         """Return the names up to the next slash."""
@@ -196,10 +230,9 @@ class ObjectStore:
         return [join(uri, key.removeprefix(_prefix(uri))) for key in keys]
 
     def _place_file(
-        self, uri: str, source: Path, entry: FileEntry, there: Stored | None, created: list[str]
+        self, uri: str, path: Path, entry: FileEntry, there: Stored | None, created: list[str]
     ) -> FileEntry:
         """Store one file; return its entry, with the path at which it is stored."""
-        path = source / entry.path
         others = (f"{entry.path}.{uuid.uuid4().hex[:12]}" for _ in range(_ATTEMPTS))
         for at in (entry.path, *others):
             where = join(uri, at)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,43 @@ def publish(
         f"{uri} is published already, with other content ({_difference(there, manifest)}): "
         "delete it first, or publish elsewhere"
     )
+
+
+@contextmanager
+def draft(uri: str) -> Iterator[str]:
+    """Begin what several processes publish at `uri`; what is left at the end of the block goes.
+
+    Any process may add files to the draft (`add_file`); nothing is read before the `commit`. In a
+    file system a draft is a staging folder next to `uri`; in an object store it is `uri` itself.
+    What is never committed is an orphan, as of any writer that has died.
+    """
+    with reported(f"write next to {uri}"):
+        store = store_for(uri)
+    with store.draft(uri) as where:
+        yield where
+
+
+def add_file(draft: str, path: Path, name: str) -> FileEntry:
+    """Move a local file to the path `name` of a draft; return its entry in the manifest."""
+    with reported(f"write {name} to {draft}"):
+        return store_for(draft).add(draft, path, name)
+
+
+def commit(
+    draft: str, uri: str, *, kind: str, files: Iterable[FileEntry], fields: Mapping[str, Any]
+) -> Manifest:
+    """Publish at `uri` the files that were added to its draft; see `publish`.
+
+    Raises:
+        Conflict: something is published at `uri`.
+        UserError: a file is not there any more, or `uri` cannot be written.
+    """
+    manifest = Manifest(kind, tuple(files), fields)
+    with reported(f"publish {uri}"):
+        placed = store_for(uri).commit(draft, uri, manifest)
+    if placed is None:
+        raise Conflict(f"{uri} is published already: delete it first, or publish elsewhere")
+    return placed
 
 
 def read_manifest(uri: str) -> Manifest:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainer.storage.manifest import Checksum, Manifest
+from trainer.storage.manifest import Checksum, FileEntry, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class Store(Protocol):
         manifest as it was written, with the paths at which the files are stored, or None where
         there is a manifest at `uri` already; then nothing changes that a reader sees.
         """
+
+    def draft(self, uri: str) -> AbstractContextManager[str]:
+        """Return where files are added to what is published at a URI later; see `drafts`."""
+
+    def add(self, draft: str, path: Path, name: str) -> FileEntry:
+        """Move a local file into a draft, verified at its destination; any process may."""
+
+    def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
+        """Publish at `uri` what was added to its draft and `manifest` names; see `place`."""
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order; hidden ones left out."""

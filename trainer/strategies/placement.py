@@ -22,6 +22,9 @@ from trainer.errors import ConfigError, nearest
 from trainer.strategies.fused_updates import fuse
 from trainer.strategies.table_state import together
 
+# A variable of so many bytes has no values in the sketch of a model.
+LARGE_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
@@ -149,10 +152,30 @@ def server_device(index: int) -> str:
 
 def _recording(made: list[tf.Variable]) -> Callable[..., tf.Variable]:
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        made.append(next_creator(**kwargs))
+        made.append(next_creator(**{**kwargs, "initial_value": _untouched(kwargs)}))
         return made[-1]
 
     return create
+
+
+def _untouched(kwargs: dict[str, Any]) -> Any:
+    """Return the initial value of a variable, or of a large one such that takes no memory.
+
+    Nothing asks a sketch for values, and a table may be larger than the memory of this machine.
+    """
+    initial = kwargs.get("initial_value")
+    if not callable(initial):
+        return initial
+    try:
+        traced = tf.function(initial, autograph=False).get_concrete_function().outputs[0]
+    # An initializer of the user's may work outside of a graph alone.
+    except Exception:
+        return initial
+    count = traced.shape.num_elements()
+    if count is None or count * traced.dtype.size < LARGE_BYTES:
+        return initial
+    shape, dtype = traced.shape.as_list(), traced.dtype
+    return lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
+from trainer.checkpoints.servers import PartServers
 from trainer.cluster import completion, loopback, signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
@@ -88,6 +89,9 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     strategy = create(job.config, cluster, task)
     watch = StallWatch(strategy, partial(probe_peers, cluster, task), job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)
+    if servers := cluster.count("ps"):
+        least = job.config.training.checkpoint_parts_mb * 10**6
+        checkpoints.by_parts(PartServers(servers, strategy.io_device), least)
     streaming = streaming_to(job, cluster)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested, streaming)
     if topology_of(job.config.training.strategy).workers:
@@ -150,7 +154,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     validates = spec.examples("validation") and not config.cluster.evaluator
 
     def should_stop() -> bool:
-        checkpoints.lease.require()
+        checkpoints.require()
         return stop_requested()
 
     return Hooks(

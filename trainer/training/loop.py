@@ -134,10 +134,14 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     kept: Mapping[str, Any] = {}
     if found:
         kept = checkpointing.resumed(found, strategy.variables(), config.training)
-        checkpointing.restore(found, kept, io_device=strategy.io_device)
+        checkpointing.restore(
+            found, kept, io_device=strategy.io_device, servers=checkpoints.servers
+        )
     begun = _origin(found)
     if warm:
-        begun = warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
+        begun = warm_start.load(
+            warm, strategy.variables(), io_device=strategy.io_device, servers=checkpoints.servers
+        )
     begin_averages(strategy.variables(), kept)
     if found or warm:
         strategy.restored()

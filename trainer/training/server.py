@@ -5,8 +5,11 @@ Free of Keras, whose import costs more than TensorFlow's own: a server only runs
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import tensorflow as tf
 
+from trainer.checkpoints.part_server import PartServer
 from trainer.cluster import loopback
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import gpu_count
@@ -61,6 +64,8 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
         task_index=task.index,
         config=server_settings(job.config),
     )
+    if task.role == "ps":
+        PartServer(Path(), str(task)).start()
     if feed:
         feed.wait()
     server.join()

@@ -76,6 +76,10 @@ def test_what_is_saved_comes_back(folder):
         "fingerprint": "",
         "strategy": "counting",
         "metrics": {"loss": 0.5},
+        "variables": {
+            path: {"dtype": each.dtype.name, "shape": each.shape.as_list(), "part": 0}
+            for path, each in variables(0).items()
+        },
     }
     assert [entry.path for entry in manifest.files] == [DATA, "variables.index"]
     found = of(folder).newest()

@@ -185,9 +185,9 @@ def test_a_store_that_is_away_for_a_while_does_not_end_training(
     with kept.flushed():
         server.plan.add(Fault(503, times=10_000))
         save(kept, 1)
-        kept._uploads._change.acquire()
-        kept._uploads._wait()
-        kept._uploads._change.release()
+        kept.uploads._change.acquire()
+        kept.uploads._wait()
+        kept.uploads._change.release()
         save(kept, 2)
         server.plan.clear()
     assert steps(uri) == [2]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from trainer import storage
-from trainer.checkpoints.remote import UploadQueue
+from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import UserError
 
 

@@ -170,3 +170,28 @@ def test_a_schedule_is_computed_on_the_server_of_its_counter():
     found = update.get_concrete_function().graph.get_operations()
     (cosine,) = (each for each in found if each.type == "Cos")
     assert cosine.device == optimizer.iterations.value.device
+
+
+def test_a_large_variable_has_no_values_in_the_sketch_of_a_model(monkeypatch):
+    monkeypatch.setattr(placement, "LARGE_BYTES", 400)
+    asked = []
+
+    def initial(size):
+        def values():
+            asked.append(tf.executing_eagerly())
+            return tf.ones([size])
+
+        return values
+
+    def untraceable():
+        return tf.constant(tf.ones([500]).numpy())
+
+    made = []
+    with tf.variable_creator_scope(placement._recording(made)):
+        tf.Variable(initial(99))
+        tf.Variable(initial(100))
+        tf.Variable(untraceable)
+    # In a graph the shape is found; the values of the small one alone are made.
+    assert asked == [False, True, False]
+    assert [each.shape.as_list() for each in made] == [[99], [100], [500]]
+    assert made[0].numpy().tolist() == [1.0] * 99

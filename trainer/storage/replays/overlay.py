@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from trainer.mirror import Replay, Snapshot
 from trainer.storage.local import FileStore, NotAFileError
-from trainer.storage.manifest import MANIFEST, Checksum, Manifest
+from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest
 from trainer.storage.store import ListedFile, Store
 from trainer.storage.uri import join, locate, raw_path, uri_of
 
@@ -106,6 +107,18 @@ class ReadOnly:
         """Refuse."""
         _refuse(uri)
 
+    def draft(self, uri: str) -> AbstractContextManager[str]:
+        """Refuse."""
+        _refuse(uri)
+
+    def add(self, draft: str, path: Path, name: str) -> FileEntry:  # noqa: ARG002
+        """Refuse."""
+        _refuse(draft)
+
+    def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:  # noqa: ARG002
+        """Refuse."""
+        _refuse(uri)
+
     def remove(self, uri: str) -> None:
         """Refuse."""
         _refuse(uri)
@@ -157,6 +170,18 @@ class Overlay:
         if self._is_there(f"{uri.partition('?')[0].rstrip('/')}/{MANIFEST}"):
             return None
         return self._mirror.place(self._place(uri), source, manifest)
+
+    def draft(self, uri: str) -> AbstractContextManager[str]:
+        """See `Store`."""
+        return self._mirror.draft(self._place(uri))
+
+    def add(self, draft: str, path: Path, name: str) -> FileEntry:
+        """See `Store`."""
+        return self._mirror.add(draft, path, name)
+
+    def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
+        """See `Store`."""
+        return self._mirror.commit(draft, self._place(uri), manifest)
 
     def children(self, uri: str) -> list[str]:
         """See `Store`; a directory of a later time has its name here, and no manifest."""

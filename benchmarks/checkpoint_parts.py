@@ -1,0 +1,191 @@
+"""Checkpoints by parts: the chief's memory, and how long training stands still.
+
+Two servers hold tables that are larger than the chief's memory. A process of its own leads them, as
+a chief does, and says what it saw: it builds the model on them, saves, and restores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from benchmarks.comparisons import Comparison
+from trainer import storage
+from trainer.checkpoints.checkpoints import Checkpoints, restore
+from trainer.checkpoints.contents import contents
+from trainer.checkpoints.part_server import PartServer
+from trainer.checkpoints.servers import PartServers, Variables, server_of, side_by_side
+from trainer.cluster import signals
+from trainer.cluster.local import held_cluster
+from trainer.config.load import parse_config
+from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.strategies.parameter_server import Served
+from trainer.strategies.placement import place
+from trainer.strategies.strategy import create
+from trainer.topology import Cluster, Task, from_tf_config
+
+MEGABYTES = int(os.environ.get("BENCH_MEGABYTES", "2000"))
+SAVES = 3
+SERVERS = 2
+DIMENSION = 64
+CHIEF = Task(role="chief", index=0)
+
+
+def checkpoint_parts() -> Comparison:
+    """Seconds for which a save holds training up, over those of a copy in the servers' memory."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        folder = Path(name)
+        with held_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:
+            serving = [Task(role="ps", index=index) for index in range(SERVERS)]
+            with _started(folder, cluster, [*serving, Task(role="worker", index=0)]):
+                chief = _process(folder, cluster, CHIEF, subprocess.PIPE)
+                text, _ = chief.communicate()
+        if chief.returncode:
+            raise RuntimeError(f"the chief has failed with {chief.returncode}")
+    seen = json.loads(text.splitlines()[-1])
+    return Comparison(
+        name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
+        rounds=tuple(
+            each / copied for each, copied in zip(seen["pauses"], seen["copies"], strict=True)
+        ),
+        at_most=1.2,
+        more=seen,
+    )
+
+
+@contextmanager
+def _started(folder: Path, cluster: Cluster, tasks: list[Task]) -> Iterator[None]:
+    made = [_process(folder, cluster, each, subprocess.DEVNULL) for each in tasks]
+    try:
+        yield
+    finally:
+        for each in made:
+            each.kill()
+            each.wait()
+
+
+def _process(folder: Path, cluster: Cluster, task: Task, output: int) -> subprocess.Popen[str]:
+    own = folder / str(task)
+    own.mkdir()
+    settings = {
+        **os.environ,
+        **signals.parent_environment(),
+        "GRPC_FAIL_FAST": "use_caller",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "TF_CONFIG": cluster.tf_config(task),
+    }
+    command = [sys.executable, "-m", "benchmarks.checkpoint_parts", str(folder / "checkpoints")]
+    return subprocess.Popen(command, cwd=own, env=settings, stdout=output, text=True)
+
+
+def _serve(cluster: Cluster, task: Task) -> None:
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
+    )
+    PartServer(Path(), str(task)).start()
+    server.join()
+
+
+def _lead(cluster: Cluster, task: Task, folder: Path) -> dict[str, Any]:
+    config = parse_config({"training": {"strategy": "async_parameter_server"}})
+    strategy = create(config, cluster, task)
+    if not isinstance(strategy, Served):
+        raise TypeError("a strategy without servers")
+    strategy.connect()
+    before = peak()
+    model = place(_build_model, SERVERS, {})
+    step = tf.Variable(0, dtype=tf.int64)
+    variables = {f"model/{each.path}": each.value for each in model.variables}
+    made = Checkpoints(storage.uri_of(folder), keep=1, scratch=Path("scratch"))
+    servers = PartServers(SERVERS, strategy.io_device)
+    made.by_parts(servers, 0)
+    pauses, copies, whole = [], [], []
+    _touch(variables)
+    for number in range(SAVES):
+        copies.append(_copied(variables))
+        step.assign(number)
+        began = time.monotonic()
+        with made.flushed():
+            made.save({**variables, "global_step": step}, io_device=strategy.io_device, fields={})
+            pauses.append(time.monotonic() - began)
+            _touch(variables)
+        whole.append(time.monotonic() - began)
+    found = made.newest()
+    if found is None or not found.apart:
+        raise RuntimeError("there is nothing to restore")
+    restore(found, {**variables, "global_step": step}, io_device=None, servers=servers)
+    shown = contents(made.uri)
+    return {
+        "pauses": [round(each, 4) for each in pauses],
+        "copies": [round(each, 4) for each in copies],
+        "seconds_until_published": [round(each, 2) for each in whole],
+        "megabytes": shown.bytes // 10**6,
+        "parts": [each // 10**6 for each in shown.parts],
+        "chief_megabytes_connected": before,
+        "chief_megabytes_at_most": peak(),
+    }
+
+
+def _build_model() -> keras.Model:
+    given = keras.Input((), dtype="int64")
+    rows = MEGABYTES * 10**6 // (4 * DIMENSION)
+    table = ShardedEmbedding(rows, DIMENSION, shards=SERVERS, name="table")
+    return keras.Model(given, keras.layers.Dense(2)(table(given)))
+
+
+def _touch(variables: Variables) -> None:
+    """Update a row of each table: TensorFlow then copies a table when it is read."""
+    for path, each in variables.items():
+        if "table" in path:
+            with tf.device(each.device):
+                each.scatter_add(tf.IndexedSlices(tf.ones([1, DIMENSION]), [0]))
+
+
+def _copied(variables: Variables) -> float:
+    """Return the seconds of a copy in the memory of the servers, side by side."""
+
+    def of_server(server: int) -> None:
+        for each in variables.values():
+            if server_of(each) == server:
+                with tf.device(each.device):
+                    # Of what rows were updated of, a read is a copy.
+                    each.read_value()
+
+    began = time.monotonic()
+    side_by_side(range(SERVERS), of_server)
+    return time.monotonic() - began
+
+
+def peak() -> int:
+    """Return the most memory that this process has used, in megabytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    kilobytes = next(int(each.split()[1]) for each in lines if each.startswith("VmHWM"))
+    return kilobytes * 1024 // 10**6
+
+
+def main() -> None:
+    """Serve, or lead and print what was seen."""
+    signals.end_with_parent()
+    cluster, task = from_tf_config(os.environ["TF_CONFIG"])
+    if task != CHIEF:
+        _serve(cluster, task)
+        return
+    sys.stdout.write(json.dumps(_lead(cluster, task, Path(sys.argv[1]))) + "\n")
+    sys.stdout.flush()
+    # TensorFlow's threads may still hold what is gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A parameter server that is killed as soon as it is asked to publish its second part.
+
+`python -m tests.cluster.dying_server` takes the words of `python -m trainer`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from trainer import __main__ as trainer
+from trainer.checkpoints import part_server
+
+
+def main() -> None:
+    """Run the task, as the kernel ends it when memory is gone."""
+    publish = part_server._ACTIONS["publish"]
+    seen = []
+
+    def once(folder, request):
+        seen.append(request)
+        if len(seen) > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return publish(folder, request)
+
+    part_server._ACTIONS["publish"] = once
+    trainer.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`flotilla checkpoint show`: what is in a checkpoint, without TensorFlow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipelines.cli import app
+from trainer import storage
+
+FIELDS = {
+    "global_step": 20,
+    "variables": {
+        "model/table": {"dtype": "float32", "shape": [1000, 16], "part": 1},
+        "global_step": {"dtype": "int64", "shape": [], "part": 0},
+        "damaged": {"dtype": 5},
+    },
+}
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Return the URI of checkpoints at the steps 10, of an older version, and 20."""
+    uri = storage.uri_of(tmp_path / "runs" / "digits-1" / "checkpoints")
+    for step, fields in ((10, {"global_step": 10}), (20, FIELDS)):
+        folder = tmp_path / f"{step}"
+        folder.mkdir()
+        for number in range(step // 10):
+            (folder / f"variables.data-0000{number}-of-0000{step // 10}").write_bytes(b"1234")
+        storage.publish(folder, f"{uri}/step-{step:08d}", kind="checkpoint", fields=fields)
+    return uri
+
+
+def show(capsys, *words):
+    code = app.called(["checkpoint", "show", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_newest_is_shown_with_its_variables_and_parts(checkpoints, capsys):
+    code, out, _ = show(capsys, checkpoints, "--json")
+    assert code == 0
+    answer = json.loads(out.splitlines()[-1])
+    assert answer["artifacts"]["checkpoint"].endswith("step-00000020")
+    found = answer["checkpoint"]
+    assert (found["global_step"], found["parts"], found["bytes"]) == (20, [4, 4], 8)
+    assert found["variables"]["model/table"] == {
+        "dtype": "float32",
+        "shape": [1000, 16],
+        "part": 1,
+        "rows": 1000,
+        "bytes": 64_000,
+    }
+    assert found["variables"]["global_step"]["rows"] == 1
+    assert "damaged" not in found["variables"]
+    _, out, _ = show(capsys, checkpoints)
+    assert "2 parts" in out
+    assert "64 kB" in out
+    assert "1,000" in out
+
+
+def test_of_an_older_one_the_manifest_is_shown(checkpoints, capsys):
+    code, out, _ = show(capsys, f"{checkpoints}/step-00000010")
+    assert code == 0
+    assert "global step 10" in out
+    assert "names no variables" in out
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    storage.publish(folder, storage.uri_of(tmp_path / "m"), kind="model", fields={})
+    code, _, err = show(capsys, storage.uri_of(tmp_path / "m"))
+    assert (code, "of kind 'model' and not a checkpoint" in err) == (1, True)
+    code, _, err = show(capsys, "nope", "--workdir", str(tmp_path / "runs"))
+    assert (code, "no run 'nope' below" in err) == (2, True)

@@ -1,0 +1,69 @@
+"""Checkpoints by parts without a cluster: this process is the chief and every server.
+
+The variables of `server 0` and `server 1` are told apart by their paths, and one `PartServer`
+answers for both in the working folder of the test.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from trainer import storage
+from trainer.checkpoints import parts, servers
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.part_server import PartServer
+from trainer.checkpoints.servers import PartServers
+
+SHAPES = {"model/table": [1000, 4], "model/dense/kernel": [4, 2], "optimizer/m": [4, 2]}
+ON_FIRST = "model/table"
+
+
+def variables(step: int = 10, value: float = 1.0, **shapes: list[int]) -> dict[str, tf.Variable]:
+    """Return variables of a run, those of the table on the first of two servers."""
+    made = {
+        path: tf.Variable(tf.fill(shape, value), name=f"on-{int(path != ON_FIRST)}")
+        for path, shape in {**SHAPES, **shapes}.items()
+    }
+    counter = tf.Variable(step, dtype=tf.int64, name="on-0")
+    return {**made, "global_step": counter}
+
+
+def number(variable: tf.Variable) -> int:
+    """Return the number of the server that a name says."""
+    return int(variable.name.partition(":")[0].rpartition("-")[2])
+
+
+@pytest.fixture
+def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartServers:
+    """Return servers whose folder is that of the test."""
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for module in (parts, servers):
+        monkeypatch.setattr(module, "server_of", number)
+    monkeypatch.setattr(servers, "server_device", lambda _: "/CPU:0")
+    PartServer(folder, "ps-0").start()
+    made = PartServers(2, None)
+    made._are_ready = True
+    return made
+
+
+def saved(
+    folder: Path, two: PartServers, held: dict[str, tf.Variable], **fields: object
+) -> Checkpoints:
+    """Save a checkpoint by parts below a folder, and wait until it is published."""
+    made = opened(folder, two)
+    with made.flushed():
+        made.save(held, io_device=None, fields=dict(fields))
+    return made
+
+
+def opened(folder: Path, two: PartServers | None) -> Checkpoints:
+    """Return the checkpoints below a folder, by parts where there are servers."""
+    made = Checkpoints(storage.uri_of(folder / "checkpoints"), keep=2, scratch=folder / "scratch")
+    if two:
+        made.by_parts(two, 0)
+    return made

@@ -1,0 +1,123 @@
+"""Checkpoints by parts in an object store: each server uploads its own."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.stores.fixtures import bucket_name
+from tests.trainer.checkpoints.by_parts import ON_FIRST, SHAPES, two_servers, variables
+from trainer import storage
+from trainer.checkpoints.checkpoints import restore
+from trainer.checkpoints.contents import contents
+from trainer.checkpoints.remote import checkpoints_of
+from trainer.cluster.lease import LeaseLostError, NoLease
+
+__all__ = ["two_servers"]
+
+
+@pytest.fixture
+def of(gcs, tmp_path, two_servers):
+    """Make the checkpoints of an attempt of the chief."""
+    bucket = bucket_name()
+    gcs.create_bucket(bucket)
+
+    def _of(scratch="chief"):
+        uri = f"gs://{bucket}/run/checkpoints"
+        made = checkpoints_of(uri, keep=3, scratch=tmp_path / scratch, alone=True)
+        made.by_parts(two_servers, 0)
+        return made
+
+    return _of
+
+
+def saved(made, *steps):
+    with made.flushed():
+        for step in steps:
+            made.save(variables(step, float(step)), io_device=None, fields={})
+
+
+def left(tmp_path):
+    """Return the files of parts with the servers, but for answers that are read."""
+    found = (tmp_path / "servers/parts").rglob("*.*")
+    return [each.name for each in found if each.parent.name != "replies"]
+
+
+def test_servers_upload_and_fetch_their_own_parts(of, tmp_path):
+    made = of()
+    saved(made, 10)
+    assert len(contents(made.uri).parts) == 2
+    assert left(tmp_path) == ["ready.json"]
+    again = of("another")
+    found = again.newest()
+    assert found.apart
+    # The chief has what is not data.
+    assert sorted(each.name for each in found.folder.iterdir()) == ["variables.index"]
+    fresh = variables(0, 0.0)
+    restore(found, fresh, io_device=None, servers=again.servers)
+    for path, shape in SHAPES.items():
+        np.testing.assert_array_equal(fresh[path], np.full(shape, 10.0))
+    assert left(tmp_path) == ["ready.json"]
+    # A process without servers reads all of it.
+    whole = storage.fetch(found.uri, tmp_path / "whole")
+    assert sum(each.bytes for each in whole.files) == contents(found.uri).bytes
+
+
+def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(of, gcs, tmp_path):
+    free, came = threading.Event(), threading.Event()
+
+    def before(request):
+        if request.startswith(("POST", "PUT")):
+            came.set()
+            assert free.wait(60)
+
+    made = of()
+    gcs.plan.before = before
+    try:
+        with made.flushed():
+            made.save(variables(10), io_device=None, fields={})
+            assert came.wait(60)
+            for step in (20, 30):
+                made.save(variables(step), io_device=None, fields={})
+            made.parts.settle()
+            free.set()
+    finally:
+        free.set()
+        gcs.plan.before = None
+    assert storage.names(made.uri) == ["step-00000010", "step-00000030"]
+    assert left(tmp_path) == ["ready.json"]
+
+
+def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(of, tmp_path):
+    made = of()
+    saved(made, 10)
+    uri = storage.join(made.uri, "step-00000020")
+    # A server has uploaded, and the chief was killed before the manifest.
+    orphan = tmp_path / "orphan"
+    orphan.write_bytes(b"of an attempt that died")
+    with storage.draft(uri) as draft:
+        storage.add_file(draft, orphan, "variables.data-00000-of-00002")
+    again = of("another")
+    assert again.newest().global_step == 10
+    saved(again, 20)
+    manifest = storage.verify(uri)
+    named = sorted(each.stored_at for each in manifest.files)
+    assert storage.names(uri) == sorted([*named, "MANIFEST.json"])
+    found = of("third").newest()
+    fresh = variables(0, 0.0)
+    restore(found, fresh, io_device=None, servers=again.servers)
+    np.testing.assert_array_equal(fresh[ON_FIRST], np.full(SHAPES[ON_FIRST], 20.0))
+
+
+def test_whoever_lost_the_lease_publishes_nothing(of):
+    class Lost(NoLease):
+        def check(self):
+            raise LeaseLostError("taken over")
+
+    made = of()
+    made.lease = Lost()
+    with pytest.raises(LeaseLostError):
+        saved(made, 10)
+    assert storage.names(made.uri) == []

@@ -1,0 +1,132 @@
+"""What a checkpoint holds, as its manifest says it: variables by path, and in how many parts.
+
+A checkpoint is one of TensorFlow's own, with one file of data for each part. The field `variables`
+of its manifest has the variables; one that was written before there was such a field holds one
+part, of which its index knows more.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import storage
+from trainer.checkpoints.index import KIND, newest_checkpoint
+from trainer.errors import UserError
+from trainer.json_records import from_tree
+
+PREFIX = "variables"
+INDEX_FILE = f"{PREFIX}.index"
+# How TensorFlow escapes a path in the keys of a checkpoint.
+_ESCAPED = {"..": ".", ".S": "/"}
+_ROOT = "variables/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredVariable:
+    """One variable: its type by TensorFlow's name, its shape, and the number of its part."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    part: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Length of the first axis; 1 of a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def bytes(self) -> int:
+        """Size of its values; 0 of a type without a known size."""
+        digits = "".join(each for each in self.dtype if each.isdigit())
+        bits = 8 if self.dtype == "bool" else int(digits or 0)
+        return math.prod(self.shape) * bits // 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What one checkpoint holds; `bytes` are those of its files, on all of its parts.
+
+    Attributes:
+        uri: where it is.
+        global_step: its own.
+        created: when it was published.
+        parts: the bytes of the data of each part.
+        variables: by path; empty where the manifest does not say.
+    """
+
+    uri: str
+    global_step: int
+    created: str
+    bytes: int
+    parts: tuple[int, ...]
+    variables: Mapping[str, StoredVariable]
+
+
+def data_file(part: int, of: int) -> str:
+    """Return the path of the data of one part, as TensorFlow names it."""
+    return f"{PREFIX}.data-{part:05d}-of-{of:05d}"
+
+
+def is_data(path: str) -> bool:
+    """Say whether a path in a checkpoint is that of the data of a part."""
+    return path.startswith(f"{PREFIX}.data-")
+
+
+def is_variable(key: str) -> bool:
+    """Say whether a key in TensorFlow's checkpoint is that of a variable."""
+    return key.startswith(_ROOT)
+
+
+def path_of(key: str) -> str:
+    """Return the path of the variable that has this key."""
+    escaped = key.removeprefix(_ROOT).partition("/")[0]
+    return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)
+
+
+def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
+    """Return the field `variables` of a manifest."""
+    return {
+        path: {"dtype": each.dtype, "shape": list(each.shape), "part": each.part}
+        for path, each in variables.items()
+    }
+
+
+def of_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
+    """Return the variables that the fields of a manifest name, without those that are damaged."""
+    tree = fields.get("variables")
+    found = {
+        path: from_tree(StoredVariable, each)
+        for path, each in (tree.items() if isinstance(tree, dict) else ())
+    }
+    return {path: each for path, each in found.items() if each is not None}
+
+
+def parts_of(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
+    """Return the numbers of the parts that hold these paths; None where one is not known."""
+    numbers = {variables[path].part if path in variables else None for path in paths}
+    return None if None in numbers else {each for each in numbers if each is not None}
+
+
+def contents(uri: str) -> Contents:
+    """Return what the checkpoint at `uri` holds, or the newest one below it.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    if not storage.is_published(uri):
+        uri, _ = newest_checkpoint(uri)
+    manifest = storage.read_manifest(uri)
+    if manifest.kind != KIND:
+        raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
+    return Contents(
+        uri=uri,
+        global_step=int(manifest.fields.get("global_step", 0)),
+        created=manifest.created,
+        bytes=manifest.total_bytes,
+        parts=tuple(each.bytes for each in manifest.files if is_data(each.path)),
+        variables=of_field(manifest.fields),
+    )

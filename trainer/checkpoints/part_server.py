@@ -1,0 +1,199 @@
+"""What a parameter server does for checkpoints by parts: it publishes and fetches files of its own.
+
+The graphs of a chief run in the process of a server, in its working folder, but no Python of the
+chief's does: what needs a client of a store is asked for by a file. The chief writes
+`parts/requests/TOKEN.json` by an operation on the server, and reads the answer at
+`parts/replies/TOKEN.json` in the same way. So no port and no address is needed, and whatever
+reaches the server's graphs reaches this. `parts/ready.json` says that someone answers.
+
+This file is free of TensorFlow; `trainer.checkpoints.parts` is the chief's side.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.json_records import from_tree, parse, tree_of
+
+FOLDER = "parts"
+READY = f"{FOLDER}/ready.json"
+REQUESTS = f"{FOLDER}/requests"
+REPLIES = f"{FOLDER}/replies"
+# What was fetched, so that the operations of a restore read it.
+RESTORED = f"{FOLDER}/restored"
+SUFFIX = ".json"
+# An inquiry costs one listing of an empty folder.
+POLL_SECONDS = 0.05
+# A chief reads an answer before it asks for much more.
+KEPT_REPLIES = 16
+# The files of a part as an operation of TensorFlow has written it.
+DATA, INDEX = ".data-00000-of-00001", ".index"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a server is asked for.
+
+    Attributes:
+        action: "publish", "fetch" or "discard"; see `_ACTIONS`.
+        uri: the draft that a part is added to, or the checkpoint that is fetched.
+        prefix: of the files that the server has written.
+        name: of the file in the checkpoint.
+        files: paths in the checkpoint that are fetched.
+    """
+
+    action: str
+    uri: str = ""
+    prefix: str = ""
+    name: str = ""
+    files: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the content of a request; the chief's operation writes it."""
+        return json.dumps(tree_of(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a server answers.
+
+    Attributes:
+        path: of the file in the checkpoint, with its size, checksum and place; see `FileEntry`.
+        index: the index of the part, in base64.
+        error: why it could not be done, or empty.
+        transient: whether the same may succeed later.
+    """
+
+    path: str = ""
+    size: int = 0
+    crc32c: str = ""
+    at: str = ""
+    index: str = ""
+    error: str = ""
+    transient: bool = False
+
+    @property
+    def entry(self) -> storage.FileEntry:
+        """The entry of the file in the manifest."""
+        return storage.FileEntry(self.path, self.size, self.crc32c, self.at)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Reply:
+        """Read an answer; raises `ValueError` where it is none."""
+        found = from_tree(cls, parse(data))
+        if found is None:
+            raise ValueError(f"{data!r} is no answer of a server")
+        return found
+
+
+class PartServer:
+    """Answers the requests in the working folder of a server, one after the other."""
+
+    def __init__(self, folder: Path, task: str) -> None:
+        """Remove what a server before this one has left in the folder."""
+        self._folder = folder.absolute()
+        self._task = task
+        self._replied: deque[Path] = deque()
+
+    def start(self) -> None:
+        """Answer on a thread, which ends with the process."""
+        shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+        for name in (REQUESTS, REPLIES):
+            (self._folder / name).mkdir(parents=True)
+        ready = json.dumps({"task": self._task})
+        (self._folder / READY).write_text(ready, encoding="utf-8")
+        threading.Thread(target=self._serve, name="parts", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                if self.answer_next():
+                    continue
+            except OSError as error:
+                log.warning("requests for parts of checkpoints cannot be answered: %s", error)
+            time.sleep(POLL_SECONDS)
+
+    def answer_next(self) -> bool:
+        """Answer one request, if there is one that is whole; say whether there was."""
+        for path in sorted((self._folder / REQUESTS).iterdir()):
+            try:
+                request = from_tree(Request, parse(path.read_bytes()))
+            except ValueError:
+                request = None
+            if request is None:
+                # It is still being written.
+                continue
+            reply = self._answer(request)
+            target = self._folder / REPLIES / path.name
+            part = target.with_suffix(".part")
+            part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
+            os.replace(part, target)
+            path.unlink()
+            self._replied.append(target)
+            if len(self._replied) > KEPT_REPLIES:
+                self._replied.popleft().unlink(missing_ok=True)
+            return True
+        return False
+
+    def _answer(self, request: Request) -> Reply:
+        try:
+            return _ACTIONS[request.action](self._folder, request)
+        except UserError as error:
+            return Reply(error=str(error), transient=isinstance(error, storage.Unavailable))
+        # The chief has to hear of it, whatever a client of a store may raise.
+        except Exception as error:
+            log.exception("a request for a part of a checkpoint has failed")
+            return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
+
+
+def _publish(folder: Path, request: Request) -> Reply:
+    """Add the data of a part to the draft of a checkpoint; return its index."""
+    prefix = folder / request.prefix
+    entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
+    index = Path(f"{prefix}{INDEX}")
+    data = index.read_bytes()
+    index.unlink()
+    return Reply(
+        path=entry.path,
+        size=entry.bytes,
+        crc32c=entry.crc32c,
+        at=entry.at,
+        index=base64.b64encode(data).decode(),
+    )
+
+
+def _fetch(folder: Path, request: Request) -> Reply:
+    """Fetch files of a checkpoint, verified."""
+    storage.fetch(request.uri, folder / RESTORED, only=lambda path: path in request.files)
+    return Reply()
+
+
+def _discard(folder: Path, request: Request) -> Reply:
+    """Remove a part that is not going to be published, or what was fetched."""
+    if not request.prefix:
+        shutil.rmtree(folder / RESTORED, ignore_errors=True)
+    for suffix in (DATA, INDEX) if request.prefix else ():
+        with suppress(OSError):
+            Path(f"{folder / request.prefix}{suffix}").unlink()
+    return Reply()
+
+
+_ACTIONS: Mapping[str, Callable[[Path, Request], Reply]] = {
+    "publish": _publish,
+    "fetch": _fetch,
+    "discard": _discard,
+}

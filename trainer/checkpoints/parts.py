@@ -1,0 +1,300 @@
+"""Checkpoints by parts, on the chief: each parameter server writes and reads what it holds.
+
+Values never pass through the chief. A save is three stages, of which training waits for the first:
+
+1. A snapshot: each server copies its variables in its own memory. TensorFlow copies at once what
+   is looked up by rows, and all else at its next update.
+2. Each server writes its snapshot to a file of its own, unless a number is not finite. Then the
+   snapshot is gone. The next save waits for the end of this stage, so that there is one copy.
+3. Each server adds its file to a draft of the checkpoint (`trainer.checkpoints.part_server`), and
+   the chief, which merges their indexes, commits it. Until then nobody reads any of it.
+
+What is published is a checkpoint of TensorFlow's own with a file of data for each server: every
+reader of checkpoints reads it as it reads one with a single file.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from trainer import storage
+from trainer.checkpoints import contents, part_server
+from trainer.checkpoints.contents import PREFIX, StoredVariable
+from trainer.checkpoints.index import KIND
+from trainer.checkpoints.part_server import Reply, Request
+from trainer.checkpoints.servers import (
+    GRAPH,
+    Layout,
+    PartServers,
+    Variables,
+    lost,
+    operating_on,
+    server_of,
+    side_by_side,
+)
+from trainer.checkpoints.uploads import UploadQueue
+from trainer.errors import UserError
+
+# A full disk, a folder that may not be written, a file over the limit of its size.
+UNWRITABLE = (
+    tf.errors.ResourceExhaustedError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.OutOfRangeError,
+)
+
+
+class Owner(Protocol):
+    """The checkpoints of a run, as far as parts need them."""
+
+    def before_publication(self) -> None:
+        """Raise where nothing may be published; publish what has to be there before."""
+
+    def published(self, uri: str, step: int) -> None:
+        """Note that a checkpoint is published."""
+
+    def not_finite(self, path: str, step: int) -> UserError:
+        """Return the error of a variable that is not finite."""
+
+
+def size_of(variables: Variables) -> int:
+    """Return the bytes of the values of variables."""
+    return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
+
+
+def unwritable(error: tf.errors.OpError, where: object) -> UserError:
+    """Return the error of a checkpoint that TensorFlow cannot write."""
+    # The line after the stack of the graph is "PATH; REASON".
+    last = error.message.strip().split("\n\n")[-1].splitlines()[0]
+    return UserError(f"cannot write a checkpoint to {where}: {last.rpartition('; ')[2]}")
+
+
+@dataclass(eq=False, kw_only=True)
+class _Save:
+    """One checkpoint on its way; `snapshot` is empty as soon as it is written.
+
+    `servers` has the server of each path, and `parts` the number of the part of each server.
+    """
+
+    uri: str
+    step: int
+    fields: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    servers: Mapping[str, int]
+    parts: Mapping[int, int]
+    layout: Layout
+    token: str
+    snapshot: dict[str, tf.Tensor] = field(default_factory=dict)
+    draft: str = ""
+    opened: ExitStack = field(default_factory=ExitStack)
+    replies: dict[int, Reply] = field(default_factory=dict)
+    running: bool = False
+    over: bool = False
+
+    def prefix(self, server: int) -> str:
+        """Return where a server writes: straight to the draft where it has it as a folder."""
+        shared = storage.local_path(self.draft)
+        name = f"part-{server}"
+        return f"{shared}/{name}" if shared else f"{part_server.FOLDER}/{self.token}-{name}"
+
+
+class PartSaver:
+    """Saves checkpoints by parts; what fails behind training is raised by its next call."""
+
+    def __init__(
+        self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
+    ) -> None:
+        """Save by parts where servers hold `least` bytes or more."""
+        self.servers = servers
+        self.least = least
+        self._owner = owner
+        self._uploads = uploads
+        self._scratch = scratch
+        self._written = threading.Event()
+        self._written.set()
+        self._mutex = threading.Lock()
+        self._last: _Save | None = None
+        self._failure: BaseException | None = None
+        self._layout = cache(partial(Layout.of, io_device=servers.io_device, scratch=scratch))
+
+    def takes(self, variables: Variables) -> bool:
+        """Say whether variables are saved by parts."""
+        held = {path: each for path, each in variables.items() if server_of(each) is not None}
+        return bool(held) and size_of(held) >= self.least and self.servers.are_ready()
+
+    def save(
+        self, uri: str, variables: Variables, fields: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> None:
+        """Take a snapshot, and publish it at `uri` behind training, with small files besides.
+
+        Raises:
+            UserError: an earlier checkpoint could not be published.
+        """
+        self._written.wait()
+        self.require()
+        servers = {path: server_of(each) or 0 for path, each in variables.items()}
+        # The first has what belongs to no variable.
+        parts = {server: part for part, server in enumerate(sorted({0, *servers.values()}))}
+        stored = {
+            path: StoredVariable(
+                dtype=each.dtype.name, shape=tuple(each.shape.as_list()), part=parts[servers[path]]
+            )
+            for path, each in variables.items()
+        }
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        save = _Save(
+            uri=uri,
+            step=fields["global_step"],
+            fields={**fields, "variables": contents.to_field(stored)},
+            files=files,
+            servers=servers,
+            parts=parts,
+            layout=self._layout(tuple(sorted(variables))),
+            token=secrets.token_hex(6),
+        )
+        snapshots = side_by_side(parts, partial(_copies, variables, servers))
+        save.snapshot = {path: value for own in snapshots for path, value in own.items()}
+        self._written.clear()
+        threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
+
+    def require(self) -> None:
+        """Raise what has failed behind training, if anything has."""
+        if self._failure:
+            raise self._failure
+
+    def settle(self) -> None:
+        """Wait until what was saved is written by the servers, and waits to be published."""
+        self._written.wait()
+        self.require()
+
+    def _write(self, save: _Save) -> None:
+        try:
+            save.draft = save.opened.enter_context(storage.draft(save.uri))
+            side_by_side(save.parts, partial(self._write_part, save))
+            save.snapshot.clear()
+            with self._mutex:
+                older, self._last = self._last, save
+                if older and (older.running or older.over):
+                    older = None
+                elif older:
+                    older.over = True
+            if older:
+                self._discard(older)
+            self._uploads.put("checkpoint", partial(self._publish, save))
+        # The thread that trains has to end, as if it had saved itself.
+        except BaseException as error:
+            self._failure = error
+            save.opened.close()
+        finally:
+            save.snapshot.clear()
+            self._written.set()
+
+    def _write_part(self, save: _Save, server: int) -> None:
+        own = {path: save.snapshot[path] for path, at in save.servers.items() if at == server}
+        names, values = [save.layout.keys[path] for path in own], list(own.values())
+        with operating_on(server):
+            if server == 0:
+                names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
+            with lost(server):
+                self._require_finite(own, save.step)
+            try:
+                tf.raw_ops.SaveV2(
+                    prefix=save.prefix(server),
+                    tensor_names=names,
+                    shape_and_slices=[""] * len(names),
+                    tensors=values,
+                )
+            except UNWRITABLE as error:
+                raise unwritable(error, f"ps-{server}") from None
+            except tf.errors.OpError as error:
+                with lost(server):
+                    raise error
+
+    def _require_finite(self, values: Mapping[str, tf.Tensor], step: int) -> None:
+        for path, value in values.items():
+            if value.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(value))):
+                raise self._owner.not_finite(path, step)
+
+    def _publish(self, save: _Save) -> None:
+        with self._mutex:
+            if save.over:
+                return
+            save.running = True
+        try:
+            self._owner.before_publication()
+            if not save.replies and storage.is_published(save.uri):
+                # A valid one would have been resumed.
+                storage.delete(save.uri)
+            side_by_side(save.parts, partial(self._publish_part, save))
+            with tempfile.TemporaryDirectory(dir=self._scratch) as name:
+                folder = Path(name)
+                for path, data in save.files.items():
+                    (folder / path).write_bytes(data)
+                merge([save.replies[server] for server in save.parts], folder, self.servers)
+                small = [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
+            self._owner.before_publication()
+            entries = [*small, *(each.entry for each in save.replies.values())]
+            storage.commit(save.draft, save.uri, kind=KIND, files=entries, fields=save.fields)
+            save.over = True
+            save.opened.close()
+        except BaseException:
+            with self._mutex:
+                # A newer one was waiting for its end.
+                save.over = self._last is not save
+            if save.over:
+                self._discard(save)
+            raise
+        finally:
+            save.running = False
+        self._owner.published(save.uri, save.step)
+
+    def _publish_part(self, save: _Save, server: int) -> None:
+        if server not in save.replies:
+            name = contents.data_file(save.parts[server], len(save.parts))
+            request = Request(
+                action="publish", uri=save.draft, prefix=save.prefix(server), name=name
+            )
+            save.replies[server] = self.servers.ask(server, request)
+
+    def _discard(self, save: _Save) -> None:
+        save.opened.close()
+        if not storage.local_path(save.draft):
+            side_by_side(
+                save.parts,
+                lambda n: self.servers.ask(n, Request(action="discard", prefix=save.prefix(n))),
+            )
+
+
+def _copies(variables: Variables, servers: Mapping[str, int], server: int) -> dict[str, tf.Tensor]:
+    """Return what a server's variables are now; later updates change nothing of it."""
+    with lost(server), operating_on(server):
+        own = (path for path, at in servers.items() if at == server)
+        return {path: variables[path].read_value() for path in own}
+
+
+def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
+    """Write the index of a checkpoint of these parts, of whose data nothing is read."""
+    prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
+    for prefix, reply in zip(prefixes, parts, strict=True):
+        Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
+        # TensorFlow renames them.
+        Path(f"{prefix}{part_server.DATA}").touch()
+    with tf.device(servers.io_device):
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=prefixes,
+            destination_prefix=str(folder / PREFIX),
+            delete_old_dirs=False,
+        )
+    for path in folder.iterdir():
+        if contents.is_data(path.name) or path.name.startswith("part-"):
+            path.unlink()

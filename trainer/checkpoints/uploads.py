@@ -1,0 +1,100 @@
+"""Uploads behind training: one at a time, of which a newer one replaces one that waits.
+
+Uploads of one slot replace each other: of two checkpoints that wait, only the newer one is
+uploaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from trainer import events, storage
+from trainer.errors import UserError
+
+Upload = Callable[[], None]
+log = logging.getLogger(__name__)
+
+
+class UploadQueue:
+    """A thread that runs uploads, one at a time."""
+
+    def __init__(self) -> None:
+        """Begin empty; the first upload starts the thread, which ends with the process."""
+        self._waiting: dict[str, Upload] = {}
+        self._failed: dict[str, tuple[Upload, UserError]] = {}
+        self._broken: BaseException | None = None
+        self._busy = False
+        self._change = threading.Condition()
+        self._begun = False
+
+    def put(self, slot: str, upload: Upload) -> None:
+        """Queue `upload`, in place of one that waits in the same slot.
+
+        Raises:
+            UserError: an earlier upload failed for a reason that retries cannot fix.
+        """
+        with self._change:
+            self._raise_lasting()
+            if not self._begun:
+                self._begun = True
+                threading.Thread(target=self._run, name="uploads", daemon=True).start()
+            self._waiting[slot] = upload
+            self._change.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all uploads are done; those that failed are tried once more.
+
+        Raises:
+            UserError: an upload failed.
+        """
+        with self._change:
+            self._wait()
+            for slot, (upload, _) in self._failed.items():
+                self._waiting.setdefault(slot, upload)
+            self._failed.clear()
+            self._change.notify_all()
+            self._wait()
+            self._raise_lasting()
+            for _, error in self._failed.values():
+                raise error
+
+    def _wait(self) -> None:
+        self._change.wait_for(lambda: not self._waiting and not self._busy)
+
+    def _raise_lasting(self) -> None:
+        if self._broken:
+            raise self._broken
+        for _, error in self._failed.values():
+            if not isinstance(error, storage.Unavailable):
+                raise error
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: bool(self._waiting))
+                slot = next(iter(self._waiting))
+                upload = self._waiting.pop(slot)
+                self._busy = True
+            failure = self._attempt(upload)
+            with self._change:
+                self._busy = False
+                # A newer upload of the slot will show whether it still fails.
+                if failure and slot not in self._waiting:
+                    self._failed[slot] = (upload, failure)
+                elif not failure:
+                    self._failed.pop(slot, None)
+                self._change.notify_all()
+
+    def _attempt(self, upload: Upload) -> UserError | None:
+        try:
+            upload()
+        except UserError as error:
+            log.warning("%s", error)
+            events.emit(events.UploadFailed(reason=str(error)))
+            return error
+        except BaseException as error:
+            # A bug has to end training, as it would on the thread of training.
+            self._broken = error
+        return None
