@@ -116,8 +116,8 @@ def _server(
         numbers = [listener.fileno() for listener in listeners]
         process = subprocess.Popen(
             [
-                sys.executable, "-m", fork_server.__name__, str(folder), ":".join(map(str, numbers)),
-                ",".join(at_once), ",".join(later),
+                sys.executable, "-m", fork_server.__name__, str(folder),
+                ":".join(map(str, numbers)), ",".join(at_once), ",".join(later),
             ],
             env=_environment(),
             stdin=subprocess.PIPE,

@@ -35,8 +35,8 @@ from trainer.statistics import statistics
 from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
 from trainer.strategies import table_state
-from trainer.strategies.averaging import AVERAGE, MODEL
-from trainer.strategies.loss_scale import LOSS_SCALE
+from trainer.strategies.updates.averaging import AVERAGE, MODEL
+from trainer.strategies.updates.loss_scale import LOSS_SCALE
 
 # What a checkpoint of another configuration may lack.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)

@@ -18,9 +18,9 @@ import keras
 import tensorflow as tf
 
 from trainer.strategies import table_state
-from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import Batch, Loss
 from trainer.strategies.towers import ONE, Towers
+from trainer.strategies.updates.loss_scale import LossScale
 
 Tensors = list[tf.Tensor]
 # A dense tensor, or `IndexedSlices` of looked up rows; zeros of an unused variable.

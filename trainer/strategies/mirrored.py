@@ -29,8 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.strategies import table_state, touched_rows
-from trainer.strategies.fused_updates import fuse
+from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.parameter_server import Tally
 from trainer.strategies.strategy import (
@@ -45,6 +44,8 @@ from trainer.strategies.strategy import (
     has_own_step,
     own_step_of,
 )
+from trainer.strategies.updates import touched_rows
+from trainer.strategies.updates.fused_updates import fuse
 from trainer.topology import Task
 
 

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.strategies import table_state, touched_rows
+from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
@@ -26,6 +26,7 @@ from trainer.strategies.strategy import (
     gradient_of,
 )
 from trainer.strategies.towers import towers_of
+from trainer.strategies.updates import touched_rows
 from trainer.strategies.visits import plan_of
 
 # In the working folder of every worker.

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
-from trainer.strategies.fused_updates import fuse
 from trainer.strategies.table_state import together
+from trainer.strategies.updates.fused_updates import fuse
 
 # A variable of so many bytes has no values in the sketch of a model.
 LARGE_BYTES = 16 << 20

@@ -27,8 +27,8 @@ from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.strategies import table_state
-from trainer.strategies.averaging import AVERAGE, MODEL, averages_of, keep_averages
-from trainer.strategies.loss_scale import LossScale
+from trainer.strategies.updates.averaging import AVERAGE, MODEL, averages_of, keep_averages
+from trainer.strategies.updates.loss_scale import LossScale
 from trainer.strategies.visits import Position, Stream
 from trainer.topology import Cluster, Task, topology_of
 

@@ -31,8 +31,8 @@ from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.strategies.averaging import averaged, begin_averages
 from trainer.strategies.strategy import Problem, Report, Strategy
+from trainer.strategies.updates.averaging import averaged, begin_averages
 from trainer.strategies.visits import Stream
 from trainer.tensorboard.profiler import profiler_of
 from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal

@@ -2,9 +2,9 @@
 
 Schedules read the optimizer's counter of updates, which every strategy makes exact; see
 `trainer.strategies.strategy.exact_counter`. Gradients of looked up rows (`tf.IndexedSlices`) stay
-sparse, with each row once; `trainer.strategies.touched_rows` makes the update of rows lazy. The
-optimizer that a model is compiled with is made again from its settings, where the configuration
-asks for it.
+sparse, with each row once; `trainer.strategies.updates.touched_rows` makes the update of rows
+lazy. The optimizer that a model is compiled with is made again from its settings, where the
+configuration asks for it.
 """
 
 from __future__ import annotations

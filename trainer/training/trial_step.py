@@ -22,8 +22,8 @@ from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec, FeatureSpec, length_name
 from trainer.errors import ConfigError, UserError
 from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import gradient_of, has_own_step, own_step_of
+from trainer.strategies.updates.loss_scale import LossScale
 from trainer.tasks.objective import Objective
 from trainer.training.optimizers import build_optimizer
 

@@ -11,9 +11,9 @@ from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 from trainer.errors import UserError
 from trainer.strategies.gradients import local_steps_of, pulled_gradient_of
-from trainer.strategies.loss_scale import FIRST, LossScale
 from trainer.strategies.strategy import gradient_of
 from trainer.strategies.towers import ONE, Towers, towers_of
+from trainer.strategies.updates.loss_scale import FIRST, LossScale
 
 # A device that this process has not is played by the one that it has.
 TWO = Towers(devices=("/device:CPU:0", "/device:CPU:1"))

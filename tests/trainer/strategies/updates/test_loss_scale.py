@@ -12,10 +12,10 @@ import tensorflow as tf
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import CHIEF, NOBODY, dense, problem_of
 from trainer.config.load import parse_config
-from trainer.strategies import loss_scale
 from trainer.strategies.gradients import pulled_gradient_of, push_state
-from trainer.strategies.loss_scale import FIRST, MOST_HALVINGS, LossScale
 from trainer.strategies.strategy import create
+from trainer.strategies.updates import loss_scale
+from trainer.strategies.updates.loss_scale import FIRST, MOST_HALVINGS, LossScale
 
 SCALE = "loss_scale/scale"
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from trainer.config.load import parse_config
-from trainer.strategies.fused_updates import fuse
+from trainer.strategies.updates.fused_updates import fuse
 from trainer.training.optimizers import build_optimizer
 
 FUSED = [

@@ -14,10 +14,10 @@ from trainer.config.load import parse_config
 from trainer.errors import ConfigError
 from trainer.models.registry import reset_uids
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies import touched_rows
-from trainer.strategies.fused_updates import fuse
 from trainer.strategies.strategy import Problem, create
-from trainer.strategies.touched_rows import read_rows, update_touched_rows, whole_tables
+from trainer.strategies.updates import touched_rows
+from trainer.strategies.updates.fused_updates import fuse
+from trainer.strategies.updates.touched_rows import read_rows, update_touched_rows, whole_tables
 from trainer.training.optimizers import build_optimizer
 
 ROWS, DIMENSION = 8, 3

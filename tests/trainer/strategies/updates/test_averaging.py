@@ -10,8 +10,13 @@ import tensorflow as tf
 
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
 from trainer.config.load import parse_config
-from trainer.strategies.averaging import averaged, averages_of, begin_averages, keep_averages
 from trainer.strategies.strategy import create, exact_counter
+from trainer.strategies.updates.averaging import (
+    averaged,
+    averages_of,
+    begin_averages,
+    keep_averages,
+)
 from trainer.training.optimizers import build_optimizer
 
 MOMENTUM = 0.7
