@@ -119,10 +119,9 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
         for _ in tf.range(updates):
             ids, _label = example(numbers.assign_add(1))
             values = tf.fill([BATCH, dimension], 0.1)
-            rows_moved = tf.IndexedSlices(values, ids, tf.constant([rows, dimension], tf.int64))
-            strategy.optimizer.apply(
-                [rows_moved, *[tf.zeros(each.shape) for each in others]], [table, *others]
-            )
+            gradient = tf.IndexedSlices(values, ids, tf.constant([rows, dimension], tf.int64))
+            rest = [tf.zeros(each.shape) for each in others]
+            strategy.optimizer.apply([gradient, *rest], [table, *others])
 
     graph = tf.function(update)
     return _Built(step=strategy.run, update=lambda count: graph(tf.constant(count)))
