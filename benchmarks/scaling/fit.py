@@ -174,5 +174,6 @@ def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
 
     for _ in range(_PASSES):
         for name, values in _WAITING.items():
-            costs = min((replace(costs, **{name: each}) for each in values), key=error)
+            tried = [replace(costs, **{name: each}) for each in values]  # type: ignore[arg-type]
+            costs = min(tried, key=error)
     return costs

@@ -44,7 +44,8 @@ def outcome(
 ) -> Outcome:
     """Simulate one fleet."""
     found = work(costs, servers, pull_every)
-    dispatch = replace(costs.dispatch, seconds=_SECONDS)
+    seconds = max(_SECONDS, _UPDATES * GRADIENT * pull_every)
+    dispatch = replace(costs.dispatch, seconds=seconds)
     return simulated(found, fleet(workers, **more), dispatch, stretches=1)
 
 
@@ -90,8 +91,8 @@ _LIMITS = (
     "of ideal",
     "limit",
 )
-# Of a stretch: a checkpoint every ten minutes.
-_SECONDS = 600.0
+# Of a stretch: a checkpoint every minute, or every twelve updates of a worker.
+_SECONDS, _UPDATES = 60.0, 12
 _TROUBLES = ("what happens", "asynchronous", "synchronous, all", "synchronous, 95 of 100")
 
 
@@ -143,7 +144,7 @@ def _troubles(costs: Costs) -> list[list[str]]:
 def _steady(found: Work, costs: Costs, machines: Fleet) -> float:
     # Long enough that some are killed.
     dispatch = replace(costs.dispatch, seconds=_SECONDS)
-    return simulated(found, machines, dispatch, stretches=1).rate
+    return simulated(found, machines, dispatch, stretches=3).rate
 
 
 def chart(series: Series, across: str, upward: str) -> str:
