@@ -84,6 +84,7 @@ def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
     again.restored()
     np.testing.assert_array_equal(answers(again.model), expected)
     assert again.run(1).metrics["tables"]["table"]["rows"] == 20
+    reset_uids()
     model = model_of()
     restore_model(found.uri, model, tmp_path)
     np.testing.assert_array_equal(answers(model), expected)
