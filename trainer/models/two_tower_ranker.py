@@ -130,14 +130,7 @@ def two_tower_ranker(  # noqa: PLR0913
     _check_words(unknown, retrieval)
     given = spec.symbols()
     of_user, of_item = (
-        ShardedEmbedding(
-            counts[name],
-            dimension,
-            shards=min(shards, counts[name]),
-            unknown=unknown,
-            name=f"{name}_embedding",
-        )(given[name])
-        for name in (user, item)
+        _rows(name, given[name], counts[name], dimension, shards, unknown) for name in (user, item)
     )
     if popularity:
         column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
@@ -148,6 +141,13 @@ def two_tower_ranker(  # noqa: PLR0913
     answer = FoundAndRanked(float(retrieval), item, popularity, name=_ANSWER)
     parts = _parts(vectors, of_user, of_item, ranking_units)
     return Recommender(given, answer(parts), name="two_tower_ranker")
+
+
+def _rows(name: str, ids: Any, rows: int, dimension: int, shards: int, unknown: str) -> Any:  # noqa: PLR0913, PLR0917
+    """Return the rows of ids, of a table of their own."""
+    few = min(shards, rows)
+    layer = ShardedEmbedding(rows, dimension, shards=few, unknown=unknown, name=f"{name}_embedding")
+    return layer(ids)
 
 
 def _parts(vectors: list[Any], of_user: Any, of_item: Any, units: Sequence[int]) -> list[Any]:
