@@ -17,9 +17,9 @@ from trainer.export.export import export
 from trainer.promotion import gate
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.cluster,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]

@@ -127,37 +127,46 @@ def two_tower_ranker(  # noqa: PLR0913
     """
     counts = _checked(spec, rows, (user, item), popularity)
     dimension, shards = size("dimension", dimension), size("shards", shards)
-    if unknown not in UNKNOWN:
-        raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
-    if type(retrieval) not in (int, float) or not 0 <= retrieval < float("inf"):
-        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it has to be 0 or more")
+    _check_words(unknown, retrieval)
     given = spec.symbols()
     of_user, of_item = (
-        ShardedEmbedding(
-            counts[name],
-            dimension,
-            shards=min(shards, counts[name]),
-            unknown=unknown,
-            name=f"{name}_embedding",
-        )(given[name])
-        for name in (user, item)
+        _rows(name, given[name], counts[name], dimension, shards, unknown) for name in (user, item)
     )
     if popularity:
         column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
         known = keras.ops.log1p(keras.ops.cast(column, "float32"))
         of_item = keras.layers.Concatenate(name="item_known")([of_item, known])
-    rows_of = {user: of_user, item: of_item}
-    vectors = [_tower(name, row, hidden_units, dimension) for name, row in rows_of.items()]
+    tables = {user: of_user, item: of_item}
+    vectors = [_tower(name, row, hidden_units, dimension) for name, row in tables.items()]
+    answer = FoundAndRanked(float(retrieval), item, popularity, name=_ANSWER)
+    parts = _parts(vectors, of_user, of_item, ranking_units)
+    return Recommender(given, answer(parts), name="two_tower_ranker")
+
+
+def _rows(name: str, ids: Any, rows: int, dimension: int, shards: int, unknown: str) -> Any:  # noqa: PLR0913, PLR0917
+    """Return the rows of ids, of a table of their own."""
+    few = min(shards, rows)
+    layer = ShardedEmbedding(rows, dimension, shards=few, unknown=unknown, name=f"{name}_embedding")
+    return layer(ids)
+
+
+def _parts(vectors: list[Any], of_user: Any, of_item: Any, units: Sequence[int]) -> list[Any]:
+    """Return the logit, and both vectors with their last number."""
     match = keras.layers.Dot(axes=1, name="match")(vectors)
     x = keras.layers.Concatenate(name="both")([*vectors, of_user, of_item])
-    for index, units in enumerate(sizes("ranking_units", ranking_units)):
-        x = keras.layers.Dense(units, activation="relu", name=f"ranking_{index}")(x)
+    for index, width in enumerate(sizes("ranking_units", units)):
+        x = keras.layers.Dense(width, activation="relu", name=f"ranking_{index}")(x)
     logit = keras.layers.Add(name="logit")([match, keras.layers.Dense(1, name="ranking")(x)])
     liked = keras.layers.Dense(1, name="liked")(of_item)
     ends = zip(vectors, (keras.ops.ones_like(liked), liked), strict=True)
-    both = (keras.ops.concatenate(each, axis=1) for each in ends)
-    answer = FoundAndRanked(float(retrieval), item, popularity, name=_ANSWER)
-    return Recommender(given, answer([logit, *both]), name="two_tower_ranker")
+    return [logit, *(keras.ops.concatenate(each, axis=1) for each in ends)]
+
+
+def _check_words(unknown: str, retrieval: float) -> None:
+    if unknown not in UNKNOWN:
+        raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
+    if type(retrieval) not in (int, float) or not 0 <= retrieval < float("inf"):
+        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it has to be 0 or more")
 
 
 def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> Any:

@@ -45,7 +45,7 @@ _BITS, _HALF = 52, 26
 _MASK = np.uint64((1 << _BITS) - 1)
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 # What is hashed for what.
-_USERS, _ITEMS, _TASTE, _TURNED, _QUALITY, _SHOWN = range(1, 7)
+_USERS, _ITEMS, _TASTE, _TURNED, _QUALITY, _IMPRESSIONS = range(1, 7)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -134,7 +134,7 @@ class Clickstream:
         return {
             "user": users,
             "item": items,
-            "shown": self.shown(items, day),
+            "shown": self.impressions(items, day),
             "label": clicks.astype(np.int64),
         }
 
@@ -173,10 +173,10 @@ class Clickstream:
         there = (serials >= first) & (serials < first + self.items)
         return np.where(there, (1 - share) * now + share * later, 0.0)
 
-    def shown(self, items: Ints, day: int) -> Ints:
+    def impressions(self, items: Ints, day: int) -> Ints:
         """Return how often items were shown the day before, as whole numbers."""
         expected = self.events * self.exposure(items, day - 1)
-        salt = np.uint64(_hashed(self.seed, _SHOWN, day))
+        salt = np.uint64(_hashed(self.seed, _IMPRESSIONS, day))
         # Rounded up as often as it is near to the next number: means stay right.
         return np.floor(expected + _uniform(_mixed(items.astype(np.uint64) ^ salt))).astype(
             np.int64

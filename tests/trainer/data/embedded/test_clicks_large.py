@@ -73,7 +73,7 @@ def test_a_law_says_how_likely_its_ranks_are(exponent):
     np.testing.assert_allclose(found, shares, atol=1e-4)
 
 
-def test_items_are_shown_as_often_as_the_truth_says():
+def test_items_come_as_often_as_the_truth_says():
     for day in (0, 13):
         world = Clickstream(**SMALL, drift=0.3)
         items = world.draw(day, 0, 0)["item"]
@@ -119,9 +119,9 @@ def test_each_day_has_new_ids_in_the_place_of_old_ones():
     assert set(world.first_item(fresh)) == {5}
     assert world.exposure(fresh, 4).max() == 0
     assert world.exposure(fresh, 5).min() > 0
-    assert set(world.shown(fresh, 5)) == {0}
+    assert set(world.impressions(fresh, 5)) == {0}
     kept = np.setdiff1d(items, fresh)
-    assert world.shown(kept, 5).mean() == pytest.approx(100_000 / 500, rel=0.01)
+    assert world.impressions(kept, 5).mean() == pytest.approx(100_000 / 500, rel=0.01)
 
 
 def test_clicks_come_as_often_as_their_chances_say():
@@ -138,7 +138,7 @@ def test_clicks_come_as_often_as_their_chances_say():
     assert area(drawn["label"], LARGE.chances(drawn["user"], drawn["item"], 40)) < best - 0.02
 
 
-def test_a_user_is_shown_several_items_at_once():
+def test_a_visit_is_several_items():
     users = LARGE.draw(0, 0, 0)["user"].reshape(-1, VISIT)
     assert (users == users[:, :1]).all()
 
