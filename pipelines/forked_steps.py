@@ -114,9 +114,10 @@ def _server(
             listener.bind(f"\0{name}")
             listener.listen(fork_server.BACKLOG)
         numbers = [listener.fileno() for listener in listeners]
+        named = ":".join(map(str, numbers))
         process = subprocess.Popen(
             [
-                sys.executable, "-m", fork_server.__name__, str(folder), ":".join(map(str, numbers)),
+                sys.executable, "-m", fork_server.__name__, str(folder), named,
                 ",".join(at_once), ",".join(later),
             ],
             env=_environment(),
