@@ -114,10 +114,11 @@ def _server(
             listener.bind(f"\0{name}")
             listener.listen(fork_server.BACKLOG)
         numbers = [listener.fileno() for listener in listeners]
+        named = ":".join(map(str, numbers))
         process = subprocess.Popen(
             [
-                sys.executable, "-m", fork_server.__name__, str(folder),
-                ":".join(map(str, numbers)), ",".join(at_once), ",".join(later),
+                sys.executable, "-m", fork_server.__name__, str(folder), named,
+                ",".join(at_once), ",".join(later),
             ],
             env=_environment(),
             stdin=subprocess.PIPE,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.data import DataConfig
-from trainer.data.files.column_types import Column
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.storage import Manifest
+
+if TYPE_CHECKING:
+    from trainer.data.files.column_types import Column
 
 # Height, width and channels.
 _PICTURE = 3
@@ -54,6 +56,9 @@ def inputs_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]
 
 
 def _column(name: str, spec: FeatureSpec, said: str) -> Column:
+    # It loads Arrow, which an export does not need.
+    from trainer.data.files.column_types import Column  # noqa: PLC0415
+
     kind = said or _type_of(spec)
     return Column(
         name=name,
