@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +31,6 @@ FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"
 REQUESTS = f"{FOLDER}/requests"
 REPLIES = f"{FOLDER}/replies"
-# What was fetched, so that the operations of a restore read it.
-RESTORED = f"{FOLDER}/restored"
 SUFFIX = ".json"
 # An inquiry costs one listing of an empty folder.
 POLL_SECONDS = 0.05
@@ -51,7 +48,7 @@ class Request:
     Attributes:
         action: "publish", "fetch" or "discard"; see `_ACTIONS`.
         uri: the draft that a part is added to, or the checkpoint that is fetched.
-        prefix: of the files that the server has written.
+        prefix: of the files that the server has written, or the folder that is fetched into.
         name: of the file in the checkpoint.
         files: paths in the checkpoint that are fetched.
     """
@@ -178,17 +175,16 @@ def _publish(folder: Path, request: Request) -> Reply:
 
 def _fetch(folder: Path, request: Request) -> Reply:
     """Fetch files of a checkpoint, verified."""
-    storage.fetch(request.uri, folder / RESTORED, only=lambda path: path in request.files)
+    into = folder / request.prefix
+    storage.fetch(request.uri, into, only=lambda path: path in request.files)
     return Reply()
 
 
 def _discard(folder: Path, request: Request) -> Reply:
     """Remove a part that is not going to be published, or what was fetched."""
-    if not request.prefix:
-        shutil.rmtree(folder / RESTORED, ignore_errors=True)
-    for suffix in (DATA, INDEX) if request.prefix else ():
-        with suppress(OSError):
-            Path(f"{folder / request.prefix}{suffix}").unlink()
+    shutil.rmtree(folder / request.prefix, ignore_errors=True)
+    for suffix in (DATA, INDEX):
+        Path(f"{folder / request.prefix}{suffix}").unlink(missing_ok=True)
     return Reply()
 
 

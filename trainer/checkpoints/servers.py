@@ -109,9 +109,10 @@ class PartServers:
         self, server: int, uri: str, files: tuple[str, ...], own: Variables, layout: Layout
     ) -> None:
         shared = storage.local_path(uri)
+        fetched = f"{part_server.FOLDER}/restored-{secrets.token_hex(6)}"
         if not shared:
-            self.ask(server, Request(action="fetch", uri=uri, files=files))
-        prefix = f"{shared or part_server.RESTORED}/{PREFIX}"
+            self.ask(server, Request(action="fetch", uri=uri, prefix=fetched, files=files))
+        prefix = f"{shared or fetched}/{PREFIX}"
         with lost(server), operating_on(server):
             # One after the other: no more than one value is there twice.
             for path, variable in own.items():
@@ -124,7 +125,7 @@ class PartServers:
                 with tf.device(variable.device):
                     variable.assign(value)
         if not shared:
-            self.ask(server, Request(action="discard"))
+            self.ask(server, Request(action="discard", prefix=fetched))
 
     def _read(self, server: int, path: str) -> bytes | None:
         """Return the content of a file in the folder of a server; None where there is none."""
