@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -19,19 +20,23 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 class Comparison:
     """One ratio with its bound; `rounds` are the ratios of the single rounds.
 
-    The bound is `at_least` or `at_most`, and never both. `more` holds further values of the report.
+    The bound of the median is `at_least` or `at_most`, and never both. Next to `at_least` the worst
+    round may have a bound of its own. `more` holds further values of the report.
     """
 
     name: str
     rounds: tuple[float, ...]
     at_least: float | None = None
     at_most: float | None = None
+    worst_at_least: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse a comparison that could not be judged."""
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"{self.name}: it needs at_least or at_most, one of them")
+        if self.worst_at_least is not None and self.at_least is None:
+            raise ValueError(f"{self.name}: worst_at_least needs at_least")
         if not self.rounds:
             raise ValueError(f"{self.name}: it has no rounds")
 
@@ -41,16 +46,21 @@ class Comparison:
         return median(self.rounds)
 
     @property
-    def bound(self) -> dict[str, float]:
-        """Return the name and the value of the bound."""
-        found = {"at_least": self.at_least, "at_most": self.at_most}
+    def bounds(self) -> dict[str, float]:
+        """Return the bounds that there are, by name; that of the median comes first."""
+        found = {
+            "at_least": self.at_least,
+            "at_most": self.at_most,
+            "worst_at_least": self.worst_at_least,
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def holds(self) -> bool:
-        """Whether the ratio is within the bound; one that is not a number never is."""
+        """Whether the ratios are within the bounds; one that is not a number never is."""
         if self.at_least is not None:
-            return self.ratio >= self.at_least
+            worst = -math.inf if self.worst_at_least is None else self.worst_at_least
+            return self.ratio >= self.at_least and all(each >= worst for each in self.rounds)
         return self.at_most is not None and self.ratio <= self.at_most
 
     def tree(self) -> dict[str, Any]:
@@ -58,7 +68,7 @@ class Comparison:
         return {
             "name": self.name,
             "ratio": round(self.ratio, 4),
-            **self.bound,
+            **self.bounds,
             "holds": self.holds,
             "rounds": [round(each, 4) for each in self.rounds],
             **self.more,
@@ -110,5 +120,6 @@ def table(compared: list[Comparison]) -> str:
 
 
 def _words(comparison: Comparison) -> str:
-    ((name, value),) = comparison.bound.items()
-    return f"{name.replace('_', ' ')} {value:g}"
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:g}" for name, value in comparison.bounds.items()
+    )

@@ -41,6 +41,23 @@ def test_a_comparison_has_one_bound(bounds):
         Comparison(name="x", rounds=(1.0,), **bounds)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "holds"),
+    [((2.0, 1.5, 3.0), True), ((2.0, 1.4, 3.0), False), ((1.9, 1.5, 1.9), False),
+     ((2.0, 3.0, float("nan")), False)],
+)  # fmt: skip
+def test_the_worst_round_may_have_a_bound_of_its_own(rounds, holds):
+    found = Comparison(name="x", rounds=rounds, at_least=2.0, worst_at_least=1.5)
+    assert found.tree()["holds"] is holds
+    assert found.tree()["worst_at_least"] == 1.5
+    assert "at least 2, worst at least 1.5" in comparisons.table([found])
+
+
+def test_a_worst_round_is_worst_against_a_bound_from_below():
+    with pytest.raises(ValueError, match="worst_at_least needs at_least"):
+        Comparison(name="x", rounds=(1.0,), at_most=1.0, worst_at_least=0.5)
+
+
 def test_a_comparison_has_rounds():
     with pytest.raises(ValueError, match="no rounds"):
         Comparison(name="x", rounds=(), at_most=1.0)
