@@ -97,7 +97,7 @@ class Shard:
     def found(self, asked: Asked) -> tf.Tensor:
         """Return the slot [n] of each id, and change nothing."""
         found = self._find(asked.keys)
-        return self._none_to_last(self._told_apart(found, asked.checks))
+        return self._none_to_last(self._verified(found, asked.checks))
 
     def found_sorted(self, asked: Asked) -> tf.Tensor:
         """Return the same where ids are sorted, without the map."""
@@ -106,7 +106,7 @@ class Shard:
         place = tf.minimum(place, self.capacity - 1)
         is_it = tf.equal(tf.gather(ids, place), asked.keys)
         is_it &= tf.gather(self.noted.used.value, place) >= 0
-        return self._none_to_last(self._told_apart(tf.where(is_it, place, _NEVER), asked.checks))
+        return self._none_to_last(self._verified(tf.where(is_it, place, _NEVER), asked.checks))
 
     def admitted(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
         """Return the slot [n] of each id, after new ones got theirs; by the count of `step`."""
@@ -128,7 +128,7 @@ class Shard:
         counted = tally.read_value()
         now = counted[CLOCK] if step is None else step
         found = self._find(asked.keys)
-        slots = self._told_apart(found, asked.checks)
+        slots = self._verified(found, asked.checks)
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
@@ -290,7 +290,7 @@ class Shard:
         found.set_shape(keys.shape)
         return found
 
-    def _told_apart(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
+    def _verified(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
         """Give an id that only shares its key with another one no row."""
         if self.noted.checks is None:
             return found
