@@ -125,13 +125,13 @@ def _lead(cluster: Cluster, task: Task, folder: Path) -> dict[str, Any]:
     if found is None or not found.apart:
         raise RuntimeError("there is nothing to restore")
     restore(found, {**variables, "global_step": step}, io_device=None, servers=servers)
-    shown = contents(made.uri)
+    listed = contents(made.uri)
     return {
         "pauses": [round(each, 4) for each in pauses],
         "copies": [round(each, 4) for each in copies],
         "seconds_until_published": [round(each, 2) for each in whole],
-        "megabytes": shown.bytes // 10**6,
-        "parts": [each // 10**6 for each in shown.parts],
+        "megabytes": listed.bytes // 10**6,
+        "parts": [each // 10**6 for each in listed.parts],
         "chief_megabytes_connected": before,
         "chief_megabytes_at_most": peak(),
     }

@@ -24,7 +24,7 @@ from trainer import events, storage
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
-from trainer.checkpoints.parts import UNWRITABLE, PartSaver, unwritable
+from trainer.checkpoints.part_saver import UNWRITABLE, PartSaver, unwritable
 from trainer.checkpoints.rows import RowFile
 from trainer.checkpoints.servers import Layout, PartServers
 from trainer.checkpoints.uploads import UploadQueue

@@ -6,7 +6,7 @@ chief's does: what needs a client of a store is asked for by a file. The chief w
 `parts/replies/TOKEN.json` in the same way. So no port and no address is needed, and whatever
 reaches the server's graphs reaches this. `parts/ready.json` says that someone answers.
 
-This file is free of TensorFlow; `trainer.checkpoints.parts` is the chief's side.
+This file is free of TensorFlow; `trainer.checkpoints.part_saver` is the chief's side.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ class PartServers:
     def are_ready(self) -> bool:
         """Say whether each server answers in a folder of its own; asked for once."""
         if self._are_ready is None:
-            told = [self._read(server, part_server.READY) for server in range(self.count)]
+            answers = [self._read(server, part_server.READY) for server in range(self.count)]
             self._are_ready = all(
                 data is not None and parse(data) == {"task": f"ps-{server}"}
-                for server, data in enumerate(told)
+                for server, data in enumerate(answers)
             )
             if not self._are_ready:
                 log.warning("servers that are not ours: the chief writes their variables")

@@ -38,7 +38,7 @@ def show(capsys, *words):
     return code, out, err
 
 
-def test_the_newest_is_shown_with_its_variables_and_parts(checkpoints, capsys):
+def test_the_newest_is_listed_with_its_variables_and_parts(checkpoints, capsys):
     code, out, _ = show(capsys, checkpoints, "--json")
     assert code == 0
     answer = json.loads(out.splitlines()[-1])
@@ -60,7 +60,7 @@ def test_the_newest_is_shown_with_its_variables_and_parts(checkpoints, capsys):
     assert "1,000" in out
 
 
-def test_of_an_older_one_the_manifest_is_shown(checkpoints, capsys):
+def test_of_an_older_one_the_manifest_says_less(checkpoints, capsys):
     code, out, _ = show(capsys, f"{checkpoints}/step-00000010")
     assert code == 0
     assert "global step 10" in out

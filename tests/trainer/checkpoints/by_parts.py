@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import storage
-from trainer.checkpoints import parts, servers
+from trainer.checkpoints import part_saver, servers
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.part_server import PartServer
 from trainer.checkpoints.servers import PartServers
@@ -42,7 +42,7 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartServers:
     folder = tmp_path / "servers"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    for module in (parts, servers):
+    for module in (part_saver, servers):
         monkeypatch.setattr(module, "server_of", number)
     monkeypatch.setattr(servers, "server_device", lambda _: "/CPU:0")
     PartServer(folder, "ps-0").start()

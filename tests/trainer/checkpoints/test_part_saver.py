@@ -91,18 +91,6 @@ def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
         np.testing.assert_array_equal(fresh[path], np.ones(fresh[path].shape))
 
 
-def test_a_misfit_names_the_variable(tmp_path, two_servers):
-    made = saved(tmp_path, two_servers, variables(10))
-    found = made.newest()
-    with pytest.raises(UserError, match=r"it has no model/other"):
-        restore(found, {"model/other": tf.Variable(0.0)}, io_device=None, servers=two_servers)
-    shape = r"model/table is float32 \[1000, 4\] there and float32 \[9, 4\] here"
-    with pytest.raises(UserError, match=shape):
-        restore(
-            found, {ON_FIRST: tf.Variable(tf.zeros([9, 4]))}, io_device=None, servers=two_servers
-        )
-
-
 def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
     made = saved(tmp_path, two_servers, variables(10))
     with made.flushed():

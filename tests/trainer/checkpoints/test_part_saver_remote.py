@@ -111,7 +111,7 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(of, tmp_path):
     np.testing.assert_array_equal(fresh[ON_FIRST], np.full(SHAPES[ON_FIRST], 20.0))
 
 
-def test_whoever_lost_the_lease_publishes_nothing(of):
+def test_an_attempt_that_lost_the_lease_publishes_nothing(of):
     class Lost(NoLease):
         def check(self):
             raise LeaseLostError("taken over")

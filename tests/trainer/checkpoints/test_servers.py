@@ -1,0 +1,37 @@
+"""What the chief asks servers for, and restores on them."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from tests.trainer.checkpoints.by_parts import ON_FIRST, saved, two_servers, variables
+from trainer.checkpoints.checkpoints import restore
+from trainer.checkpoints.part_server import Request
+from trainer.checkpoints.servers import PartServers
+from trainer.errors import UserError
+
+__all__ = ["two_servers"]
+
+
+def test_only_servers_in_folders_of_their_own_are_ready(two_servers):
+    assert PartServers(1, None).are_ready()
+    # The second has the folder of the first.
+    assert not PartServers(two_servers.count, None).are_ready()
+
+
+def test_what_a_server_cannot_do_is_an_error_here(two_servers):
+    with pytest.raises(UserError, match="is not published"):
+        two_servers.ask(0, Request(action="fetch", uri="file:///nowhere", prefix="parts/x"))
+
+
+def test_a_misfit_names_the_variable(tmp_path, two_servers):
+    made = saved(tmp_path, two_servers, variables(10))
+    found = made.newest()
+    with pytest.raises(UserError, match=r"it has no model/other"):
+        restore(found, {"model/other": tf.Variable(0.0)}, io_device=None, servers=two_servers)
+    shape = r"model/table is float32 \[1000, 4\] there and float32 \[9, 4\] here"
+    with pytest.raises(UserError, match=shape):
+        restore(
+            found, {ON_FIRST: tf.Variable(tf.zeros([9, 4]))}, io_device=None, servers=two_servers
+        )
