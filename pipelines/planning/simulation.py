@@ -269,9 +269,6 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         counts = self.counts
         seconds = self.now - counts.since
-        self.chief.used += (
-            0 if self.fleet.needed else self.dispatch.look * self.fleet.workers * seconds
-        )
         return Outcome(
             rate=counts.updates / seconds,
             seconds=seconds,
