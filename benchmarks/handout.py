@@ -28,8 +28,11 @@ _SERVE = """
 import json, sys
 import tensorflow as tf
 path, role, first, count = sys.argv[1:]
+# Servers of one process share these threads, and wait for each other with too few of them.
 settings = tf.compat.v1.ConfigProto(
-    device_count={"CPU": 1}, inter_op_parallelism_threads=2, intra_op_parallelism_threads=1
+    device_count={"CPU": 1},
+    inter_op_parallelism_threads=16 + int(count),
+    intra_op_parallelism_threads=1,
 )
 settings.experimental.disable_thread_spinning = True
 spec = tf.train.ClusterSpec(json.load(open(path)))

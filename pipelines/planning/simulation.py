@@ -55,7 +55,7 @@ class Dispatch:
         seconds: of a stretch, from a checkpoint or a validation to the next, where workers wait
             for each other.
         closure: seconds of the chief to send a worker into a stretch.
-        look: seconds of the chief for each worker, in every second.
+        look: seconds of the chief for each worker, in every second. Nobody waits for it.
         turn: updates that are unrolled in a graph, and taken at once.
         turns_from: updates of a worker in a second, below which they are taken one by one.
         long_run: steps of a run, below which they are too.
@@ -269,9 +269,6 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         counts = self.counts
         seconds = self.now - counts.since
-        self.chief.used += (
-            0 if self.fleet.needed else self.dispatch.look * self.fleet.workers * seconds
-        )
         return Outcome(
             rate=counts.updates / seconds,
             seconds=seconds,

@@ -51,7 +51,7 @@ def test_a_queue_serves_no_more_than_it_can_and_nearly_that():
     assert by_wire.limit.startswith("server network")
     assert by_wire.rate == pytest.approx(1 / 0.002, rel=0.05)
     assert by_wire.rate <= 1 / 0.002 * 1.001
-    by_chief = run(fleet=crowd, dispatch=replace(FREE, look=0.005))
+    by_chief = run(fleet=crowd, dispatch=replace(FREE, closure=1.0))
     assert by_chief.limit == "chief"
 
 

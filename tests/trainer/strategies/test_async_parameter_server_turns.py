@@ -67,7 +67,7 @@ def test_turns_are_unrolled_for_fast_workers_until_they_are_slow(steps, now, uni
     turn=st.sampled_from([1, TURN]),
     deaths=st.dictionaries(st.integers(0, 60), st.integers(0, TURN), max_size=20),
 )
-def test_all_steps_are_applied_and_no_more_whoever_dies(steps, workers, turn, deaths):
+def test_all_steps_are_applied_and_no_more_whatever_worker_dies(steps, workers, turn, deaths):
     fleet = Fleet(workers, deaths.get)
     report = Led(fleet, turn).run(steps)
     assert fleet.applied == fleet.most == steps
