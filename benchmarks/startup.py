@@ -35,7 +35,7 @@ PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 #: Sum of all, in imports of TensorFlow.
-AT_MOST = 5.5
+AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
 from trainer import optional_packages
