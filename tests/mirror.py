@@ -49,6 +49,7 @@ ELSEWHERE = {
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity_smoke.py",),
     "trainer/data/files/recorded_columns.py": ("tests/trainer/prediction",),
     "trainer/prediction": ("tests/trainer/prediction",),
+    "trainer/models/table_shard.py": ("tests/trainer/models/test_embedding_table.py",),
     "trainer/storage": ("tests/trainer/storage",),
     "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
 }

@@ -1,7 +1,8 @@
 """Keras without the packages that it imports only where they are installed.
 
 Keras 3 imports scikit-learn, matplotlib and pandas for wrappers and pictures of its own, which no
-process of a run uses: a third of the import of TensorFlow.
+process of a run uses: a third of the import of TensorFlow. TensorBoard imports the client of S3,
+and is given local folders only.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_NAMES = {"IPython", "matplotlib", "pandas", "sklearn"}
-_IMPORTERS = {"keras", "tensorflow"}
+_NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
+_IMPORTERS = {"keras", "tensorboard", "tensorflow"}
 # The machinery of imports, between the importer and the finder.
 _MACHINERY = {"importlib", "_frozen_importlib"}
 
 
 class _Absent(MetaPathFinder):
-    """Says to Keras and TensorFlow that a package is not installed; others find it."""
+    """Says to these importers that a package is not installed; others find it."""
 
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None

@@ -217,7 +217,7 @@ def values_of(strategy):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_strategy_is_lazy_and_dense_where_it_is_told_so(accumulate):
+def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
     lazily, densely = (
         single(optimizer={"dense_updates": dense}, accumulate=accumulate) for dense in (False, True)
     )
@@ -285,6 +285,21 @@ def test_a_line_says_what_large_tables_cost(settings, words, monkeypatch):
         assert line.endswith(f"a step): {words}") or f": {words}, as Adam" in line
         assert "whole/embeddings; 48 numbers in all" in line
         assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum", "settings", "warns"),
+    [
+        ("sgd", 0.9, {}, True),
+        ("sgd", 0.0, {}, False),
+        ("adam", None, {}, False),
+        ("sgd", 0.9, {"dense_updates": True}, False),
+    ],
+)
+def test_momentum_that_is_lazy_says_so(name, momentum, settings, warns, caplog):
+    args = {} if momentum is None else {"momentum": momentum}
+    single(optimizer={"name": name, "args": args, **settings})
+    assert (touched_rows.SLOWER in caplog.messages) is warns
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Steps of a run on this machine that are forked; whole runs are in `tests/pipelines/runs`."""
+
+import os
+import sys
+
+import pytest
+from kfp.local import subprocess_task_handler
+
+from components.table import STEPS
+from pipelines import forked_steps
+from trainer.cluster.forks import forked
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What KFP's runner starts by itself; the function that it has is put back."""
+    found = []
+
+    def run(command, env_vars=None):
+        found.append((command, env_vars))
+        return 7
+
+    monkeypatch.setattr(subprocess_task_handler, "run_local_subprocess", run)
+    monkeypatch.delenv(forked.VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def called(*command):
+    return subprocess_task_handler.run_local_subprocess(list(command), {"A": "b"})
+
+
+def test_where_no_process_is_to_be_forked_the_runner_is_left_as_it_is(
+    started, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(forked.VARIABLE, forked.NONE)
+    before = subprocess_task_handler.run_local_subprocess
+    with forked_steps.forking(tmp_path, "training") as fork_steps:
+        fork_steps()
+        assert subprocess_task_handler.run_local_subprocess is before
+    assert started == []
+
+
+def test_under_a_debugger_no_process_is_forked(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "gettrace", lambda: print)
+    before = subprocess_task_handler.run_local_subprocess
+    with forked_steps.forking(tmp_path, "training") as fork_steps:
+        fork_steps()
+        assert subprocess_task_handler.run_local_subprocess is before
+    assert started == []
+
+
+def test_a_step_is_forked_and_other_commands_are_started(started, tmp_path, capfd):
+    source = f"""
+import os, sys
+{STEPS[-1].name} = None
+print("step", os.environ["A"], flush=True)
+sys.exit(3)
+"""
+    shell = "python3 -m kfp.dsl.executor_main"
+    step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
+    # Without TensorFlow: of it only a preparation is sure to need none.
+    with forked_steps.forking(tmp_path, "prepare") as fork_steps:
+        fork_steps()
+        assert forked.VARIABLE not in os.environ
+        assert called("true") == 7
+        code = called(*step, STEPS[-1].name)
+        # Those which need TensorFlow are started anew where no server has it.
+        assert called(*step, "export_model") == 7
+    assert "step b" in capfd.readouterr().out
+    assert (code, len(started)) == (3, 2)
