@@ -124,6 +124,8 @@ class PartSaver:
         self._written.set()
         self._mutex = threading.Lock()
         self._last: _Save | None = None
+        # Those in whose place a newer one is published.
+        self._replaced: list[_Save] = []
         self._failure: BaseException | None = None
         self._layout = cache(partial(Layout.of, io_device=servers.io_device, scratch=scratch))
 
@@ -184,12 +186,9 @@ class PartSaver:
             save.snapshot.clear()
             with self._mutex:
                 older, self._last = self._last, save
-                if older and (older.running or older.over):
-                    older = None
-                elif older:
+                if older and not (older.running or older.over):
                     older.over = True
-            if older:
-                self._discard(older)
+                    self._replaced.append(older)
             self._uploads.put("checkpoint", partial(self._publish, save))
         # The thread that trains has to end, as if it had saved itself.
         except BaseException as error:
@@ -230,7 +229,11 @@ class PartSaver:
             if save.over:
                 return
             save.running = True
+            replaced, self._replaced = self._replaced, []
         try:
+            # Not when they were replaced: a server that uploads answers nothing else meanwhile.
+            for each in replaced:
+                self._discard(each)
             self._owner.before_publication()
             if not save.replies and storage.is_published(save.uri):
                 # A valid one would have been resumed.
