@@ -28,7 +28,8 @@ from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.visits import plan_of
 
-# The device of tokens and announcements, and of the chief's loop over updates.
+# The device of tokens and announcements. Loops are controlled there too: a loop that is controlled
+# on another machine asks over the network at each iteration whether there is another one.
 HUB = server_device(0)
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER = range(3)
@@ -105,25 +106,25 @@ class SyncParameterServer(Served):
             held = next(iterator) if lease else ()
             worker, tokens = worker_number(), self._tokens[0].like(handle)
             with tf.device(HUB):
+                worker, end = tf.identity(worker), tf.identity(end)
                 # A loop that is restarted after its worker died finds a step open and its token
                 # taken; and the dead one may still wait for a token, which it gets here.
                 step = self._open.read_value()
                 tokens.put(step)
-            # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
-            while step < end:
-                with tf.device(HUB):
+                while step < end:
                     # Atomic on the server, unlike an addition and a read.
                     number = tf.raw_ops.ResourceCountUpTo(
                         resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
                     )
-                batch = self._taken(iterator, held, number, *lease)
-                # The coordinator traces in the scope of its strategy, where Keras updates
-                # state (moving averages, seeds) in a replica's context only.
-                loss, found = self.connected.run(gradient, args=(batch,))
-                announced = self._announce([step, number, worker], loss, found)
-                with tf.control_dependencies([announced]), tf.device(HUB):
-                    step = self._later(tokens, step)
-            with tf.device(HUB):
+                    with tf.device(None):
+                        # The coordinator traces in the scope of its strategy, where Keras updates
+                        # state (moving averages, seeds) in a replica's context only.
+                        batch = self._taken(iterator, held, number, *lease)
+                        loss, found = self.connected.run(gradient, args=(batch,))
+                    with tf.control_dependencies(
+                        [self._announce([step, number, worker], loss, found)]
+                    ):
+                        step = self._later(tokens, step)
                 # A slow worker's loop may have taken it from the next loop on the same tokens.
                 tokens.put(step)
             return step
@@ -148,10 +149,8 @@ class SyncParameterServer(Served):
         self, what: Sequence[tf.Tensor], loss: tf.Tensor, found: list[Gradient]
     ) -> tf.Operation:
         staged = self._staging.put(what[NUMBER], found)
-        # On the worker, which is one message.
-        fields = tf.stack(what)
         with tf.control_dependencies(staged), tf.device(HUB):
-            return self._announced.put(fields, loss)
+            return self._announced.put(tf.stack(what), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""
