@@ -21,6 +21,8 @@ from trainer.cluster import signals
 WORKERS = 1000
 # In one process.
 TOGETHER = 250
+# Updates of a turn; see `trainer.strategies.async_parameter_server`.
+TURN = 20
 SECONDS = 10.0
 ROUNDS = 3
 # Serves as so many tasks of a role, of which all report as the same worker.
@@ -75,7 +77,14 @@ def measured(folder: Path, workers: int, seconds: float = SECONDS) -> dict[str, 
         chief = all_of_them.enter_context(
             _process(folder, ["-m", "benchmarks.stubs", path, seconds])
         )
+        _line(chief)
+        used = [_seconds_of(each) for each in processes]
+        _line(chief)
+        used = [_seconds_of(each) - before for each, before in zip(processes, used, strict=True)]
         found: dict[str, Any] = json.loads(_line(chief))
+        made = found["updates_per_second"] * found["seconds"]
+        found["server_cpu_per_turn"] = used[0] / made * TURN
+        found["worker_cpu_per_turn"] = sum(used[1:]) / made * TURN
         found["resident_megabytes"] = [
             psutil.Process(each.pid).memory_info().rss >> 20 for each in processes
         ]
@@ -105,6 +114,11 @@ def _process(folder: Path, words: list[Any]) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def _seconds_of(process: subprocess.Popen[str]) -> float:
+    used = psutil.Process(process.pid).cpu_times()
+    return float(used.user + used.system)
 
 
 def _line(process: subprocess.Popen[str]) -> str:
