@@ -34,8 +34,7 @@ _SERVE = """
 import json, sys
 import tensorflow as tf
 path, role, first, count, threads = sys.argv[1:]
-# The loop of each worker holds one of these on the parameter server, and all wait for ever with
-# too few of them.
+# Workers of one process share these. The loop of each holds one: all wait for ever with too few.
 settings = tf.compat.v1.ConfigProto(
     device_count={"CPU": 1},
     inter_op_parallelism_threads=int(threads),
