@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,6 +23,8 @@ from trainer.topology import Cluster, Task
 
 # Before it, closures are sent to all workers.
 WARM_SECONDS = 3.0
+# Of which the mean is taken.
+STRETCHES, LOOKS = 3, 20
 
 
 class Stubs(AsyncParameterServer):
@@ -34,6 +37,15 @@ class Stubs(AsyncParameterServer):
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False)
         made = self.coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(1).repeat())
         self.hand_out(self._update, iter(made), TURN)
+
+    def look(self) -> None:
+        """Look and report once, as in each second of a stretch."""
+        self._seen = self._turns.look()
+        self._report()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return those of the workers: there is no model that could have any."""
+        return self._tally.metrics()
 
     def _update(self, _iterator: object) -> tf.Tensor:
         with tf.device(server_device(0)):
@@ -55,6 +67,7 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
     while time.monotonic() < began + WARM_SECONDS:
         stubs.advance(steps, boundary)
     sent, of_sending = time.monotonic() - began, time.process_time() - used
+    _say({})
     first = step = stubs.global_step()
     began, used = time.monotonic(), time.process_time()
     while (passed := time.monotonic() - began) < seconds:
@@ -62,17 +75,41 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
         step = stubs.global_step() - first
     found = {
         "updates_per_second": step / passed,
+        "seconds": passed,
         "chief_cpu_per_second": (time.process_time() - used) / passed,
         "connecting_seconds": connected,
         "connecting_cpu_seconds": of_connecting,
         "stretch_seconds": sent,
         "stretch_cpu_seconds": of_sending,
     }
+    _say(found)
     began, used = time.monotonic(), time.process_time()
     stubs.rest()
     found["rest_seconds"] = time.monotonic() - began
     found["rest_cpu_seconds"] = time.process_time() - used
-    return found
+    return {**found, **_of_one_worker(stubs, len(spec["worker"]))}
+
+
+def _of_one_worker(stubs: Stubs, workers: int) -> dict[str, float]:
+    """Return the processor seconds of the chief for a stretch and for a look, by the workers."""
+    used = time.process_time()
+    for _ in range(STRETCHES):
+        # Enough for turns of many updates, the closure of which all workers have had before.
+        updates = 4 * TURN * workers
+        stubs.advance(updates, stubs.global_step() + updates)
+    of_stretches, used = time.process_time() - used, time.process_time()
+    for _ in range(LOOKS):
+        stubs.look()
+    of_looks = time.process_time() - used
+    return {
+        "closure_cpu_seconds": of_stretches / STRETCHES / workers,
+        "look_cpu_seconds": of_looks / LOOKS / workers,
+    }
+
+
+def _say(found: dict[str, float]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -80,8 +117,7 @@ def main() -> None:
     signals.end_with_parent()
     path, seconds = sys.argv[1:]
     found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
+    _say(found)
     # The threads of the coordinator wait for workers.
     os._exit(0)
 
