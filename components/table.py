@@ -22,6 +22,7 @@ Output = Literal[
 #: What the first step says: `unchanged` where an earlier run has done what this one would do.
 NEW, UNCHANGED = "new", "unchanged"
 _HOUR, _DAY = 3600, 24 * 3600
+_EVALUATION = "trainer.evaluation.evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class StepSpec:
             that was lost; 0 where a second one would find what the first one found.
         is_light: needs little CPU and memory, whatever the run parameters say.
         may_use_gpus: computes with the model.
+        loads: the module that it computes with, which brings TensorFlow; empty for none.
         is_cached: KFP may take its output from the cache.
         is_exit_step: runs at the end of every whole run, also of one that failed.
     """
@@ -53,6 +55,7 @@ class StepSpec:
     retries: int = 2
     is_light: bool = False
     may_use_gpus: bool = False
+    loads: str = ""
     is_cached: bool = False
     is_exit_step: bool = False
 
@@ -79,11 +82,28 @@ STEPS = (
     StepSpec(name="validate_data", output="validation", accepts="accepted", deadline_seconds=_HOUR),
     # The training job has a deadline of its own, which is shorter by default.
     StepSpec(name="train_model", output="checkpoint", deadline_seconds=28 * _DAY),
-    StepSpec(name="evaluate_model", output="evaluation", deadline_seconds=_DAY, may_use_gpus=True),
-    StepSpec(name="check_gate", output="decision", accepts="blessed", deadline_seconds=_HOUR),
-    StepSpec(name="export_model", output="model", deadline_seconds=_DAY, may_use_gpus=True),
     StepSpec(
-        name="register_model", output="registration", accepts="promoted", deadline_seconds=6 * _HOUR
+        name="evaluate_model",
+        output="evaluation",
+        deadline_seconds=_DAY,
+        may_use_gpus=True,
+        loads=_EVALUATION,
+    ),
+    StepSpec(name="check_gate", output="decision", accepts="blessed", deadline_seconds=_HOUR),
+    StepSpec(
+        name="export_model",
+        output="model",
+        deadline_seconds=_DAY,
+        may_use_gpus=True,
+        loads="trainer.export.export",
+    ),
+    # It compares the model with a champion that the gate has not seen.
+    StepSpec(
+        name="register_model",
+        output="registration",
+        accepts="promoted",
+        deadline_seconds=6 * _HOUR,
+        loads=_EVALUATION,
     ),
     StepSpec(
         name="finish", output="report", deadline_seconds=_HOUR, is_light=True, is_exit_step=True

@@ -21,7 +21,7 @@ from functools import partial
 from glob import glob
 from pathlib import Path
 
-from components.table import STEPS, step_of
+from components.table import STEPS
 from trainer.cluster import signals
 from trainer.cluster.forks import fork_server, forked
 from trainer.cluster.forks.fork_request import Request
@@ -31,16 +31,15 @@ from trainer.cluster.process import MODULES
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 _EXECUTOR = "kfp.dsl.executor_main"
 _AT_ONCE = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
-_OF_STEPS = {
-    "evaluate_model": "trainer.evaluation.evaluate",
-    "export_model": "trainer.export.export",
-    # Where it compares the model with a champion that the gate has not seen.
-    "register_model": "trainer.evaluation.evaluate",
-}
+_OF_STEPS = {step.name: step.loads for step in STEPS}
 #: KFP looks at it when it is imported: it loads what a running step needs, and no more.
 KFP_RUNTIME = "_KFP_RUNTIME"
 # In the order in which a run needs them.
-_LATER = ("tensorflow", *dict.fromkeys(MODULES.values()), *dict.fromkeys(_OF_STEPS.values()))
+_LATER = (
+    "tensorflow",
+    *dict.fromkeys(MODULES.values()),
+    *dict.fromkeys(filter(None, _OF_STEPS.values())),
+)
 _GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
 _SECONDS_TO_END = 5.0
 
@@ -156,7 +155,9 @@ def _forked(
         return None
     arguments = list(full_command[_ARGUMENTS:])
     name = arguments[arguments.index("--function_to_execute") + 1]
-    module = _OF_STEPS.get(name, "")
+    if name not in _OF_STEPS:
+        return None
+    module = _OF_STEPS[name]
     address = addresses.tensorflow if module else addresses.steps
     if not address:
         return None
@@ -165,7 +166,7 @@ def _forked(
     command = ["python3", "-m", _EXECUTOR, "--component_module_path", str(source), *arguments]
     wanted = Request(
         command=command,
-        loaded=module or f"components.{step_of(name).name}",
+        loaded=module or f"components.{name}",
         folder=os.getcwd(),
         environment={**os.environ, **env_vars, KFP_RUNTIME: "true"},
     )

@@ -64,7 +64,12 @@ TREE = {
         "strategy": "my.strategies:own",
         "steps": 123_456_789,
         "batch_size": 7,
-        "optimizer": {"name": "sgd", "learning_rate": 1e-7, "args": {"nesterov": True}},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 1e-7,
+            "args": {"nesterov": True},
+            "dense_updates": True,
+        },
         "schedule": {
             "name": "piecewise",
             "warmup_steps": 3,
@@ -74,6 +79,7 @@ TREE = {
         "replicas_to_aggregate": 2,
         "checkpoint_every": 11,
         "checkpoint_seconds": 12.5,
+        "checkpoint_parts_mb": 7,
         "keep": 4,
         "validate_every": 13,
         "patience": 2,

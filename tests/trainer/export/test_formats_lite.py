@@ -101,11 +101,12 @@ def test_a_rounded_form_that_loses_accuracy_does_not_leave(subject, tmp_path, mo
 
 
 def test_a_model_that_lite_cannot_hold_is_named(subject, tmp_path):
-    def impossible(inputs, training):  # noqa: ARG001
-        text = tf.strings.as_string(tf.cast(inputs, tf.int32))
-        return tf.reshape(tf.strings.to_number(text), (-1, 64))[:, :10]
+    class Impossible(keras.Model):
+        def call(self, inputs):
+            text = tf.strings.as_string(tf.cast(inputs, tf.int32))
+            return tf.reshape(tf.strings.to_number(text), (-1, 64))[:, :10]
 
-    unable = dataclasses.replace(subject, model=impossible)
+    unable = dataclasses.replace(subject, model=Impossible())
     with pytest.raises(UserError) as error:
         prove(unable, {"tflite": "m.tflite"}, tmp_path)
     message = str(error.value)

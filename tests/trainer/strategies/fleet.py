@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 
 from trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
@@ -86,6 +87,7 @@ class Led(AsyncParameterServer):
         self._workers, self._turn, self._has_turned = fleet.workers, turn, False
         self._closures, self._iterator = {1: 1, TURN: TURN}, None
         self._tally = Tally(batch_size=1)
+        self.model = keras.Sequential()
         self._seen = fleet.look()
         self._reported = self._seen.reports
         self.config = SimpleNamespace(training=SimpleNamespace(pull_every=1, accumulate=1))

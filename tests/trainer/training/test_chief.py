@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import create_autospec
 
 import pytest
@@ -91,7 +92,8 @@ def test_a_lost_lease_ends_training_with_its_own_error(hooks):
             raise LeaseLostError("taken over")
 
     made, checkpoints, _, stops = hooks()
-    checkpoints.lease = Lost()
+    checkpoints.lease, checkpoints.parts = Lost(), None
+    checkpoints.require = partial(Checkpoints.require, checkpoints)
     stops.append("SIGTERM")
     with pytest.raises(LeaseLostError, match="taken over"):
         made.should_stop()
