@@ -41,6 +41,8 @@ _LATER = (
     *dict.fromkeys(filter(None, _OF_STEPS.values())),
 )
 _GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
+# Pipelines that are sure to need TensorFlow.
+_TRAINS = {"run", "train", "train_on"}
 _SECONDS_TO_END = 5.0
 
 
@@ -68,7 +70,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
         return
     steps = [f"components.{step.name}" for step in STEPS]
     # A copy of a process that has seen a GPU cannot use it.
-    later = pipeline != "prepare" and not any(map(glob, _GPUS))
+    later = pipeline in _TRAINS and not any(map(glob, _GPUS))
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
     with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):
