@@ -77,7 +77,7 @@ def test_a_pod_that_is_killed_is_replaced_and_training_survives(training, task):
 @on_engines(tfjob=pytest.mark.long)
 def test_a_task_that_is_killed_begins_again_in_its_pod(training):
     kube = training.kube
-    with training.begun(1500):
+    with training.begun(6000):
         training.wait(Progress)
         before = training.uids()
         for task in ("worker-1", "ps-0", "chief-0"):
