@@ -90,6 +90,6 @@ def test_a_task_that_is_killed_begins_again_in_its_pod(training):
                 training.wait(AttemptBegin)
         training.wait(Progress)
         assert training.uids() == before
-        require_exact_end(training)
+        require_exact_end(training, 6000)
     counted = [each.task for each in training.said(Restart)]
     assert {"worker-1", "ps-0", "chief-0"} <= set(counted)
