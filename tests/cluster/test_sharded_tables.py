@@ -34,7 +34,7 @@ def relayed(tmp_path_factory):
     with held_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.relay", *ports],
+            [sys.executable, "-m", "benchmarks.relay", *ports],
             env={**signals.parent_environment()},
             stdout=subprocess.PIPE,
             text=True,

@@ -12,7 +12,6 @@ rows, or uses a table otherwise. Its layers look up where they are, one after th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-
-from trainer.strategies import table_state
-
-log = logging.getLogger(__name__)
 
 # A vector of ids, or of places, for each table.
 Vectors = list[tf.Tensor]
@@ -46,6 +41,11 @@ class Table:
         """Return the length of a row."""
         return int(self.shards[0].shape[1])
 
+    @property
+    def rows(self) -> int:
+        """Return how many rows there are."""
+        return sum(int(shard.shape[0]) for shard in self.shards)
+
 
 class Unforeseen(Exception):  # noqa: N818
     """The rows of a batch are not known before the model is computed."""
@@ -54,10 +54,9 @@ class Unforeseen(Exception):  # noqa: N818
 class Lookups:
     """Stands between the layers of a model and their tables, while a graph is traced."""
 
-    def __init__(self, model: keras.Model, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[Table]) -> None:
         """Take the place of the layers' lookups, which stay as they are outside of a trace."""
         self.tables = list(tables)
-        self._model = model
         #: What answers a lookup: of the place of a table and its ids.
         self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
         for number, table in enumerate(self.tables):
@@ -158,17 +157,23 @@ class Lookups:
         return call
 
 
+def tables_of(model: keras.Model) -> list[Table]:
+    """Return the tables of a built model; none where one of them has to be used in its place."""
+    layers = model._flatten_layers()
+    if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
+        return []
+    found = [_table_of(each) for each in layers if _is_table(each)]
+    tables = [each for each in found if each is not None]
+    return tables if len(tables) == len(found) else []
+
+
 def lookups_of(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model; None where a layer needs its table in its place, or has none.
+    """Return the lookups of a model; None where there are none, or tables are used in their place.
 
     To be called once, after what else takes the place of a layer's lookup.
     """
-    tables = [_table_of(layer) for layer in model._flatten_layers() if _is_table(layer)]
-    if not tables or None in tables or table_state.tables_of(model):
-        return None
-    if any(isinstance(each, keras.layers.SpectralNormalization) for each in model._flatten_layers()):
-        return None
-    return Lookups(model, [each for each in tables if each is not None])
+    tables = tables_of(model)
+    return Lookups(tables) if tables else None
 
 
 def _is_table(layer: Any) -> bool:
@@ -177,6 +182,8 @@ def _is_table(layer: Any) -> bool:
 
 def _table_of(layer: Any) -> Table | None:
     """Return the table of a layer, if it does what its class does."""
+    if getattr(layer, "grows", False):
+        return None
     if type(layer) is keras.layers.Embedding:
         if not layer.built or layer.lora_enabled or layer.quantization_mode:
             return None

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.errors import ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.batch_rows import Lookups, Unforeseen, lookups_of
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
@@ -145,11 +146,17 @@ class Served(KerasStrategy):
         self, problem: Problem, send: Callable[[list[tf.Tensor]], Any] | None = None
     ) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
         """Return the function with the rows of a batch in one message, where they can be."""
+        training = self.config.training
         directly = self.towers.gradient(gradient_of(self.model, problem.loss))
         if not self.lookups or len(self.towers) > 1:
             return directly
 
         def otherwise(batch: Batch, why: Unforeseen) -> tuple[tf.Tensor, list[Any]]:
+            if training.cached_rows:
+                raise ConfigError(
+                    f"training.cached_rows: the model {why}, so that the rows of a batch are not "
+                    "known beforehand; leave the key out"
+                ) from why
             log.info("each table is looked up by itself, as the model %s", why)
             return directly(batch)
 
