@@ -15,8 +15,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tests.cluster.lead import say
 from benchmarks.relay import count
+from tests.cluster.lead import say
 from tests.trainer.objectives import of_classes
 from trainer.cluster import signals
 from trainer.config.load import parse_config

@@ -184,6 +184,7 @@ def _table_of(layer: Any) -> Table | None:
     """Return the table of a layer, if it does what its class does."""
     if getattr(layer, "grows", False):
         return None
+    known: Callable[[Any], Any] | None
     if type(layer) is keras.layers.Embedding:
         if not layer.built or layer.lora_enabled or layer.quantization_mode:
             return None

@@ -11,7 +11,7 @@ unchanged, so that optimizers, checkpoints and placement need no special case.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -198,7 +198,8 @@ class PureGradient:
     ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
         """Return the loss, its gradient times `seed`, and the state."""
         model = self._model
-        trainable, answered = self.dense, nullcontext()
+        trainable = self.dense
+        answered: AbstractContextManager[None] = nullcontext()
         with tf.GradientTape() as tape:
             tape.watch(weights)
             sources = weights
@@ -212,16 +213,18 @@ class PureGradient:
                 weights = [each.value.read_value() for each in trainable]
             # Unlike `stateless_call` this goes through `__call__`, which passes `training` on to
             # the layers of a subclassed model.
-            with keras.StatelessScope(
-                state_mapping=[
-                    *zip(trainable, weights, strict=True),
-                    *zip(self._not_trained, state, strict=True),
-                ],
-                collect_losses=True,
-            ) as scope:
-                with answered:
-                    outputs = model(batch[0], training=True)
-                    value = tf.cast(self._loss(model, batch, outputs), tf.float32)
+            with (
+                keras.StatelessScope(
+                    state_mapping=[
+                        *zip(trainable, weights, strict=True),
+                        *zip(self._not_trained, state, strict=True),
+                    ],
+                    collect_losses=True,
+                ) as scope,
+                answered,
+            ):
+                outputs = model(batch[0], training=True)
+                value = tf.cast(self._loss(model, batch, outputs), tf.float32)
         after = [scope.get_current_value(each) for each in self._not_trained]
         if self._in_place:
             sources = [variable.value for variable in model.trainable_variables]

@@ -147,6 +147,7 @@ class Served(KerasStrategy):
     ) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
         """Return the function with the rows of a batch in one message, where they can be."""
         training = self.config.training
+        directly: Callable[[Any], tuple[tf.Tensor, list[Any]]]
         directly = self.towers.gradient(gradient_of(self.model, problem.loss))
         if not self.lookups or len(self.towers) > 1:
             return directly

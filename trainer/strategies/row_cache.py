@@ -1,15 +1,15 @@
 """A cache of hot rows on each worker, with bounded staleness.
 
-A worker keeps the rows that it looks up most often, moves its copies by plain SGD, and sums up their
-gradients. After `staleness` of its own updates that use a row it pushes the sum, and reads the row
-again at the next use: one message in each direction for so many (Miao et al. 2022, "HET: Scaling
-out Huge Embedding Model Training via Cache-enabled Distributed Framework", VLDB 15(2), with the
-clock of an embedding counted on the worker alone). With a staleness of 1 nothing is kept.
+A worker keeps the rows that it looks up most often, moves its copies by plain SGD, and sums up
+their gradients. After `staleness` of its own updates that use a row it pushes the sum, and reads
+the row again at the next use: one message in each direction for so many (Miao et al. 2022, "HET:
+Scaling out Huge Embedding Model Training via Cache-enabled Distributed Framework", VLDB 15(2), with
+the clock of an embedding counted on its worker alone). With a staleness of 1 nothing is kept.
 
 All of it is variables in the memory of the worker, which its first closure makes. At the end of
-each closure, and so before each checkpoint and validation, all sums are pushed, and all rows
-are read again at their next use (`RowCache.push_all`). What a worker has not pushed when it dies is
-lost: at most `staleness - 1` gradients of each row that it keeps, all since the last boundary.
+each closure, and so before each checkpoint and validation, all sums are pushed
+(`RowCache.push_all`). What a worker has not pushed when it dies is lost: at most `staleness - 1`
+gradients of each row that it keeps, all since the last boundary.
 
 An id has one slot, by its hash. The slot is that of the id which came more often: a use of it adds
 to a score up to a limit, each other id of the slot takes one away, and takes over at zero (Boyer
@@ -100,19 +100,21 @@ class _Local:
 
 @dataclass(frozen=True, kw_only=True)
 class _Slots:
-    """The slots of a table; `clock` counts uses since the row was read, and 0 is a free slot.
+    """The slots of a table.
 
     Attributes:
         ids: the id of each.
-        clock: from `staleness` on nothing is summed up, and the row has to be read.
+        clock: uses since the row was read, which it has to be from `staleness` on; 0: a free slot.
+        unpushed: uses since the sum was pushed.
         score: see the module.
         claims: which id of a batch takes a slot.
         rows: as they were read, and moved since.
-        sums: of the gradients since then.
+        sums: of the gradients that are not pushed.
     """
 
     ids: _Local
     clock: _Local
+    unpushed: _Local
     score: _Local
     claims: _Local
     rows: _Local
@@ -139,6 +141,7 @@ class RowCache:
                 shapes: dict[str, tuple[list[int], tf.DType]] = {
                     "ids": ([size], tf.int64),
                     "clock": ([size], tf.int32),
+                    "unpushed": ([size], tf.int32),
                     "score": ([size], tf.int32),
                     "claims": ([size], tf.int32),
                     "rows": ([size, table.dimension], kind),
@@ -165,16 +168,14 @@ class RowCache:
         return Cached(self._tables, uses, rate)
 
     def push_all(self) -> dict[int, RowsOnce]:
-        """Return all sums as `Sent.gradients` does; each row is read before it is used again."""
+        """Return all sums as `Sent.gradients` does."""
         ids, sums = Vectors(), Vectors()
-        for slots, size in zip(self._opened, self._sizes, strict=True):
+        for slots in self._opened:
             with tf.device(_DEVICE):
-                clock = slots.clock.read()
-                kept = tf.where((clock > 0) & (clock < self._staleness))[:, 0]
+                kept = tf.where(slots.unpushed.read() > 0)[:, 0]
                 ids.append(slots.ids.at(kept))
                 sums.append(slots.sums.at(kept))
-                old = tf.where(clock > 0, self._staleness, clock)
-                slots.clock.put(tf.range(size), old)
+                slots.unpushed.put(kept, tf.zeros_like(kept))
         return Sent(self._tables, ids).gradients(sums)
 
 
@@ -200,7 +201,9 @@ class Cached:
         """Sum up gradients of rows that are kept, and return what is to be applied now."""
         rate = self._rate()
         pushed = [use.moved(each, rate) for use, each in zip(self._uses, values, strict=True)]
-        return Sent(self._tables, [ids for ids, _ in pushed]).gradients([sums for _, sums in pushed])
+        return Sent(self._tables, [ids for ids, _ in pushed]).gradients(
+            [sums for _, sums in pushed]
+        )
 
 
 class _Use:
@@ -231,13 +234,16 @@ class _Use:
             taken = self._taken()
             left, left_sums = self._evicted(tf.boolean_mask(at, taken))
             used = tf.where(self._is_kept, self._clock, 0) + 1
-            sums = gradient + tf.where(self._is_kept[:, tf.newaxis], slots.sums.at(at), 0)
+            before = tf.where(self._own, slots.unpushed.at(at), 0)
+            sums = gradient + tf.where((before > 0)[:, tf.newaxis], slots.sums.at(at), 0)
             stays = self._own | taken
             pushed = ~stays | (used >= self._staleness)
             rows = self._rows - tf.cast(rate, gradient.dtype) * gradient
             place, mine = tf.boolean_mask(at, stays), tf.where(stays)
             slots.ids.put(place, tf.gather_nd(self._ids, mine))
             slots.clock.put(place, tf.gather_nd(used, mine))
+            unpushed = tf.where(pushed, 0, before + 1)
+            slots.unpushed.put(place, tf.gather_nd(unpushed, mine))
             slots.rows.put(place, tf.gather_nd(rows, mine))
             slots.sums.put(place, tf.gather_nd(sums, mine))
             ids = tf.concat([left, tf.boolean_mask(self._ids, pushed)], 0)
@@ -262,8 +268,7 @@ class _Use:
 
     def _evicted(self, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the ids that lose these slots, and what is summed up there."""
-        clock = self._slots.clock.at(at)
-        at = tf.boolean_mask(at, (clock > 0) & (clock < self._staleness))
+        at = tf.boolean_mask(at, self._slots.unpushed.at(at) > 0)
         return self._slots.ids.at(at), self._slots.sums.at(at)
 
 
