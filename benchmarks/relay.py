@@ -23,6 +23,7 @@ class Relay:
     """Forwards the bytes of both directions, and counts them."""
 
     def __init__(self) -> None:
+        """Begin at zero."""
         self.bytes = 0
         self._lock = threading.Lock()
 

@@ -124,7 +124,7 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
     def known(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return numbers of rows [n] for ids [n]; a strategy finds by them what a batch asks for."""
+        """Return the rows' numbers [n] for ids [n]; strategies find the rows of a batch by it."""
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)

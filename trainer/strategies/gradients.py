@@ -130,7 +130,7 @@ class PureGradient:
             bookkeeping of tables that grow, and those of the loss scale where there is one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: keras.Model,
         loss: Loss,

@@ -159,7 +159,8 @@ class Served(KerasStrategy):
                     "known beforehand; leave the key out"
                 ) from why
             log.info("each table is looked up by itself, as the model %s", why)
-            return directly(batch)
+            value, found = directly(batch)
+            return value, found
 
         return rows_gradient_of(
             self.model, problem.loss, self.lookups, otherwise=otherwise, send=send

@@ -11,9 +11,10 @@ each closure, and so before each checkpoint and validation, all sums are pushed
 (`RowCache.push_all`). What a worker has not pushed when it dies is lost: at most `staleness - 1`
 gradients of each row that it keeps, all since the last boundary.
 
-An id has one slot, by its hash. The slot is that of the id which came more often: a use of it adds
-to a score up to a limit, each other id of the slot takes one away, and takes over at zero (Boyer
-and Moore 1991, "MJRTY: A Fast Majority Vote Algorithm").
+An id has a choice of two slots, by two hashes (Seznec 1993, "A Case for Two-Way Skewed-Associative
+Caches"), and tries that of the lower score. A slot is that of the id which comes more often: a use
+of it adds to a score up to a limit, each other id that tries it takes one away, and takes over at
+zero (Boyer and Moore 1991, "MJRTY: A Fast Majority Vote Algorithm").
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MOST_SCORE = 3
 _DEVICE = "/device:CPU:0"
 
 
+# Odd numbers with no pattern in their bits.
+_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 _LAZY = ("adam", "adamw", "adagrad", "ftrl", "sgd")
 
 
@@ -69,20 +72,19 @@ def require(config: Config, model: keras.Model) -> None:
 
 
 class _Local:
-    """A variable of the worker that runs the graph; made where it is not there yet."""
+    """A variable of the worker that runs the graph."""
 
     def __init__(self, name: str, shape: Sequence[int], dtype: tf.DType) -> None:
-        self._dtype = dtype
+        self._shape, self._dtype = shape, dtype
         # A name is what makes it outlive the graph.
         self._handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
 
-        def make() -> tf.Tensor:
-            zeros = tf.zeros(shape, dtype)
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=zeros)
-            return tf.constant(True)
+    def is_there(self) -> tf.Tensor:
+        return tf.raw_ops.VarIsInitializedOp(resource=self._handle)
 
-        is_there = tf.raw_ops.VarIsInitializedOp(resource=self._handle)
-        tf.cond(is_there, lambda: tf.constant(True), make)
+    def clear(self) -> None:
+        zeros = tf.zeros(self._shape, self._dtype)
+        tf.raw_ops.AssignVariableOp(resource=self._handle, value=zeros)
 
     def at(self, places: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(resource=self._handle, indices=places, dtype=self._dtype)
@@ -134,24 +136,34 @@ class RowCache:
 
     def open(self) -> None:
         """Make the variables where they are missing: where the graph of a closure begins."""
-        self._opened = []
-        for number, (table, size) in enumerate(zip(self._tables, self._sizes, strict=True)):
-            with tf.device(_DEVICE):
-                kind = table.shards[0].value.dtype
-                shapes: dict[str, tuple[list[int], tf.DType]] = {
-                    "ids": ([size], tf.int64),
-                    "clock": ([size], tf.int32),
-                    "unpushed": ([size], tf.int32),
-                    "score": ([size], tf.int32),
-                    "claims": ([size], tf.int32),
-                    "rows": ([size, table.dimension], kind),
-                    "sums": ([size, table.dimension], kind),
-                }
-                made = {
-                    name: _Local(f"cache-{self._name}-{number}-{name}", *shape)
-                    for name, shape in shapes.items()
-                }
-            self._opened.append(_Slots(**made))
+        with tf.device(_DEVICE):
+            made = [
+                self._slots(number, table.dimension, table.shards[0].value.dtype)
+                for number, table in enumerate(self._tables)
+            ]
+            found = [local for slots in made for local in slots.values()]
+
+            def clear() -> None:
+                for each in found:
+                    each.clear()
+
+            # All were made together.
+            tf.cond(found[-1].is_there(), lambda: None, clear)
+        self._opened = [_Slots(**slots) for slots in made]
+
+    def _slots(self, number: int, dimension: int, kind: tf.DType) -> dict[str, _Local]:
+        size = self._sizes[number]
+        counts = ("clock", "unpushed", "score", "claims")
+        shapes: dict[str, tuple[list[int], tf.DType]] = {
+            "ids": ([size], tf.int64),
+            **dict.fromkeys(counts, ([size], tf.int32)),
+            "rows": ([size, dimension], kind),
+            "sums": ([size, dimension], kind),
+        }
+        return {
+            name: _Local(f"cache-{self._name}-{number}-{name}", *shape)
+            for name, shape in shapes.items()
+        }
 
     def sent(self, rate: Callable[[], tf.Tensor], ids: Vectors) -> Cached:
         """Ask for rows, those that are kept and others, as `Sent` does.
@@ -212,12 +224,22 @@ class _Use:
     def __init__(self, slots: _Slots, ids: tf.Tensor, *, size: int, staleness: int, all_fit: bool):
         self._slots, self._staleness, self._ids = slots, staleness, ids
         with tf.device(_DEVICE):
-            self._at = ids if all_fit else _hashed(ids, size)
+            self._at = ids if all_fit else self._chosen(ids, size)
             self._clock = slots.clock.at(self._at)
             self._own = (slots.ids.at(self._at) == ids) & (self._clock > 0)
             self._is_kept = self._own & (self._clock < staleness)
             self._read_at = tf.where(~self._is_kept)
             self.lacking = tf.gather_nd(ids, self._read_at)
+
+    def _chosen(self, ids: tf.Tensor, size: int) -> tf.Tensor:
+        """Return the slot of each id, or that which it is to have."""
+        slots = self._slots
+        one, other = (_hashed(ids, size, factor) for factor in _FACTORS)
+        in_one, in_other = (
+            (slots.ids.at(each) == ids) & (slots.clock.at(each) > 0) for each in (one, other)
+        )
+        is_lower = slots.score.at(other) < slots.score.at(one)
+        return tf.where(~in_one & (in_other | is_lower), other, one)
 
     def with_read(self, read: tf.Tensor) -> tf.Tensor:
         """Return the rows [n, dimension], those kept and those that were read."""
@@ -272,7 +294,7 @@ class _Use:
         return self._slots.ids.at(at), self._slots.sums.at(at)
 
 
-def _hashed(ids: tf.Tensor, size: int) -> tf.Tensor:
+def _hashed(ids: tf.Tensor, size: int, factor: np.uint64) -> tf.Tensor:
     """Return a slot for each id (Knuth 1998, "Sorting and Searching", section 6.4)."""
-    product = tf.bitcast(ids, tf.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    product = tf.bitcast(ids, tf.uint64) * factor
     return tf.cast(tf.bitwise.right_shift(product, np.uint64(33)), tf.int64) % size
