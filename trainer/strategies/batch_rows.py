@@ -144,10 +144,10 @@ class Lookups:
     def _call_of(self, number: int, table: Table) -> Callable[..., Any]:
         directly = table.layer.call
 
-        def call(ids: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if self._answer is None:
-                return directly(ids, *args, **kwargs)
-            ids = tf.convert_to_tensor(ids)
+                return directly(*args, **kwargs)
+            ids = tf.convert_to_tensor(*args, *kwargs.values())
             known = table.known(tf.reshape(ids, [-1]))
             shape = tf.concat([tf.shape(ids), [table.dimension]], 0)
             rows = tf.reshape(self._answer(number, known), shape)
