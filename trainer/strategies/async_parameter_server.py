@@ -14,6 +14,7 @@ died is run again as a whole.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,12 +23,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from trainer.strategies import row_cache
 from trainer.strategies.gradients import local_steps_of
 from trainer.strategies.parameter_server import Call, Served, worker_number
 from trainer.strategies.placement import server_device
-from trainer.strategies.row_cache import RowCache
 from trainer.strategies.strategy import Batch, Problem, Report
 from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
+
+log = logging.getLogger(__name__)
 
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
 MAX_PORTION = 100
@@ -91,7 +94,7 @@ class AsyncParameterServer(Served):
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
     _began = _sent = 0
-    _cache: RowCache | None = None
+    _cache: row_cache.RowCache | None = None
     #: The mean loss that was reported last.
     _loss = 0.0
 
@@ -268,14 +271,12 @@ class AsyncParameterServer(Served):
         @tf.function
         def portion(iterator: tf.data.Iterator, turns: tf.Tensor, *lease: tf.Tensor) -> tf.Tensor:
             updates = turns * turn
-            self._open_cache()
             iterator = self.lent(iterator, updates * self._batches_of_update(), *lease)
             total = tf.constant(0.0)
             before = applied.read_value()
             for _ in tf.range(turns):
                 for _ in range(turn):
                     total += update(iterator)
-            self._push_cache()
             others = applied.read_value() - before - tf.cast(updates, tf.int64)
             # In one tensor: the coordinator fetches results one by one.
             results = [total, worker_number(), others]
@@ -301,9 +302,12 @@ class AsyncParameterServer(Served):
         training = self.config.training
         if not self.lookups:
             raise AssertionError("without a table `row_cache.require` refuses a cache")
-        self._cache = RowCache(
+        self._cache = row_cache.RowCache(
             self.lookups.tables, rows=training.cached_rows, staleness=training.cache_staleness
         )
+
+        if training.optimizer.name in {"adam", "adamw"}:
+            log.warning("%s", row_cache.SLOWER)
 
         def rate() -> tf.Tensor:
             return tf.identity(tf.cast(self.optimizer.learning_rate, tf.float32))

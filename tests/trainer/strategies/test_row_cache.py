@@ -211,6 +211,12 @@ def test_a_cache_that_cannot_serve_is_refused(training, words):
     assert "\n" not in message
 
 
+def test_portions_of_examples_are_refused():
+    config = parse_config({"training": {"cached_rows": 1}, "data": {"partition": "dynamic"}})
+    with pytest.raises(ConfigError, match=r"take data\.partition disjoint or reshuffle"):
+        require(config, model_of())
+
+
 def test_a_model_that_cannot_be_served_is_refused():
     given = keras.Input((), dtype="int64")
     config = parse_config({"training": {"cached_rows": 10}})
