@@ -9,7 +9,10 @@ import pytest
 
 from tests.cluster.job_training import Training
 from tests.kubernetes.cluster import Cluster, real_cluster
+from tests.trainer.cluster.forks.serving import serving
 from trainer import events, storage
+from trainer.cluster.forks import forked
+from trainer.cluster.process import MODULES
 from trainer.config.data import DataConfig
 from trainer.data.prepare import prepare
 
@@ -19,6 +22,21 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     """URI of the prepared digits in 8 shards, with a validation split."""
     folder: Path = tmp_path_factory.mktemp("dataset")
     return prepare(DataConfig(), storage.uri_of(folder), folder / "scratch").uri
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server that has loaded TensorFlow once for the tasks of all tests."""
+    modules = ",".join(sorted(set(MODULES.values())))
+    settings = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_EXPERIMENTS": "tcp_frame_size_tuning"}
+    with serving(tmp_path_factory.mktemp("forks"), at_once=modules, **settings) as found:
+        yield found.first
+
+
+@pytest.fixture(autouse=True)
+def _forks(fork_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have local launchers fork their tasks, as those of `flotilla run` do."""
+    monkeypatch.setenv(forked.VARIABLE, fork_server)
 
 
 @pytest.fixture
