@@ -24,19 +24,23 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prepare(DataConfig(), storage.uri_of(folder), folder / "scratch").uri
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that has loaded TensorFlow once for the tasks of all tests."""
+@pytest.fixture(scope="package", autouse=True)
+def _forks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Have tasks forked from one process that has loaded TensorFlow, as those of a local run."""
+    if not any(item.get_closest_marker("cluster") for item in request.session.items):
+        yield
+        return
     modules = ",".join(sorted(set(MODULES.values())))
     settings = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_EXPERIMENTS": "tcp_frame_size_tuning"}
-    with serving(tmp_path_factory.mktemp("forks"), at_once=modules, **settings) as found:
-        yield found.first
-
-
-@pytest.fixture(autouse=True)
-def _forks(fork_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have local launchers fork their tasks, as those of `flotilla run` do."""
-    monkeypatch.setenv(forked.VARIABLE, fork_server)
+    folder = tmp_path_factory.mktemp("forks")
+    with (
+        serving(folder, at_once=modules, **settings) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv(forked.VARIABLE, server.first)
+        yield
 
 
 @pytest.fixture
