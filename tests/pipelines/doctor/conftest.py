@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import urllib3
 import yaml
 
 from pipelines.cli import app
-from pipelines.doctor import fit
+from pipelines.doctor import fit, kubernetes_api
 from pipelines.doctor.examination import Finding
 from pipelines.runs import kfp_access
 from tests.conftest import ROOT
@@ -21,6 +22,8 @@ from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
 RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"
 POLICY = ROOT / "deploy/base/networkpolicy.yaml"
 IMAGE = "cluster.kubernetes.pod.image=registry.example.com/flotilla:1"
+OWN_TIMEOUT = kubernetes_api._TIMEOUT
+PATIENCE = urllib3.Timeout(connect=3, read=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,18 @@ Doctor = Callable[..., Report]
 def _without_tensorflow(monkeypatch) -> None:
     """Leave out the one check that takes seconds; `test_fit` has its own."""
     monkeypatch.setattr(fit, "fits", lambda _config: Finding("ok", "not tried in this test"))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch) -> None:
+    """Wait longer than the doctor does: what is examined is not how busy this machine is."""
+    monkeypatch.setattr(kubernetes_api, "_TIMEOUT", PATIENCE)
+
+
+@pytest.fixture
+def own_timeout(monkeypatch) -> None:
+    """Wait as long as the doctor does, for an API that says nothing."""
+    monkeypatch.setattr(kubernetes_api, "_TIMEOUT", OWN_TIMEOUT)
 
 
 @pytest.fixture

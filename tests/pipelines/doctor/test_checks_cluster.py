@@ -235,6 +235,7 @@ def test_something_else_at_its_address(kube, of_job):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_timeout")
 @pytest.mark.parametrize("silent", ["/version", "/selfsubjectaccessreviews"])
 def test_an_api_that_hangs_holds_up_nothing_else(kube, of_job, silent):
     kube.faults.add(silent, SILENCE)

@@ -117,6 +117,7 @@ def test_a_local_run_has_the_engine_examined_that_auto_takes(kube, doctor):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_timeout")
 def test_an_api_that_hangs(kube, of_auto):
     kube.faults.add("GET .*/jobsets", SILENCE)
     report = of_auto()
