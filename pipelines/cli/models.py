@@ -94,6 +94,8 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line, markup=False)
+        if found.base:
+            terminal.print(f"rows that changed since {found.base}, which it needs", markup=False)
     model = {**row, "lineage": found.lineage, "promotions": made}
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 

@@ -238,7 +238,9 @@ def _needs(origin: Item, target: Item) -> bool:
     """
     if target.kind == VERSION:
         return False
-    return origin.kind != CHECKPOINT or target.kind != CHECKPOINT
+    both = origin.kind == target.kind == CHECKPOINT
+    # A difference needs its base, which is of the same run.
+    return not both or run_of(origin.path) == run_of(target.path)
 
 
 def _goes(item: Item, runs: set[str]) -> bool:
