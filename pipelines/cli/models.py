@@ -94,8 +94,6 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line, markup=False)
-        if found.base:
-            terminal.print(f"rows that changed since {found.base}, which it needs", markup=False)
     model = {**row, "lineage": found.lineage, "promotions": made}
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 
@@ -188,6 +186,8 @@ def _draw(found: Contents) -> None:
         terminal.print(found.uri, markup=False)
         line = f"global step {found.global_step}, {sized(found.bytes)}, published {found.created}"
         terminal.print(line, markup=False)
+        if found.base:
+            terminal.print(f"rows that changed since {found.base}, which it needs", markup=False)
         terminal.print(f"{len(found.parts)} parts: {parts}", markup=False)
         older = "its manifest names no variables: an older version wrote it"
         terminal.print(table if found.variables else older)

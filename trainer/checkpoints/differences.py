@@ -46,11 +46,10 @@ def changed(now: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
 
 def bytes_of(value: tf.Tensor, rows: tf.Tensor | None = None) -> int:
     """Return the size of a value, or of some rows of it with their numbers."""
-    whole = (value.shape.num_elements() or 0) * value.dtype.size
     if rows is None:
-        return whole
+        return int((value.shape.num_elements() or 0) * value.dtype.size)
     row = math.prod(value.shape[1:]) * value.dtype.size
-    return int(rows.shape[0]) * (row + _ROW_BYTES)
+    return int(rows.shape[0] * (row + _ROW_BYTES))
 
 
 def assign(variable: tf.Variable, prefix: str, key: str) -> None:

@@ -250,7 +250,9 @@ class PartSaver:
         else:
             save.rows, save.base = {}, None
         stored = {
-            path: replace(each, changed=int(save.rows[path].shape[0])) if path in save.rows else each
+            path: replace(each, changed=int(save.rows[path].shape[0]))
+            if path in save.rows
+            else each
             for path, each in save.stored.items()
         }
         fields = {**save.fields, "variables": contents.to_field(stored)}

@@ -77,7 +77,7 @@ def test_it_is_restored_exactly(run, tmp_path, two_servers, where):
         np.testing.assert_array_equal(fresh[path], value)
 
 
-def test_a_base_stays_as_long_as_a_difference_names_it(run, tmp_path):
+def test_a_base_stays_as_long_as_a_difference_names_it(run):
     made, held = run
     assert storage.names(made.uri) == [f"step-000000{step}" for step in (10, 20, 30)]
     move(held, list(range(600)), 4.0)
