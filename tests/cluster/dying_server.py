@@ -1,5 +1,7 @@
 """A parameter server that is killed as soon as it is asked to publish its second part.
 
+`DIES_AT` in its environment is another number.
+
 `python -m tests.cluster.dying_server` takes the words of `python -m trainer`.
 """
 
@@ -20,7 +22,7 @@ def main() -> None:
 
     def once(folder, request):
         seen.append(request)
-        if len(seen) > 1:
+        if len(seen) >= int(os.environ.get("DIES_AT", "2")):
             os.kill(os.getpid(), signal.SIGKILL)
         return publish(folder, request)
 
