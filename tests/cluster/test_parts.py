@@ -62,10 +62,10 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
 
 @pytest.mark.slow
 def test_training_resumes_from_a_difference(dataset, tmp_path, monkeypatch):
-    monkeypatch.setenv("DIES_AT", "3")
+    monkeypatch.setenv("DIES_AFTER", "difference")
     # Steps so small that they change nothing: of a large variable no row differs.
     still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}, "checkpoint_differences": 0.9}
-    large = {**settings(60, **still), "model": {"args": {"hidden_units": [600]}}}
+    large = {**settings(1000, **still), "model": {"args": {"hidden_units": [600]}}}
     with (
         held_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,
         by_hand(tmp_path, dataset, cluster, large) as tasks,
@@ -76,16 +76,16 @@ def test_training_resumes_from_a_difference(dataset, tmp_path, monkeypatch):
         assert tasks.end_of(SECOND) == -signal.SIGKILL
         assert tasks.end_of(CHIEF) == BEGIN_AGAIN, tasks.log(CHIEF)
         found = contents(tasks.checkpoints)
-        assert found.global_step == 20
-        assert found.base == storage.join(tasks.checkpoints, "step-00000000")
+        assert found.base
         assert 0 in {each.changed for each in found.variables.values()}
+        before = values(found.base)
         for task in (SECOND, CHIEF):
             tasks.start(task)
         assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
         last = contents(tasks.checkpoints)
-    assert (last.global_step, last.base) == (60, "")
+    assert (last.global_step, last.base) == (1000, "")
     assert "passed over" not in tasks.log(CHIEF)
-    before, after = values(found.base), values(last.uri)
+    after = values(last.uri)
     for key, value in before.items():
         np.testing.assert_array_equal(after[key], value)
 
