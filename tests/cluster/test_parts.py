@@ -87,7 +87,8 @@ def test_training_resumes_from_a_difference(dataset, tmp_path, monkeypatch):
     assert "passed over" not in tasks.log(CHIEF)
     after = values(last.uri)
     for key, value in before.items():
-        np.testing.assert_array_equal(after[key], value)
+        # A bias begins with zeros, which even such a step moves.
+        np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-20)
 
 
 def values(uri: str) -> dict[str, np.ndarray]:
