@@ -165,7 +165,12 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
 
 
 def _ordered(going: list[Item]) -> tuple[Item, ...]:
-    return tuple(sorted(going, key=lambda item: (ORDER.index(item.kind), item.path)))
+    def key(item: Item) -> tuple[int, str]:
+        path = run_of(item.path) if item.kind == CHECKPOINT else item.path
+        return ORDER.index(item.kind), path
+
+    # Of a run, a checkpoint goes before earlier ones, from one of which it may be a difference.
+    return tuple(sorted(sorted(going, key=lambda item: item.path, reverse=True), key=key))
 
 
 def kept_versions(model: Model, count: int | None) -> Iterator[str]:

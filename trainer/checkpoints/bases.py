@@ -38,11 +38,13 @@ def manifest_of(uri: str, fields: Mapping[str, Any]) -> Manifest | None:
     """Return the manifest of the base of the checkpoint at `uri`; None where it is whole.
 
     Raises:
-        Corrupt: the base is gone, or another checkpoint is in its place.
+        Corrupt: the base is gone, or another checkpoint is in its place, or the field is damaged.
     """
-    found = from_tree(_Base, fields.get(FIELD))
-    if found is None:
+    if FIELD not in fields:
         return None
+    found = from_tree(_Base, fields[FIELD])
+    if found is None:
+        raise storage.Corrupt(f"the manifest of {uri} has a damaged {FIELD!r}: take another one")
     base = uri_of(uri, fields)
     try:
         manifest = storage.read_manifest(base)
@@ -54,6 +56,14 @@ def manifest_of(uri: str, fields: Mapping[str, Any]) -> Manifest | None:
             f"{uri} holds only what changed since {base}, which {what}: take another checkpoint"
         )
     return manifest
+
+
+def is_there(uri: str, created: str) -> bool:
+    """Say whether the checkpoint that was published at `uri` then can still be a base."""
+    try:
+        return storage.read_manifest(uri).created == created
+    except (storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
+        return False
 
 
 def verify(uri: str) -> Manifest:

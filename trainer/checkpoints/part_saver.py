@@ -16,6 +16,7 @@ reader of checkpoints reads it as it reads one with a single file.
 from __future__ import annotations
 
 import base64
+import logging
 import secrets
 import tempfile
 import threading
@@ -52,6 +53,7 @@ UNWRITABLE = (
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
+log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
@@ -248,7 +250,8 @@ class PartSaver:
             save.rows = {path: rows for path, rows in save.rows.items() if gains[path] > 0}
             save.marks.clear()
         else:
-            save.rows, save.base = {}, None
+            with self._mutex:
+                save.rows, save.base = {}, None
         stored = {
             path: replace(each, changed=int(save.rows[path].shape[0]))
             if path in save.rows
@@ -305,6 +308,9 @@ class PartSaver:
             for each in replaced:
                 self._discard(each)
             self._owner.before_publication()
+            if save.base and not bases.is_there(save.base.uri, save.base.created):
+                self._drop(save, save.base)
+                return
             if not save.replies and storage.is_published(save.uri):
                 # A valid one would have been resumed.
                 storage.delete(save.uri)
@@ -345,6 +351,15 @@ class PartSaver:
                 action="publish", uri=save.draft, prefix=save.prefix(server), name=name
             )
             save.replies[server] = self.servers.ask(server, request)
+
+    def _drop(self, save: _Save, base: differences.Marked) -> None:
+        """Do not publish a difference that nobody could read; what is saved next is whole."""
+        log.warning("%s is not published: its base %s was deleted", save.uri, base.uri)
+        with self._mutex:
+            save.over = True
+            if self._base is base:
+                self._base = None
+        self._discard(save)
 
     def _discard(self, save: _Save) -> None:
         save.opened.close()
