@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -150,7 +151,7 @@ def test_a_checkpoint_that_is_a_difference_comes_with_its_base(root, tmp_path):
     base = {"uri": at[0], "created": storage.read_manifest(at[0]).created}
     files = {"variables.index": 22}
     published(tmp_path, at[1], "checkpoint", files, global_step=200, base=base)
-    step = step_of(root, "evaluate_model", checkpoint=at[1])
+    step = step_of(root, "evaluate_model", began=time.time(), checkpoint=at[1])
     ones, _ = found(step)
     assert [(each.name, each.uri) for each in ones] == [("checkpoint", each) for each in at[::-1]]
     size = inputs.fetch(ones, tmp_path, inputs.snapshot_of(step))

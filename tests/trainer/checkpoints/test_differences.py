@@ -9,9 +9,11 @@ import tensorflow as tf
 from tests.trainer.checkpoints import by_parts
 from tests.trainer.checkpoints.by_parts import ON_FIRST, two_servers, variables
 from trainer import storage
+from trainer.checkpoints import bases, part_saver, servers
 from trainer.checkpoints.checkpoints import fetch, restore
 from trainer.checkpoints.contents import contents
 from trainer.errors import UserError
+from trainer.models.embedding_table import EmbeddingTable
 
 __all__ = ["two_servers"]
 LAST = 100
@@ -103,3 +105,190 @@ def test_another_attempt_begins_with_a_base(run, tmp_path, two_servers):
     restore(again.newest(), held, io_device=None, servers=two_servers)
     save(again, held, 40)
     assert contents(again.uri).base == ""
+
+
+def assert_same(held, there):
+    for path, value in values(held).items():
+        # Bits: zeros have a sign.
+        assert there[path].numpy().tobytes() == value.tobytes(), path
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_servers_goes_on_from_it(run, tmp_path, two_servers, monkeypatch, count):
+    made, held = run
+    order = sorted(held)
+    fresh = variables(0, 0.0)
+    places = {id(fresh[path]): order.index(path) % count for path in order}
+    for module in (part_saver, servers):
+        monkeypatch.setattr(module, "server_of", lambda each: places.get(id(each), 0))
+    again = opened(tmp_path, two_servers)
+    found = again.newest()
+    assert (found.uri, found.apart) == (made.last, True)
+    restore(found, fresh, io_device=None, servers=two_servers)
+    assert_same(held, fresh)
+    for step in (40, 50):
+        move(fresh, [step], 7.0)
+        save(again, fresh, step)
+    last = contents(again.uri)
+    assert (len(last.parts), storage.name_of(last.base)) == (count, "step-00000040")
+    restore(opened(tmp_path, two_servers).newest(), held, io_device=None, servers=two_servers)
+    assert_same(fresh, held)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "resumed"),
+    [
+        ("step-00000060/variables.data-00000-of-00002", 40),
+        ("step-00000060/variables.index", 40),
+        # Of the base, without which the difference is not whole.
+        ("step-00000040/variables.data-00001-of-00002", 30),
+    ],
+)
+def test_one_that_is_torn_is_passed_over(run, tmp_path, two_servers, damaged, resumed):
+    made, held = run
+    made._keep = 9
+    move(held, list(range(600)), 4.0)
+    save(made, held, 40)
+    move(held, [1], 5.0)
+    save(made, held, 60)
+    assert storage.name_of(contents(made.uri).base) == "step-00000040"
+    path = tmp_path / "checkpoints" / damaged
+    path.write_bytes(path.read_bytes()[:-40])
+    found = opened(tmp_path, two_servers).newest()
+    assert found.global_step == resumed
+    fresh = variables(0, 0.0)
+    restore(found, fresh, io_device=None, servers=two_servers)
+    expected = {40: 4.0, 30: 3.0}[resumed]
+    np.testing.assert_array_equal(fresh[ON_FIRST][3], np.full(4, expected))
+
+
+def test_what_ends_between_its_parts_and_its_manifest_is_nothing(
+    run, tmp_path, two_servers, monkeypatch
+):
+    made, held = run
+
+    def killed(*_, **__):
+        raise UserError("killed")
+
+    move(held, [7], 6.0)
+    monkeypatch.setattr(storage, "commit", killed)
+    with pytest.raises(UserError, match="killed"):
+        save(made, held, 40)
+    assert opened(tmp_path, two_servers).newest().global_step == 30
+
+
+def test_a_base_that_is_deleted_meanwhile_is_noticed(run, tmp_path, two_servers, caplog):
+    made, held = run
+    storage.delete(storage.join(made.uri, "step-00000010"))
+    save(made, held, 40)
+    assert "step-00000040 is not published: its base" in caplog.text
+    assert storage.names(made.uri) == ["step-00000020", "step-00000030"]
+    save(made, held, 50)
+    assert contents(made.uri).base == ""
+    move(held, [1], 8.0)
+    save(made, held, 60)
+    assert storage.name_of(contents(made.uri).base) == "step-00000050"
+    fresh = variables(0, 0.0)
+    restore(opened(tmp_path, two_servers).newest(), fresh, io_device=None, servers=two_servers)
+    assert_same(held, fresh)
+
+
+def test_another_checkpoint_in_place_of_the_base_is_not_it(run, tmp_path, two_servers, caplog):
+    made, held = run
+    base = storage.join(made.uri, "step-00000010")
+    folder = storage.local_path(base)
+    storage.delete(base)
+    other = by_parts.opened(tmp_path, None)
+    held["global_step"].assign(10)
+    other.save(held, io_device=None, fields={})
+    assert folder.is_dir()
+    assert opened(tmp_path, two_servers).newest().global_step == 10
+    assert "was replaced by another one" in caplog.text
+
+
+def test_a_manifest_whose_base_is_damaged_is_passed_over(run, tmp_path, two_servers, caplog):
+    made, _ = run
+    path = storage.local_path(made.last) / "MANIFEST.json"
+    path.write_text(path.read_text().replace('"created": "2', '"created": 2, "x": "', 2))
+    path.write_text(path.read_text().replace('"created": 2, "x": "', '"created": "2', 1))
+    assert bases.FIELD in path.read_text()
+    assert opened(tmp_path, two_servers).newest().global_step == 20
+    assert "has a damaged 'base'" in caplog.text
+
+
+def test_zeros_with_a_sign_are_changes_and_what_is_not_finite_is_none(run, tmp_path, two_servers):
+    made, held = run
+    move(held, [3, 5, 999], 0.0)
+    save(made, held, 40)
+    move(held, [3], -0.0)
+    save(made, held, 50)
+    assert contents(made.uri).variables[ON_FIRST].changed == 3
+    fresh = variables(0, 0.0)
+    restore(opened(tmp_path, two_servers).newest(), fresh, io_device=None, servers=two_servers)
+    assert_same(held, fresh)
+    move(held, [3], float("nan"))
+    with pytest.raises(UserError, match=r"model/table is not finite at global step 60.*00050\)"):
+        save(made, held, 60)
+    assert storage.names(made.uri)[-1] == "step-00000050"
+
+
+@pytest.mark.usefixtures("run")
+def test_another_shape_is_one_line(tmp_path, two_servers):
+    for shape in ([999, 4], [1000, 5]):
+        for apart in (True, False):
+            two_servers._are_ready = apart
+            other = variables(0, 0.0, **{ON_FIRST: shape})
+            with pytest.raises(UserError, match="does not fit model and optimizer") as e:
+                restore(
+                    opened(tmp_path, two_servers).newest(),
+                    other,
+                    io_device=None,
+                    servers=two_servers,
+                )
+            assert "\n" not in str(e.value)
+
+
+def grown(held_ids):
+    """Return a table with as many rows as a difference takes, and its variables by path."""
+    table = EmbeddingTable(1200, 4, shards=2, min_count=2, min_age=0, initializer="uniform")
+    table.build((None,))
+    look_up(table, held_ids)
+    look_up(table, held_ids)
+    held = {f"model/{each.path}": each.value for each in table.variables}
+    step = tf.Variable(10, dtype=tf.int64, name="on-0")
+    return table, {**held, "global_step": step}
+
+
+def look_up(table, ids, training=True):
+    return table(tf.constant(ids, tf.int64), training=training).numpy()
+
+
+def test_a_table_that_grows_and_evicts(tmp_path, two_servers, monkeypatch):
+    for module in (part_saver, servers):
+        monkeypatch.setattr(module, "server_of", lambda each: int("shard_1" in each.name))
+    table, held = grown(range(700))
+    made = opened(tmp_path, two_servers)
+    made.parts.share = 0.95
+    save(made, held, 10)
+    # Room for some of these; the others take the rows of ids that were not used for longest.
+    for _ in range(2):
+        look_up(table, range(690, 1250))
+    assert table.metrics()["evicted"]
+    save(made, held, 20)
+    found = contents(made.uri)
+    assert storage.name_of(found.base) == "step-00000010"
+    rows = {path: each.changed for path, each in found.variables.items() if "_rows" in path}
+    assert all(0 < each < 601 for each in rows.values())
+    fresh, there = grown([])
+    renamed = dict(zip(held, there.values(), strict=True))
+    restore(opened(tmp_path, two_servers).newest(), renamed, io_device=None, servers=two_servers)
+    fresh.restored()
+    assert_same(held, renamed)
+    assert fresh.metrics() == table.metrics()
+    # Those that were evicted are unknown, and both go on in the same way.
+    every = range(1300)
+    np.testing.assert_array_equal(look_up(fresh, every, False), look_up(table, every, False))
+    assert not look_up(fresh, every, False).any(axis=-1).all()
+    for each in (table, fresh):
+        look_up(each, range(640, 900))
+    assert fresh.metrics() == table.metrics()
