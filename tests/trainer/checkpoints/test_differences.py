@@ -263,6 +263,7 @@ def look_up(table, ids, training=True):
     return table(tf.constant(ids, tf.int64), training=training).numpy()
 
 
+@pytest.mark.slow
 def test_a_table_that_grows_and_evicts(tmp_path, two_servers, monkeypatch):
     for module in (part_saver, servers):
         monkeypatch.setattr(module, "server_of", lambda each: int("shard_1" in each.name))
