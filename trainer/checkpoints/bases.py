@@ -30,8 +30,8 @@ class _Base:
 def uri_of(uri: str, fields: Mapping[str, Any]) -> str:
     """Return the URI of the base of the checkpoint at `uri`; empty where it is whole."""
     found = from_tree(_Base, fields.get(FIELD))
-    # Both may have been moved together.
-    return storage.join(storage.parent_of(uri), storage.name_of(found.uri)) if found else ""
+    # Both may have been moved together; and a damaged one must not hide others that are listed.
+    return storage.join(storage.parent_of(uri), found.uri.rpartition("/")[2]) if found else ""
 
 
 def manifest_of(uri: str, fields: Mapping[str, Any]) -> Manifest | None:
