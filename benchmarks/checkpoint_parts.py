@@ -34,7 +34,7 @@ from trainer.cluster import signals
 from trainer.cluster.local import held_cluster
 from trainer.config.load import parse_config
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.parameter_server import Served
+from trainer.strategies.parameter_server import NUMBER_FILE, Served
 from trainer.strategies.placement import place
 from trainer.strategies.strategy import Problem, create
 from trainer.topology import Cluster, Task, from_tf_config
@@ -103,6 +103,8 @@ def _process(
 ) -> subprocess.Popen[str]:
     own = folder / str(task)
     own.mkdir()
+    # By it a worker knows itself.
+    (own / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
     settings = {
         **os.environ,
         **signals.parent_environment(),

@@ -2,7 +2,7 @@
 
 Of each row of the base its server keeps a fingerprint of 64 bits: a difference needs no hook in any
 update, and is exact for every optimizer and layer. That a changed row keeps its fingerprint has a
-probability of 2^-64.
+probability of 2^-64 at each save.
 """
 
 from __future__ import annotations
