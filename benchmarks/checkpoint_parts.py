@@ -192,7 +192,7 @@ def _lead_differences(cluster: Cluster, task: Task, folder: Path) -> list[dict[s
         psutil.Process(int((folder.parent / f"ps-{n}" / "pid").read_text(encoding="utf-8")))
         for n in range(SERVERS)
     ]
-    seen = []
+    seen: list[dict[str, Any]] = []
     for steps in (0, *STEPS):
         if left := steps - strategy.global_step():
             strategy.run(left)
