@@ -9,7 +9,10 @@ import pytest
 
 from tests.cluster.job_training import Training
 from tests.kubernetes.cluster import Cluster, real_cluster
+from tests.trainer.cluster.forks.serving import serving
 from trainer import events, storage
+from trainer.cluster.forks import forked
+from trainer.cluster.process import MODULES
 from trainer.config.data import DataConfig
 from trainer.data.prepare import prepare
 
@@ -19,6 +22,25 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     """URI of the prepared digits in 8 shards, with a validation split."""
     folder: Path = tmp_path_factory.mktemp("dataset")
     return prepare(DataConfig(), storage.uri_of(folder), folder / "scratch").uri
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _forks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Have tasks forked from one process that has loaded TensorFlow, as those of a local run."""
+    if not any(item.get_closest_marker("cluster") for item in request.session.items):
+        yield
+        return
+    modules = ",".join(sorted(set(MODULES.values())))
+    settings = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_EXPERIMENTS": "tcp_frame_size_tuning"}
+    folder = tmp_path_factory.mktemp("forks")
+    with (
+        serving(folder, at_once=modules, **settings) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv(forked.VARIABLE, server.first)
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -53,12 +53,12 @@ class Launched:
 
     def task(self, name: str) -> psutil.Process:
         """Return the process of a task such as `worker-0`."""
-        folder = str(self.folder / "cluster" / name / "config.json")
-        return next(p for p in self.tasks() if folder in p.cmdline())
+        return next(process for process in self.tasks() if _folder_of(process).name == name)
 
     def tasks(self) -> list[psutil.Process]:
-        """Return the processes of all tasks."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """Return the processes of all tasks; a fork server is the parent of those that it forks."""
+        place = self.folder / "cluster"
+        return [each for each in psutil.process_iter() if _folder_of(each).parent == place]
 
     def kill(self, name: str) -> None:
         """Kill a task with SIGKILL, as the kernel does when memory is exhausted."""
@@ -77,6 +77,15 @@ class Launched:
     def history(self) -> list[dict[str, Any]]:
         """Return the rows of the run's history."""
         return read_history(self.checkpoints)
+
+
+def _folder_of(process: psutil.Process) -> Path:
+    """Return the folder of the configuration of a task; `.` where a process is none."""
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        for word in process.cmdline():
+            if word.endswith("/config.json"):
+                return Path(word).parent
+    return Path()
 
 
 @contextmanager

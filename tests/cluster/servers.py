@@ -4,28 +4,32 @@
         outcome = servers.lead(Trial(config, "tests.cluster.problems:equal", runs=[20]))
 
 Every task is a process with a folder of its own. A process can join one TensorFlow cluster in its
-lifetime, so a process leads the strategy too (`tests.cluster.lead`), and prints the results. One
-set of servers may serve any number of leading processes, one after the other.
+lifetime, so a process leads the strategy too (`tests.cluster.lead`), and says the results. One set
+of servers may serve any number of leading processes, one after the other.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.cluster import signals
+from trainer.cluster.forks import forked
+from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.local import held_cluster
+from trainer.cluster.process import MODULES
 from trainer.topology import Cluster, Task
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)
+# Of a process that leads: the descriptor of its words.
+WORDS = "WORDS"
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,15 @@ class Outcome:
 class Leading:
     """A process that leads a strategy; its words are read as they come."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: forked.Process, words: TextIO, log: Path) -> None:
         self.process = process
+        self._words = words
         self._log = log
         self.said: list[Words] = []
 
     def next(self) -> Words:
         """Wait for its next words: one report a run, and the end."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._words.readline()
         assert line, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
         self.said.append(json.loads(line))
         return self.said[-1]
@@ -90,11 +94,13 @@ class Leading:
         """Wait for its end."""
         while not self.said or "variables" not in self.said[-1]:
             self.next()
-        code = self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        assert code == 0, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
+        self.end()
         return Outcome(reports=self.said[:-1], **self.said[-1])
+
+    def end(self) -> None:
+        """Wait until it has ended well."""
+        code = self.process.wait()
+        assert code == 0, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
 
 
 @dataclass
@@ -104,11 +110,13 @@ class Servers:
     cluster: Cluster
     folder: Path
     devices: int = 1
-    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    processes: dict[str, forked.Process] = field(default_factory=dict)
+    pipes: list[TextIO] = field(default_factory=list)
 
     def start(self, task: Task) -> None:
         """Start a server, or start it again."""
-        self.processes[str(task)] = self._process(task, ["tests.cluster.server"])
+        settings = {"TF_USE_LEGACY_KERAS": "1", "DEVICES": str(self.devices)}
+        self.processes[str(task)] = self._process(task, ["tests.cluster.server"], settings)
 
     def kill(self, task: Task) -> None:
         """Kill a task as the kernel does when memory is gone."""
@@ -120,17 +128,31 @@ class Servers:
 
     def start_lead(self, trial: Trial, task: Task = CHIEF) -> Leading:
         """Start a process that leads; where the workers lead themselves, start one for each."""
+        return self.start_module("tests.cluster.lead", asdict(trial), task)
+
+    def start_module(self, module: str, spec: Words, task: Task = CHIEF) -> Leading:
+        """Start a process that leads as a module says, which finds its `spec` in a file."""
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
-        spec = folder / "spec.json"
-        spec.write_text(json.dumps(asdict(trial)), encoding="utf-8")
+        path = folder / "spec.json"
+        path.write_text(json.dumps(spec), encoding="utf-8")
         if str(task) in self.processes:
             self.kill(task)
-        process = self._process(task, ["tests.cluster.lead", str(spec)])
+        reader, writer = os.pipe()
+        writer = forked.high(writer)
+        self.pipes.append(os.fdopen(reader, encoding="utf-8"))
+        with os.fdopen(writer, "wb"):
+            process = self._process(task, [module, str(path)], {WORDS: str(writer)}, (writer,))
         self.processes[str(task)] = process
-        return Leading(process, folder / "log.txt")
+        return Leading(process, self.pipes[-1], folder / "log.txt")
 
-    def _process(self, task: Task, module: list[str]) -> subprocess.Popen[str]:
+    def _process(
+        self,
+        task: Task,
+        module: list[str],
+        own: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+    ) -> forked.Process:
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "number.txt").write_text(str(task.index), encoding="utf-8")
@@ -139,34 +161,31 @@ class Servers:
             **signals.parent_environment(),
             "GRPC_FAIL_FAST": "use_caller",
             "PYTHONPATH": str(Path(__file__).parents[2]),
+            **own,
         }
         if self.cluster.addresses:
             settings["TF_CONFIG"] = self.cluster.tf_config(task)
-        if module[0] == "tests.cluster.server":
-            settings["TF_USE_LEGACY_KERAS"] = "1"
-            settings["DEVICES"] = str(self.devices)
+        wanted = Request(
+            command=[sys.executable, "-m", *module],
+            loaded=MODULES["chief" if descriptors else "server"],
+            folder=str(folder),
+            environment=settings,
+            descriptors=descriptors,
+        )
         with (folder / "log.txt").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", *module],
-                cwd=folder,
-                env=settings,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            return forked.started(wanted, log.fileno())
 
     def end(self) -> None:
         """Kill what still runs."""
         for process in self.processes.values():
             _end(process)
+        for pipe in self.pipes:
+            pipe.close()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: forked.Process) -> None:
     process.kill()
     process.wait()
-    if process.stdout:
-        process.stdout.close()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.cluster.lookups import DIMENSION
-from tests.cluster.servers import CHIEF, Leading, Servers
+from tests.cluster.servers import CHIEF, Servers
 from trainer.cluster import signals
 from trainer.cluster.local import held_cluster
 from trainer.topology import Cluster, Task
@@ -70,13 +70,10 @@ def measured(relayed, strategy, trials, optimizer="adam", **args):
         "training": {"strategy": strategy, "optimizer": settings},
         "cluster": {"parameter_servers": 2, "workers": 2},
     }
-    spec = servers.folder / "spec.json"
-    spec.write_text(json.dumps({"config": config, "counter": counter, "trials": trials}))
-    process = servers._process(CHIEF, ["tests.cluster.lookups", str(spec)])
-    leading = Leading(process, servers.folder / str(CHIEF) / "log.txt")
+    spec = {"config": config, "counter": counter, "trials": trials}
+    leading = servers.start_module("tests.cluster.lookups", spec)
     said = [leading.next() for _ in trials]
-    assert process.wait() == 0
-    process.communicate()
+    leading.end()
     return said
 
 
