@@ -165,7 +165,12 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
 
 
 def _ordered(going: list[Item]) -> tuple[Item, ...]:
-    return tuple(sorted(going, key=lambda item: (ORDER.index(item.kind), item.path)))
+    def key(item: Item) -> tuple[int, str]:
+        path = run_of(item.path) if item.kind == CHECKPOINT else item.path
+        return ORDER.index(item.kind), path
+
+    # Of a run, a checkpoint goes before earlier ones, from one of which it may be a difference.
+    return tuple(sorted(sorted(going, key=lambda item: item.path, reverse=True), key=key))
 
 
 def kept_versions(model: Model, count: int | None) -> Iterator[str]:
@@ -238,7 +243,9 @@ def _needs(origin: Item, target: Item) -> bool:
     """
     if target.kind == VERSION:
         return False
-    return origin.kind != CHECKPOINT or target.kind != CHECKPOINT
+    both = origin.kind == target.kind == CHECKPOINT
+    # A difference needs its base, which is of the same run.
+    return not both or run_of(origin.path) == run_of(target.path)
 
 
 def _goes(item: Item, runs: set[str]) -> bool:

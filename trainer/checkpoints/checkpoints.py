@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
+from trainer.checkpoints import bases, differences
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
@@ -123,11 +124,12 @@ class Checkpoints:
     def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
         """Fetch a checkpoint; of one that servers read by parts, verify the data where it is."""
         manifest = storage.read_manifest(uri)
-        values = sum(each.bytes for each in manifest.files if is_data(each.path))
+        whole = bases.manifest_of(uri, manifest.fields) or manifest
+        values = sum(each.bytes for each in whole.files if is_data(each.path))
         if not self.parts or values < self.parts.least or not self._is_shared(uri):
-            return storage.fetch(uri, folder, manifest=manifest).fields, False
-        storage.verify(uri)
-        storage.fetch(uri, folder, only=lambda path: not is_data(path), manifest=manifest)
+            return bases.fetch(uri, folder).fields, False
+        bases.verify(uri)
+        bases.fetch(uri, folder, only=lambda path: not is_data(path))
         return manifest.fields, True
 
     def _is_shared(self, uri: str) -> bool:  # noqa: ARG002
@@ -138,9 +140,16 @@ class Checkpoints:
         """Return the servers that read what they hold themselves."""
         return self.parts.servers if self.parts else None
 
-    def by_parts(self, servers: PartServers, least: int) -> None:
-        """Have servers write their own variables, where they hold `least` bytes or more."""
+    def by_parts(
+        self, servers: PartServers, least: int, *, share: float = 0.0, last_step: int = 0
+    ) -> None:
+        """Have servers write their own variables, where they hold `least` bytes or more.
+
+        Before `last_step` a checkpoint is a difference, where that has at most this share of the
+        bytes of a whole one.
+        """
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
+        self.parts.share, self.parts.last_step = share, last_step
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
@@ -218,8 +227,10 @@ class Checkpoints:
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # A later one was passed over, and must not replace one that can be read.
         readable = [each for each in index_of(self.uri) if each.global_step <= step]
-        for old in outdated(readable, keep=self._keep, awaited=self._awaited):
-            storage.delete(old)
+        needed = self.parts.bases() if self.parts else set()
+        for old in reversed(outdated(readable, keep=self._keep, awaited=self._awaited)):
+            if old not in needed:
+                storage.delete(old)
 
     @property
     def logs(self) -> Path | None:
@@ -302,18 +313,29 @@ def restore(
             servers.restore(found.folder, found.uri, found.fields, variables)
             return
         if found.apart:
-            storage.fetch(found.uri, found.folder)
-        options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-        checkpoint = tf.train.Checkpoint(variables=dict(variables))
-        # The checkpoint may hold more, such as the optimizer's part.
-        status = checkpoint.read(str(found.folder / PREFIX), options).expect_partial()
-        status.assert_existing_objects_matched()
+            bases.fetch(found.uri, found.folder)
+        layout = Layout.of_checkpoint(found.folder, found.fields)
+        below = {path: each for path, each in variables.items() if path in layout.changed}
+        if below:
+            _read(found.folder / bases.FOLDER / PREFIX, below, io_device)
+        whole = {path: each for path, each in variables.items() if path not in below}
+        _read(found.folder / PREFIX, whole, io_device)
+        for path, variable in below.items():
+            with tf.device(io_device):
+                differences.assign(variable, str(found.folder / PREFIX), layout.keys[path])
     except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
             f"({reason}); train the same ones, or begin a new run"
         ) from None
+
+
+def _read(prefix: Path, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    checkpoint = tf.train.Checkpoint(variables=dict(variables))
+    # The checkpoint may hold more, such as the optimizer's part.
+    checkpoint.read(str(prefix), options).expect_partial().assert_existing_objects_matched()
 
 
 def resumed(
@@ -356,14 +378,14 @@ def resumed(
 
 def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
     """Return the shapes of all variables in a checkpoint by path."""
-    return dict(Layout.read(found.folder / PREFIX).shapes)
+    return dict(Layout.of_checkpoint(found.folder, found.fields).shapes)
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
     """Fetch and verify one checkpoint; raises `UserError` where it is missing, damaged or none."""
     if (kind := storage.read_manifest(uri).kind) != KIND:
         raise UserError(f"{uri} is of kind {kind!r} and not a checkpoint")
-    fields = storage.fetch(uri, folder).fields
+    fields = bases.fetch(uri, folder).fields
     step = int(fields["global_step"])
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
 

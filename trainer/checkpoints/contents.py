@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import storage
+from trainer.checkpoints import bases
 from trainer.checkpoints.index import KIND, newest_checkpoint
 from trainer.errors import UserError
 from trainer.json_records import from_tree
@@ -27,11 +28,15 @@ _ROOT = "variables/"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVariable:
-    """One variable: its type by TensorFlow's name, its shape, and the number of its part."""
+    """One variable: its type by TensorFlow's name, its shape, and the number of its part.
+
+    Of a difference, `changed` says how many of its rows are here; None where it is whole.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     part: int = 0
+    changed: int | None = None
 
     @property
     def rows(self) -> int:
@@ -54,6 +59,7 @@ class Contents:
         uri: where it is.
         global_step: its own.
         created: when it was published.
+        base: the checkpoint since which it has what changed; empty where it is whole.
         parts: the bytes of the data of each part.
         variables: by path; empty where the manifest does not say.
     """
@@ -61,6 +67,7 @@ class Contents:
     uri: str
     global_step: int
     created: str
+    base: str
     bytes: int
     parts: tuple[int, ...]
     variables: Mapping[str, StoredVariable]
@@ -90,7 +97,12 @@ def path_of(key: str) -> str:
 def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
     """Return the field `variables` of a manifest."""
     return {
-        path: {"dtype": each.dtype, "shape": list(each.shape), "part": each.part}
+        path: {
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "part": each.part,
+            **({} if each.changed is None else {"changed": each.changed}),
+        }
         for path, each in variables.items()
     }
 
@@ -126,6 +138,7 @@ def contents(uri: str) -> Contents:
         uri=uri,
         global_step=int(manifest.fields.get("global_step", 0)),
         created=manifest.created,
+        base=bases.uri_of(uri, manifest.fields),
         bytes=manifest.total_bytes,
         parts=tuple(each.bytes for each in manifest.files if is_data(each.path)),
         variables=of_field(manifest.fields),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import events, storage
+from trainer.checkpoints import bases
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
 from trainer.config.initial_weights import CHAMPION, KERAS, initial_weights
 from trainer.errors import UserError
@@ -75,11 +76,12 @@ MAX_AWAITED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """One published checkpoint and its validation loss, where it was measured."""
+    """One published checkpoint, its validation loss where it was measured, and what it needs."""
 
     uri: str
     global_step: int
     loss: float | None
+    base: str = ""
 
 
 def index_of(uri: str) -> list[IndexEntry]:
@@ -89,7 +91,8 @@ def index_of(uri: str) -> list[IndexEntry]:
     for at, step, manifest in _readable(uri):
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
         loss = measured.get(VALIDATION_LOSS) if isinstance(measured, dict) else None
-        found.append(IndexEntry(uri=at, global_step=step, loss=loss if is_number(loss) else None))
+        loss, base = loss if is_number(loss) else None, bases.uri_of(at, manifest.fields)
+        found.append(IndexEntry(uri=at, global_step=step, loss=loss, base=base))
     return found
 
 
@@ -116,6 +119,7 @@ def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[s
         stay.add(lowest.uri)
     if awaited:
         stay |= {each.uri for each in [each for each in found if each.loss is None][-MAX_AWAITED:]}
+    stay |= {each.base for each in found if each.uri in stay}
     return [each.uri for each in found if each.uri not in stay]
 
 
@@ -168,7 +172,7 @@ def handed_on(uri: str, choice: str) -> HandedOn:
 
 def _handed_on(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> HandedOn:
     # It may have been damaged since it was published.
-    fields = storage.verify(entry.uri).fields
+    fields = bases.verify(entry.uri).fields
     step, trained = entry.global_step, found[-1].global_step
     events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))
     return HandedOn(

@@ -16,12 +16,13 @@ reader of checkpoints reads it as it reads one with a single file.
 from __future__ import annotations
 
 import base64
+import logging
 import secrets
 import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from trainer import storage
-from trainer.checkpoints import contents, part_server
+from trainer.checkpoints import bases, contents, differences, part_server
 from trainer.checkpoints.contents import PREFIX, StoredVariable
 from trainer.checkpoints.index import KIND
 from trainer.checkpoints.part_server import Reply, Request
@@ -52,6 +53,7 @@ UNWRITABLE = (
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
+log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
@@ -89,12 +91,17 @@ class _Save:
     uri: str
     step: int
     fields: Mapping[str, Any]
+    stored: Mapping[str, StoredVariable]
     files: Mapping[str, bytes]
     servers: Mapping[str, int]
     parts: Mapping[int, int]
     layout: Layout
     token: str
     snapshot: dict[str, tf.Tensor] = field(default_factory=dict)
+    base: differences.Marked | None = None
+    # Of all large variables, and of those of which it holds changed rows alone.
+    marks: dict[str, tf.Tensor] = field(default_factory=dict)
+    rows: dict[str, tf.Tensor] = field(default_factory=dict)
     draft: str = ""
     opened: ExitStack = field(default_factory=ExitStack)
     replies: dict[int, Reply] = field(default_factory=dict)
@@ -111,6 +118,11 @@ class _Save:
 class PartSaver:
     """Saves checkpoints by parts; what fails behind training is raised by its next call."""
 
+    #: A difference of more than this share of a whole checkpoint is not written; 0: none is.
+    share = 0.0
+    #: From this step on checkpoints are whole.
+    last_step = 0
+
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
     ) -> None:
@@ -126,6 +138,9 @@ class PartSaver:
         self._last: _Save | None = None
         # Those in whose place a newer one is published.
         self._replaced: list[_Save] = []
+        # The newest whole checkpoint, and all that are not published yet.
+        self._base: differences.Marked | None = None
+        self._pending: list[_Save] = []
         self._failure: BaseException | None = None
         self._layout = cache(partial(Layout.of, io_device=servers.io_device, scratch=scratch))
 
@@ -157,7 +172,8 @@ class PartSaver:
         save = _Save(
             uri=uri,
             step=fields["global_step"],
-            fields={**fields, "variables": contents.to_field(stored)},
+            fields=fields,
+            stored=stored,
             files=files,
             servers=servers,
             parts=parts,
@@ -168,6 +184,11 @@ class PartSaver:
         save.snapshot = {path: value for own in snapshots for path, value in own.items()}
         self._written.clear()
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
+
+    def bases(self) -> set[str]:
+        """Return the URIs of what differences need that are still on their way."""
+        with self._mutex:
+            return {each.base.uri for each in self._pending if each.base and not each.over}
 
     def require(self) -> None:
         """Raise what has failed behind training, if anything has."""
@@ -182,6 +203,11 @@ class PartSaver:
     def _write(self, save: _Save) -> None:
         try:
             save.draft = save.opened.enter_context(storage.draft(save.uri))
+            with self._mutex:
+                self._pending = [*(each for each in self._pending if not each.over), save]
+                save.base = self._base if save.step < self.last_step else None
+            side_by_side(save.parts, partial(self._compare, save))
+            self._choose(save)
             side_by_side(save.parts, partial(self._write_part, save))
             save.snapshot.clear()
             with self._mutex:
@@ -198,14 +224,61 @@ class PartSaver:
             save.snapshot.clear()
             self._written.set()
 
-    def _write_part(self, save: _Save, server: int) -> None:
+    def _compare(self, save: _Save, server: int) -> None:
+        """Find out on a server which rows of its large variables changed since the base."""
         own = {path: save.snapshot[path] for path, at in save.servers.items() if at == server}
-        names, values = [save.layout.keys[path] for path in own], list(own.values())
+        with lost(server), operating_on(server):
+            self._require_finite(own, save.step)
+            if not self.share or save.step >= self.last_step:
+                return
+            for path in (path for path, value in own.items() if differences.is_large(value)):
+                save.marks[path] = differences.marks(own[path])
+                before = save.base.marks.get(path) if save.base else None
+                if before is not None and before.shape == save.marks[path].shape:
+                    save.rows[path] = differences.changed(save.marks[path], before)
+
+    def _choose(self, save: _Save) -> None:
+        """Decide whether this is a difference, and which variables it holds rows of."""
+        size = differences.bytes_of
+        gains = {
+            path: size(save.snapshot[path]) - size(save.snapshot[path], rows)
+            for path, rows in save.rows.items()
+        }
+        whole = sum(map(size, save.snapshot.values()))
+        gained = sum(gain for gain in gains.values() if gain > 0)
+        if gained and whole - gained <= self.share * whole:
+            save.rows = {path: rows for path, rows in save.rows.items() if gains[path] > 0}
+            save.marks.clear()
+        else:
+            with self._mutex:
+                save.rows, save.base = {}, None
+        stored = {
+            path: replace(each, changed=int(save.rows[path].shape[0]))
+            if path in save.rows
+            else each
+            for path, each in save.stored.items()
+        }
+        fields = {**save.fields, "variables": contents.to_field(stored)}
+        if save.base:
+            fields[bases.FIELD] = {"uri": save.base.uri, "created": save.base.created}
+        save.fields = fields
+
+    def _write_part(self, save: _Save, server: int) -> None:
+        names: list[str] = []
+        values: list[tf.Tensor] = []
         with operating_on(server):
+            for path in (path for path, at in save.servers.items() if at == server):
+                key, rows = save.layout.keys[path], save.rows.get(path)
+                # Of a difference, no more than one whole value is there next to its rows.
+                value = save.snapshot.pop(path)
+                if rows is None:
+                    names, values = [*names, key], [*values, value]
+                    continue
+                names += [f"{differences.ROWS}{key}", f"{differences.VALUES}{key}"]
+                with lost(server):
+                    values += [rows, tf.gather(value, rows)]
             if server == 0:
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
-            with lost(server):
-                self._require_finite(own, save.step)
             try:
                 tf.raw_ops.SaveV2(
                     prefix=save.prefix(server),
@@ -235,6 +308,9 @@ class PartSaver:
             for each in replaced:
                 self._discard(each)
             self._owner.before_publication()
+            if save.base and not bases.is_there(save.base.uri, save.base.created):
+                self._drop(save, save.base)
+                return
             if not save.replies and storage.is_published(save.uri):
                 # A valid one would have been resumed.
                 storage.delete(save.uri)
@@ -247,8 +323,15 @@ class PartSaver:
                 small = [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
             self._owner.before_publication()
             entries = [*small, *(each.entry for each in save.replies.values())]
-            storage.commit(save.draft, save.uri, kind=KIND, files=entries, fields=save.fields)
-            save.over = True
+            made = storage.commit(
+                save.draft, save.uri, kind=KIND, files=entries, fields=save.fields
+            )
+            with self._mutex:
+                if save.marks:
+                    self._base = differences.Marked(
+                        uri=save.uri, created=made.created, marks=save.marks
+                    )
+                save.over = True
             save.opened.close()
         except BaseException:
             with self._mutex:
@@ -268,6 +351,15 @@ class PartSaver:
                 action="publish", uri=save.draft, prefix=save.prefix(server), name=name
             )
             save.replies[server] = self.servers.ask(server, request)
+
+    def _drop(self, save: _Save, base: differences.Marked) -> None:
+        """Do not publish a difference that nobody could read; what is saved next is whole."""
+        log.warning("%s is not published: its base %s was deleted", save.uri, base.uri)
+        with self._mutex:
+            save.over = True
+            if self._base is base:
+                self._base = None
+        self._discard(save)
 
     def _discard(self, save: _Save) -> None:
         save.opened.close()

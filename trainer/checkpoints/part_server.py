@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,9 +104,10 @@ class PartServer:
         self._folder = folder.absolute()
         self._task = task
         self._replied: deque[Path] = deque()
+        self._ended = threading.Event()
 
     def start(self) -> None:
-        """Answer on a thread, which ends with the process."""
+        """Answer on a thread, which ends with the process, or by `stop`."""
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         for name in (REQUESTS, REPLIES):
             (self._folder / name).mkdir(parents=True)
@@ -115,14 +115,18 @@ class PartServer:
         (self._folder / READY).write_text(ready, encoding="utf-8")
         threading.Thread(target=self._serve, name="parts", daemon=True).start()
 
+    def stop(self) -> None:
+        """Answer no more."""
+        self._ended.set()
+
     def _serve(self) -> None:
-        while True:
+        while not self._ended.is_set():
             try:
                 if self.answer_next():
                     continue
             except OSError as error:
                 log.warning("requests for parts of checkpoints cannot be answered: %s", error)
-            time.sleep(POLL_SECONDS)
+            self._ended.wait(POLL_SECONDS)
 
     def answer_next(self) -> bool:
         """Answer one request, if there is one that is whole; say whether there was."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context, executor
 
 from trainer import storage
-from trainer.checkpoints import contents, part_server
+from trainer.checkpoints import bases, contents, differences, part_server
 from trainer.checkpoints.contents import INDEX_FILE, PREFIX
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.errors import ClusterLostError, UserError
@@ -89,25 +89,25 @@ class PartServers:
             ValueError: it lacks a variable, or has it in another shape or type.
             UserError: a server cannot fetch a part.
         """
-        layout = Layout.read(folder / PREFIX)
+        layout = Layout.of_checkpoint(folder, fields)
         layout.require(wanted)
-        stored = contents.of_field(fields)
-        files = [each.path for each in storage.read_manifest(uri).files]
-        data = [path for path in files if contents.is_data(path)]
+        places = {path: server_of(each) or 0 for path, each in wanted.items()}
 
         def of_server(server: int) -> None:
             own = {path: each for path, each in wanted.items() if places[path] == server}
-            numbers = contents.parts_of(stored, own)
-            named = {contents.data_file(each, len(data)) for each in numbers or ()}
-            needed = [path for path in data if numbers is None or path in named]
-            self._restore(server, uri, (INDEX_FILE, *needed), own, layout)
+            if below := {path: each for path, each in own.items() if path in layout.changed}:
+                base = bases.uri_of(uri, fields)
+                self._restore(server, base, below, replace(layout, changed=frozenset()))
+            self._restore(server, uri, own, layout)
 
-        places = {path: server_of(each) or 0 for path, each in wanted.items()}
         side_by_side(sorted(set(places.values())), of_server)
 
-    def _restore(
-        self, server: int, uri: str, files: tuple[str, ...], own: Variables, layout: Layout
-    ) -> None:
+    def _restore(self, server: int, uri: str, own: Variables, layout: Layout) -> None:
+        manifest = storage.read_manifest(uri)
+        data = [each.path for each in manifest.files if contents.is_data(each.path)]
+        numbers = contents.parts_of(contents.of_field(manifest.fields), own)
+        named = {contents.data_file(each, len(data)) for each in numbers or ()}
+        files = (INDEX_FILE, *(path for path in data if numbers is None or path in named))
         shared = storage.local_path(uri)
         fetched = f"{part_server.FOLDER}/restored-{secrets.token_hex(6)}"
         if not shared:
@@ -116,6 +116,9 @@ class PartServers:
         with lost(server), operating_on(server):
             # One after the other: no more than one value is there twice.
             for path, variable in own.items():
+                if path in layout.changed:
+                    differences.assign(variable, prefix, layout.keys[path])
+                    continue
                 (value,) = tf.raw_ops.RestoreV2(
                     prefix=prefix,
                     tensor_names=[layout.keys[path]],
@@ -164,12 +167,31 @@ def lost(server: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects."""
+    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects.
+
+    Of the variables in `changed` it has rows alone; the others are whole.
+    """
 
     keys: Mapping[str, str]
     shapes: Mapping[str, list[int]]
     types: Mapping[str, tf.DType]
-    graph: bytes
+    graph: bytes = b""
+    changed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path, fields: Mapping[str, Any]) -> Layout:
+        """Read the indexes of a checkpoint, and of its base where the fields name one."""
+        own = cls.read(folder / PREFIX)
+        if not fields.get(bases.FIELD):
+            return own
+        base = cls.read(folder / bases.FOLDER / PREFIX)
+        below = own.changed & base.keys.keys()
+        return replace(
+            own,
+            keys={**{path: base.keys[path] for path in below}, **own.keys},
+            shapes={**{path: base.shapes[path] for path in below}, **own.shapes},
+            types={**{path: base.types[path] for path in below}, **own.types},
+        )
 
     @classmethod
     def read(cls, prefix: Path) -> Layout:
@@ -181,7 +203,11 @@ class Layout:
             keys=keys,
             shapes={path: shapes[key] for path, key in keys.items()},
             types={path: types[key] for path, key in keys.items()},
-            graph=b"",
+            changed=frozenset(
+                contents.path_of(key.removeprefix(differences.ROWS))
+                for key in shapes
+                if key.startswith(differences.ROWS)
+            ),
         )
 
     @classmethod

@@ -90,8 +90,13 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     watch = StallWatch(strategy, partial(probe_peers, cluster, task), job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)
     if servers := cluster.count("ps"):
-        least = job.config.training.checkpoint_parts_mb * 10**6
-        checkpoints.by_parts(PartServers(servers, strategy.io_device), least)
+        training = job.config.training
+        checkpoints.by_parts(
+            PartServers(servers, strategy.io_device),
+            training.checkpoint_parts_mb * 10**6,
+            share=training.checkpoint_differences,
+            last_step=training.steps,
+        )
     streaming = streaming_to(job, cluster)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested, streaming)
     if topology_of(job.config.training.strategy).workers:

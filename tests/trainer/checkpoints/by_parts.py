@@ -6,6 +6,7 @@ answers for both in the working folder of the test.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def number(variable: tf.Variable) -> int:
 
 
 @pytest.fixture
-def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartServers:
+def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartServers]:
     """Return servers whose folder is that of the test."""
     folder = tmp_path / "servers"
     folder.mkdir()
@@ -45,10 +46,12 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartServers:
     for module in (part_saver, servers):
         monkeypatch.setattr(module, "server_of", number)
     monkeypatch.setattr(servers, "server_device", lambda _: "/CPU:0")
-    PartServer(folder, "ps-0").start()
+    server = PartServer(folder, "ps-0")
+    server.start()
     made = PartServers(2, None)
     made._are_ready = True
-    return made
+    yield made
+    server.stop()
 
 
 def saved(
