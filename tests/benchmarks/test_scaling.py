@@ -80,6 +80,7 @@ def found():
     return fit(POINTS, CORES)
 
 
+@pytest.mark.slow
 def test_constants_are_found_again(found):
     for name in ("worker_message", "worker_byte", "gradient", "server_message", "server_byte"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
@@ -95,6 +96,7 @@ def test_runs_that_nothing_is_fitted_to_are_predicted(found):
             assert rate(found, each, CORES) == pytest.approx(each.rate, rel=0.15)
 
 
+@pytest.mark.slow
 def test_no_constant_is_below_zero():
     # Servers that are faster with more bytes.
     noisy = [replace(p, server=40 / sum(p.held), worker=1e-3 * p.pull_every) for p in POINTS]

@@ -59,6 +59,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", CASES)
 def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
     make, method = CASES[metric]

@@ -130,6 +130,7 @@ def test_another_checkpoint_does_not_replace_a_model(run, exported, tmp_path):
     assert storage.verify(exported[0].uri).fields["global_step"] == small_run.GLOBAL_STEP
 
 
+@pytest.mark.slow
 def test_only_the_forms_that_were_asked_for_leave(run, blessed, tmp_path):
     output = storage.uri_of(tmp_path / "model")
     only = small_run.with_formats(run, "saved_model")

@@ -35,6 +35,7 @@ def blessed(run):
     return small_run.decide(run, run.root, accuracy=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "altered",
     [("keras", 1e-3), ("keras", float("nan")), ("saved_model", 1e-3), ("saved_model", -np.inf)],

@@ -115,6 +115,7 @@ def test_a_model_that_lite_cannot_hold_is_named(subject, tmp_path):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU])
 def test_a_recurrent_layer_takes_one_example_at_a_time(subject, tmp_path, layer):
     given = keras.Input((8, 8, 1), dtype="uint8")

@@ -81,6 +81,7 @@ def test_a_gradient_has_each_row_that_was_asked_for_once():
     assert odd.indices.numpy() == [1]
 
 
+@pytest.mark.slow
 def test_a_gradient_grows_with_the_batch_and_not_with_the_table():
     def size(rows, batch):
         layer = ShardedEmbedding(rows, 16, shards=2)

@@ -114,6 +114,7 @@ def test_it_does_without_popularity():
     assert model(given).shape == (4, 9)
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_clicked_and_what_is_found():
     world = Clickstream(
         users=300, items=200, new_users=0, new_items=0, events=60_000, zipf=0.7, drift=0

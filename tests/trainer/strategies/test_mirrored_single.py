@@ -21,6 +21,7 @@ def single(**training):
     return create(parse_config({"training": {"strategy": "single", **training}}), NOBODY, CHIEF)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):

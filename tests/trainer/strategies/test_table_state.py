@@ -70,6 +70,7 @@ def test_no_worker_pulls_the_bookkeeping():
     assert len(model.non_trainable_variables) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training", [{"optimizer": {"name": "adagrad", "learning_rate": 0.5}}, {"accumulate": 2}]
 )

@@ -46,6 +46,7 @@ def close(found, expected):
         np.testing.assert_allclose(tf.convert_to_tensor(mine), theirs, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_two_towers_are_one_with_both_batches(jit):
     loss, expected = pulled_gradient_of(plain(), cross_entropy, jit=False)(examples())
@@ -74,6 +75,7 @@ def test_looked_up_rows_of_all_towers_stay_sparse():
     close(found, map(tf.convert_to_tensor, expected))
 
 
+@pytest.mark.slow
 def test_local_steps_take_a_batch_for_each_device():
     def updated(towers, size):
         model, optimizer = plain(), keras.optimizers.SGD(RATE)
@@ -88,6 +90,7 @@ def test_local_steps_take_a_batch_for_each_device():
     close(found, weights)
 
 
+@pytest.mark.slow
 def test_moving_averages_are_averaged_and_the_first_towers_draws_count():
     def normed():
         keras.utils.set_random_seed(0)
@@ -140,6 +143,7 @@ def test_no_two_towers_drop_the_same_units():
     assert kept == [{0.0, 2.0}, {0.0, 1.0, 2.0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_towers_accumulate_and_scale_on_their_own(whole):
     parts, factor = 2, 1e35

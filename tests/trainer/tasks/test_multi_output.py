@@ -140,6 +140,7 @@ def test_weights_of_classes_are_refused_where_there_are_none(outputs, training, 
     assert words in str(caught.value)
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_each_task_after_the_name_of_its_output():
     task, outputs = created(), {name: np.asarray(each) for name, each in net()(INPUTS).items()}
     found = measured(task, InParts(LABELS, outputs))
@@ -152,6 +153,7 @@ def test_metrics_are_those_of_each_task_after_the_name_of_its_output():
     assert set(found) <= set(task.directions)
 
 
+@pytest.mark.slow
 def test_an_output_has_further_metrics_and_a_loss_of_its_own():
     outputs = {
         "income": {

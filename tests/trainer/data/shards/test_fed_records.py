@@ -14,6 +14,7 @@ from trainer.data.shards.fed_records import no_seed_of_the_graph
 from trainer.data.shards.within_disk import Streaming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shards", "at_once"), [(2, 1), (3, 1), (6, 3), (20, 8)])
 def test_an_epoch_is_every_example_once_within_the_disk(feed, peaks, shards, at_once):
     begun, streaming = feed(shards, at_once=at_once)
@@ -28,6 +29,7 @@ def test_an_epoch_is_every_example_once_within_the_disk(feed, peaks, shards, at_
     assert begun.store.bytes_used <= streaming.limit
 
 
+@pytest.mark.slow
 def test_the_order_is_that_of_the_seed(feed):
     _, streaming = feed(4, at_once=2)
     first = drawn(streaming, 60)
@@ -47,6 +49,7 @@ def test_what_fits_in_memory_is_fetched_once(feed, peaks):
     assert len(peaks) <= len(EXAMPLES) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3, 9])
 def test_parts_of_a_validation_are_all_of_it_once_in_whole_batches(feed, parts):
     begun, streaming = feed(2, parts=parts)

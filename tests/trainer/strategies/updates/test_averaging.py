@@ -30,6 +30,7 @@ def single(optimizer="adam", **training):
     return strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lamb"])
 def test_it_is_the_average_by_hand(optimizer):
     strategy = single(optimizer)

@@ -45,6 +45,7 @@ def scale_of(strategy):
     return float(scale), int(count - changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [{}, {"accumulate": 3}, {"jit_compile": True}])
 def test_a_gradient_that_overflows_is_computed_again_and_counts_once(training):
     plain, scaled = single(dense, 64.0, mixed_precision=""), single(factor=64.0, **training)

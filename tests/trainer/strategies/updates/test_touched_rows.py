@@ -216,6 +216,7 @@ def values_of(strategy):
     return {path: each.numpy() for path, each in strategy.variables().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
     lazily, densely = (
@@ -252,6 +253,7 @@ def test_each_goes_on_with_the_variables_of_the_other(dense_first):
     assert np.all(np.isfinite(values_of(later)["model/whole/embeddings"]))
 
 
+@pytest.mark.slow
 def test_an_average_moves_with_all_rows():
     strategy = single(ema=0.5)
     strategy.run(1)

@@ -39,6 +39,7 @@ def task_of(labels, **args):
     return Recommendation(target(labels), group="user", **{"k": [3, 10], **args})
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_metrics_of_a_ranking_and_the_recalls():
     labels, outputs, columns = case()
     task = task_of(labels)
@@ -70,6 +71,7 @@ def test_the_answers_of_an_exported_model_are_its_outputs():
     np.testing.assert_array_equal(task.outputs_of(answers), outputs)
 
 
+@pytest.mark.slow
 def test_a_slice_is_an_evaluation_of_its_own():
     labels, outputs, columns = case()
     half = {**columns, "half": np.arange(len(labels)) % 2}
@@ -93,6 +95,7 @@ def test_what_a_slice_does_not_define_is_no_number():
     assert {values[name] for name in undefined} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["recall_at_3", "query_auc"])
 def test_a_champion_is_compared_by_what_is_found(metric):
     labels, outputs, columns = case(count=400, users=30, noise=0)
