@@ -179,6 +179,24 @@ class Restart(Event):
     code: int = 0  # In the log of a pod: 128 and its number for a signal.
 
 
+class ServersLost(Event):
+    """Parameter servers are gone: what of the model goes back to an earlier global step.
+
+    Attributes:
+        servers: their names, such as `ps-1`.
+        recovery: `partial`: their values alone go back; `full`: those of all servers do.
+        global_step: that training had reached, as far as the chief knows.
+        back_to: the global step of the values that go back; -1 where it is not known.
+        reason: why the recovery is full, else empty.
+    """
+
+    servers: tuple[str, ...]
+    recovery: str
+    global_step: int
+    back_to: int
+    reason: str = ""
+
+
 class Suspension(Event):
     """The job waits for room, which others have; `is_over`: it may run, and its tasks start."""
 

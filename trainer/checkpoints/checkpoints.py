@@ -133,6 +133,10 @@ class Checkpoints:
     def _is_shared(self, uri: str) -> bool:  # noqa: ARG002
         return True
 
+    def newest_step(self) -> int:
+        """Return the global step of the newest checkpoint, valid or not; -1 without one."""
+        return max((step for _, step in self._candidates()), default=-1)
+
     @property
     def servers(self) -> PartServers | None:
         """Return the servers that read what they hold themselves."""
@@ -141,6 +145,12 @@ class Checkpoints:
     def by_parts(self, servers: PartServers, least: int) -> None:
         """Have servers write their own variables, where they hold `least` bytes or more."""
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
+
+    def begin_anew(self) -> None:
+        """Give up what waits to be published, and what has failed behind training."""
+        self.uploads = UploadQueue()
+        if self.parts:
+            self.by_parts(self.parts.servers, self.parts.least)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
@@ -249,17 +259,18 @@ class Checkpoints:
         except ClusterLostError:
             raise
         except RunInterruptedError:
-            self._flush()
+            self.flush()
             raise
         except UserError:
             try:
-                self._flush()
+                self.flush()
             except UserError as error:
                 log.warning("%s", error)
             raise
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until all that was saved is published; raises `UserError`."""
         if self.parts:
             self.parts.settle()
         self.uploads.flush()

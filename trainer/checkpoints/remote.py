@@ -95,9 +95,10 @@ class RemoteCheckpoints(Checkpoints):
         self.uploads.put("measured", self._read_measured)
         return self._measured
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until all that was saved is published, and the history; raises `UserError`."""
         self.uploads.put("history", self.history.upload)
-        super()._flush()
+        super().flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         there = list_checkpoints(self.uri)

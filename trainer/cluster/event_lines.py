@@ -21,6 +21,7 @@ from trainer.events import (
     OpenPorts,
     Progress,
     Restart,
+    ServersLost,
     Stalled,
     Suspension,
     UploadFailed,
@@ -49,6 +50,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
     ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    ServersLost: lambda event: _lost(event),
     Suspension: lambda event: (
         "the job is resumed, and its tasks start"
         if event.is_over
@@ -76,6 +78,15 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
         + "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
     ),
 }
+
+
+def _lost(event: ServersLost) -> str:
+    gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
+    to = f"to {event.back_to}" if event.back_to >= 0 else "to the newest checkpoint"
+    back = f"{event.global_step - event.back_to} steps back, " if event.back_to >= 0 else ""
+    if event.recovery == "partial":
+        return f"{gone}: partial recovery: its variables alone go {back}{to}; the others stay"
+    return f"{gone}: full recovery: all variables go {back}{to} ({event.reason})"
 
 
 def line_of(event: Event) -> str:

@@ -33,7 +33,8 @@ class Journal:
         """Read the rows up to global step `start`."""
         self._config = config
         self._steps = config.training.steps
-        self._fields: dict[str, Any] = {
+        #: What the manifest of each checkpoint says.
+        self.fields: dict[str, Any] = {
             "strategy": config.training.strategy,
             "config_hash": config.digest(),
             "optimizer": config.training.optimizer.name,
@@ -61,7 +62,7 @@ class Journal:
 
     def begin(self, start: int, begun: Mapping[str, str]) -> None:
         """Emit that an attempt begins; `begun` tells of the weights that the run began with."""
-        self._fields |= begun
+        self.fields |= begun
         resumed = start > 0
         events.emit(events.AttemptBegin(global_step=start, steps=self._steps, resumed=resumed))
         self._board.add_configuration(self._config)
@@ -104,7 +105,7 @@ class Journal:
         last = self._newest
         metrics = {name: value for name, value in last.items() if name != "global_step"}
         position = {INPUT_POSITION: dict(visited)} if visited else {}
-        fields = {**self._fields, "metrics": metrics, **position}
+        fields = {**self.fields, "metrics": metrics, **position}
         return self._checkpoints.save(variables, io_device=io_device, fields=fields)
 
 

@@ -1,0 +1,71 @@
+"""A parameter server dies in the middle of training: what goes back, and what does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.cluster.launched import launched
+from trainer import storage
+from trainer.checkpoints.contents import RECOVERED, of_field
+from trainer.events import AttemptBegin, ServersLost
+
+pytestmark = pytest.mark.cluster
+
+EVERY, STEPS = 400, 1600
+
+
+def settings(*, recovery="auto", training=None, **cluster):
+    own = {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0, "keep": 100}
+    sizes = {"parameter_servers": 2, "workers": 1, "max_restarts": 3, "recovery": recovery}
+    return {"training": {**own, **(training or {})}, "cluster": {**sizes, **cluster}}
+
+
+def values(checkpoints, step):
+    """Return the values of a checkpoint by the paths of the variables."""
+    uri = storage.join(checkpoints, f"step-{step:08d}")
+    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
+    found = of_field(storage.verify(uri).fields)
+    keys = {path: key for path in found for key in [_key(path)]}
+    return {path: reader.get_tensor(key) for path, key in keys.items()}
+
+
+def _key(path):
+    return f"variables/{path.replace('.', '..').replace('/', '.S')}/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def fields(checkpoints, step):
+    return storage.read_manifest(storage.join(checkpoints, f"step-{step:08d}")).fields
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts_mb", [64, 0], ids=["by the chief", "by parts"])
+@pytest.mark.parametrize("lost", ["ps-1", "ps-0"])
+def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, parts_mb):
+    config = settings(training={"checkpoint_parts_mb": parts_mb})
+    with launched(config, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 100)
+        run.kill(lost)
+        event = run.wait_for(lambda each: isinstance(each, ServersLost))
+        code, said = run.end()
+    print(event, said)
+    assert code == 0, said
+    assert (event.servers, event.recovery, event.reason) == ((lost,), "partial", "")
+    reached, back_to = event.global_step, event.back_to
+    assert back_to % EVERY == 0
+    assert reached > back_to
+    begun = [each.global_step for each in run.events(AttemptBegin)]
+    assert begun == [0, reached]
+    older = fields(run.checkpoints, reached)[RECOVERED][lost]
+    assert older["global_step"] == back_to
+    now, before = values(run.checkpoints, reached), values(run.checkpoints, back_to)
+    assert set(now) == set(before)
+    for path, value in now.items():
+        if path == "global_step":
+            assert value == reached
+        else:
+            went_back = np.array_equal(value, before[path])
+            assert went_back is (path in older["variables"]), path
+    assert run.newest() == STEPS
+    assert RECOVERED not in fields(run.checkpoints, STEPS)
