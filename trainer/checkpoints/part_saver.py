@@ -145,8 +145,7 @@ class PartSaver:
         self._written.wait()
         self.require()
         servers = {path: server_of(each) or 0 for path, each in variables.items()}
-        # The first has what belongs to no variable.
-        parts = {server: part for part, server in enumerate(sorted({0, *servers.values()}))}
+        parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}
         stored = {
             path: StoredVariable(
                 dtype=each.dtype.name, shape=tuple(each.shape.as_list()), part=parts[servers[path]]
@@ -202,7 +201,8 @@ class PartSaver:
         own = {path: save.snapshot[path] for path, at in save.servers.items() if at == server}
         names, values = [save.layout.keys[path] for path in own], list(own.values())
         with operating_on(server):
-            if server == 0:
+            # The first has what belongs to no variable.
+            if save.parts[server] == 0:
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
             with lost(server):
                 self._require_finite(own, save.step)
