@@ -39,9 +39,15 @@ def fields(checkpoints, step):
     return storage.read_manifest(storage.join(checkpoints, f"step-{step:08d}")).fields
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts_mb", [64, 0], ids=["by the chief", "by parts"])
-@pytest.mark.parametrize("lost", ["ps-1", "ps-0"])
+@pytest.mark.parametrize(
+    ("lost", "parts_mb"),
+    [
+        pytest.param("ps-1", 64, marks=pytest.mark.slow),
+        pytest.param("ps-1", 0, marks=pytest.mark.long),
+        pytest.param("ps-0", 64, marks=pytest.mark.long),
+        pytest.param("ps-0", 0, marks=pytest.mark.long),
+    ],
+)
 def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, parts_mb):
     config = settings(training={"checkpoint_parts_mb": parts_mb})
     with launched(config, dataset, tmp_path) as run:
@@ -49,7 +55,6 @@ def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, 
         run.kill(lost)
         event = run.wait_for(lambda each: isinstance(each, ServersLost))
         code, said = run.end()
-    print(event, said)
     assert code == 0, said
     assert (event.servers, event.recovery, event.reason) == ((lost,), "partial", "")
     reached, back_to = event.global_step, event.back_to

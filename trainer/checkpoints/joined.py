@@ -75,7 +75,7 @@ def _read_one(server: int, held: Variables, answers: set[int]) -> None:
         answers.add(server)
 
 
-def save(
+def save(  # noqa: PLR0913
     checkpoints: Checkpoints,
     variables: Variables,
     lost: set[int],

@@ -34,6 +34,16 @@ LINE_SECONDS = 5.0
 # The speed of so many seconds counts; a new stretch counts at least for so much of it.
 _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
+
+def _lost(event: ServersLost) -> str:
+    gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
+    to = f"to {event.back_to}" if event.back_to >= 0 else "to the newest checkpoint"
+    back = f"{event.global_step - event.back_to} steps back, " if event.back_to >= 0 else ""
+    if event.recovery == "partial":
+        return f"{gone}: partial recovery: its variables alone go {back}{to}; the others stay"
+    return f"{gone}: full recovery: all variables go {back}{to} ({event.reason})"
+
+
 _LINES: dict[type[Event], Callable[[Any], str]] = {
     AttemptBegin: lambda event: (
         f"training resumes from global step {event.global_step}" if event.resumed else ""
@@ -50,7 +60,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
     ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
-    ServersLost: lambda event: _lost(event),
+    ServersLost: _lost,
     Suspension: lambda event: (
         "the job is resumed, and its tasks start"
         if event.is_over
@@ -78,15 +88,6 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
         + "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
     ),
 }
-
-
-def _lost(event: ServersLost) -> str:
-    gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
-    to = f"to {event.back_to}" if event.back_to >= 0 else "to the newest checkpoint"
-    back = f"{event.global_step - event.back_to} steps back, " if event.back_to >= 0 else ""
-    if event.recovery == "partial":
-        return f"{gone}: partial recovery: its variables alone go {back}{to}; the others stay"
-    return f"{gone}: full recovery: all variables go {back}{to} ({event.reason})"
 
 
 def line_of(event: Event) -> str:

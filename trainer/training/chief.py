@@ -57,6 +57,7 @@ from trainer.training.recovery import is_lost
 from trainer.training.server import configure_gpus, serve_in_process
 from trainer.training.stall import StallWatch
 
+
 def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     """Train from the newest valid checkpoint to the end.
 

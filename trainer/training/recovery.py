@@ -158,10 +158,9 @@ class _Recovery:
 
     def _step(self, lost: set[int]) -> int:
         """Return the global step that training has reached, as far as it can be known."""
-        counter = self._variables.get(joined.STEP)
-        if counter is None or joined.server_of(counter) in lost:
+        if any(joined.STEP in self._held[server] for server in lost):
             return self._strategy.read_step
-        return int(counter.numpy())
+        return int(self._variables[joined.STEP].numpy())
 
     def _newest(self) -> int:
         """Return the global step of the newest checkpoint; -1 where the store does not answer."""
