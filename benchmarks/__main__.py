@@ -20,6 +20,7 @@ from benchmarks import (
     examples,
     growing_tables,
     handout,
+    hot_rows,
     large_tables,
     memory,
     on_gpu,
@@ -52,6 +53,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "checkpoint-parts": checkpoint_parts.checkpoint_parts,
     "evaluation": evaluation.evaluation,
     "table-rows": growing_tables.table_rows,
+    "hot-rows": hot_rows.hot_rows,
     "gpu": on_gpu.on_gpu,
     "tables": large_tables.large_tables,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
@@ -70,6 +72,7 @@ WITHOUT_MNIST = {
     "evaluation",
     "tables",
     "table-rows",
+    "hot-rows",
 }
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from tests.house_rules.source import all_imports, module_name, tree
@@ -109,17 +110,14 @@ def longest(test: PurePosixPath, names: Iterable[str]) -> str:
 def importing(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
     """Return the test files that import the module `source`."""
     name = module_name(Path(source))
-    return [
-        str(path)
-        for path in files
-        if is_test(path)
-        and any(each in {name, f"{name}.{last(each)}"} for each in all_imports(tree(Path(path))))
-    ]
+    return [str(path) for path in files if is_test(path) and name in modules_imported(path)]
 
 
-def last(name: str) -> str:
-    """Return the last part of a dotted name."""
-    return name.rpartition(".")[2]
+@cache
+def modules_imported(path: PurePosixPath) -> frozenset[str]:
+    """Return the names that a file imports, and what they are imported from."""
+    names = all_imports(tree(Path(path)))
+    return frozenset(part for name in names for part in (name, name.rpartition(".")[0]))
 
 
 def select(changed: Sequence[str], files: Iterable[str]) -> Selection:

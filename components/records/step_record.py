@@ -33,7 +33,6 @@ from trainer.events import (
     Stalled,
     StepBegin,
     StepEnd,
-    StepResult,
     Suspension,
     TaskFailed,
     now,
@@ -41,6 +40,7 @@ from trainer.events import (
 )
 from trainer.json_records import from_tree, parse
 from trainer.masking import masked
+from trainer.step_result import StepResult
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Trains on a table and says what moved for it: `python -m tests.cluster.lookups SPEC`.
 
 SPEC is a JSON file: `config` (sections that differ from the defaults), `counter` (see
-`tests.cluster.relay`) and `trials`, pairs of the rows of a table and of a batch. A line of JSON for
+`benchmarks.relay`) and `trials`, pairs of the rows of a table and of a batch. A line of JSON for
 each trial: `bytes` of one step, and `devices` and `shapes` of the variables.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
+from benchmarks.relay import count
 from tests.cluster.lead import say
-from tests.cluster.relay import count
 from tests.trainer.objectives import of_classes
 from trainer.cluster import signals
 from trainer.config.load import parse_config

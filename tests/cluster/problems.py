@@ -76,6 +76,16 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
     return problem(batches, **named)
 
 
+def located() -> Problem:
+    """The loss is that of `equal`, and 100 for each of the numbers below that of its task."""
+    known = equal()
+
+    def loss(*of_batch: object) -> tf.Tensor:
+        return known.loss(*of_batch) + 100 * tf.cast(number(), tf.float32)
+
+    return replace(known, loss=loss)
+
+
 def measured() -> Problem:
     """Equal batches, and sums over 23 examples in six batches: examples, loss, hits, where."""
     objective = of_classes(CLASSES)

@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
-# A row down and its gradient up, each with its id.
-EXAMPLE = 2 * (DIMENSION * 4 + 8)
+# Its id up, a row down and its gradient up.
+EXAMPLE = 4 + 2 * DIMENSION * 4
 # The other messages of a step: announcements, learning rate, counters, the small variables.
 ROUND_TRIPS = 20_000
 
@@ -34,7 +34,7 @@ def relayed(tmp_path_factory):
     with held_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.relay", *ports],
+            [sys.executable, "-m", "benchmarks.relay", *ports],
             env={**signals.parent_environment()},
             stdout=subprocess.PIPE,
             text=True,

@@ -89,6 +89,14 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers):
 
 
 @pytest.mark.slow
+def test_each_worker_computes_its_own_gradients(two_workers):
+    known = two_workers.lead(trial("problems:equal", [4])).reports
+    found = two_workers.lead(trial("problems:located", [4])).reports
+    # Half of the losses are those of worker 1.
+    assert found[-1]["loss"] == pytest.approx(known[-1]["loss"] + 50, abs=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", ["stateful:clipped", pytest.param("stateful:embedded", marks=pytest.mark.long)]
 )

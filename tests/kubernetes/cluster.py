@@ -183,15 +183,14 @@ class Cluster:
 
             self.store.wait(watched)
 
-    def wait_followed(self, task: str, times: int = 1) -> None:
-        """Wait until a client has read the log of a task so many times."""
-
-        def read() -> int:
-            pods = {pod["metadata"]["name"] for pod in self.pods_of(task)}
-            asked = (each.partition("/log?")[0] for each in self.server.requests if "/log?" in each)
-            return sum(path.endswith(task) or path.rpartition("/")[2] in pods for path in asked)
-
-        self.store.wait(lambda: read() >= times)
+    def wait_followed(self, task: str) -> None:
+        """Wait until a client has begun to read the log of the newest pod of a task."""
+        self.store.wait(
+            lambda: (
+                (pods := self.pods_of(task))
+                and self.server.logs.is_asked(pods[-1]["metadata"]["uid"])
+            )
+        )
 
     def wait_renewed(self, but: str = "") -> str:
         """Wait for a heartbeat that is renewed, another one than `but`, and return it."""

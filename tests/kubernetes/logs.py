@@ -18,12 +18,13 @@ def stamp(nanoseconds: int) -> str:
 class ContainerLog:
     """The log of a container between two restarts; `ended` once it is complete.
 
-    A `lost` one is no longer on its node.
+    A `lost` one is no longer on its node. It is `asked` for once a client has begun to read it.
     """
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     ended: bool = False
     lost: bool = False
+    asked: bool = False
 
 
 class Logs:
@@ -41,6 +42,19 @@ class Logs:
         with self._changed:
             self.of(uid, restarts).lines.append((time.time_ns() if at is None else at, text))
             self._changed.notify_all()
+
+    def ask(self, uid: str, restarts: int) -> ContainerLog:
+        """Return a log for a client that reads it."""
+        with self._changed:
+            found = self.of(uid, restarts)
+            found.asked = True
+            self._changed.notify_all()
+            return found
+
+    def is_asked(self, uid: str) -> bool:
+        """Return whether a client has begun to read a log of a pod."""
+        with self._changed:
+            return any(log.asked for (pod, _), log in self._logs.items() if pod == uid)
 
     def end(self, uid: str, restarts: int) -> None:
         with self._changed:

@@ -287,7 +287,7 @@ class Handler(BaseHTTPRequestHandler):
         if not states or "waiting" in states[0]["state"]:
             raise RefusedError(400, "BadRequest", f'container in pod "{name}" is waiting to start')
         start = states[0]["restartCount"] - (query.get("previous") in ("true", "True"))
-        log = self.server.logs.of(pod["metadata"]["uid"], start)
+        log = self.server.logs.ask(pod["metadata"]["uid"], start)
         if log.lost:
             lost = f"unable to retrieve container logs for containerd://{'9c1b' * 16}"
             return self._send_text(200, lost, "text/plain")

@@ -30,6 +30,8 @@ from types import FrameType
 PARENT_VARIABLE = "FLOTILLA_PARENT"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+# How often the main thread is woken again after a signal, and how long after one another.
+_WAKES, _AGAIN_SECONDS = 20, 0.05
 
 
 @contextmanager
@@ -59,7 +61,8 @@ def _main_thread_woken() -> Iterator[None]:
     """Wake the main thread from what it waits for when another thread has received a signal.
 
     Of two signals at once the kernel may deliver both to another thread. Handlers run in the main
-    thread, which would wait on without having noticed.
+    thread, which would wait on without having noticed. A wake that comes right before it begins to
+    wait is lost, so that there are several.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -67,8 +70,17 @@ def _main_thread_woken() -> Iterator[None]:
     os.set_blocking(writer, False)
 
     def wake() -> None:
-        while number := os.read(reader, 1):
+        left = 0
+        while True:
+            if not select.select([reader], [], [], _AGAIN_SECONDS if left else None)[0]:
+                left -= 1
+                signal.pthread_kill(main, signal.SIGURG)
+                continue
+            number = os.read(reader, 1)
+            if not number:
+                return
             if number[0] in _STOP_SIGNALS:
+                left = _WAKES
                 signal.pthread_kill(main, signal.SIGURG)
 
     waker = threading.Thread(target=wake, name="signals", daemon=True)

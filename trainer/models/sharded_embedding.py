@@ -97,7 +97,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     def call(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the rows of `ids`, in the layer's compute type."""
-        known = self._known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
+        known = self.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
         # Each row is sent once in each direction, however often the batch contains it; and Keras
         # squares a gradient, in most optimizers, before it adds up what belongs to one row.
         wanted, places = tf.unique(known)
@@ -123,7 +123,8 @@ class ShardedEmbedding(keras.layers.Layer):
             "unknown": self.unknown,
         }
 
-    def _known(self, ids: tf.Tensor) -> tf.Tensor:
+    def known(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the rows' numbers [n] for ids [n]; strategies find the rows of a batch by it."""
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)

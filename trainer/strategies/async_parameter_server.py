@@ -14,19 +14,24 @@ died is run again as a whole.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import tensorflow as tf
 
+from trainer.strategies import row_cache
 from trainer.strategies.gradients import local_steps_of
 from trainer.strategies.parameter_server import Call, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Batch, Problem, Report
 from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
+
+log = logging.getLogger(__name__)
 
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
 MAX_PORTION = 100
@@ -91,6 +96,7 @@ class AsyncParameterServer(Served):
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
     _began = _sent = 0
+    _cache: row_cache.RowCache | None = None
     #: The mean loss that was reported last.
     _loss = 0.0
 
@@ -228,6 +234,7 @@ class AsyncParameterServer(Served):
 
         @tf.function
         def loop(iterator: tf.data.Iterator) -> tf.Tensor:
+            self._open_cache()
             worker, found = worker_number(), turns.take()
             # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
             while found:
@@ -236,6 +243,7 @@ class AsyncParameterServer(Served):
                     total += update(iterator)
                 with tf.control_dependencies([turns.report(worker, total, turn, began)]):
                     found = turns.take()
+            self._push_cache()
             return worker
 
         return loop  # type: ignore[no-any-return]
@@ -289,7 +297,8 @@ class AsyncParameterServer(Served):
         return portion  # type: ignore[no-any-return]
 
     def _step(self, problem: Problem) -> Update:
-        gradient = self.gradient(problem)
+        gradient = self._cached(problem) if self.config.training.cached_rows else None
+        gradient = gradient or self.gradient(problem)
 
         def step(batch: Batch) -> tf.Tensor:
             value, found = gradient(batch)
@@ -299,6 +308,41 @@ class AsyncParameterServer(Served):
         # The coordinator traces in the scope of its strategy, where Keras updates a variable in a
         # replica's context only.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
+
+    def _cached(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
+        """Return the function from a batch to loss and gradient, with a cache of hot rows."""
+        training = self.config.training
+        if not self.lookups:
+            raise AssertionError("without a table `row_cache.require` refuses a cache")
+        self._cache = row_cache.RowCache(
+            self.lookups.tables, rows=training.cached_rows, staleness=training.cache_staleness
+        )
+
+        if training.optimizer.name in {"adam", "adamw"}:
+            log.warning("%s", row_cache.SLOWER)
+
+        def rate() -> tf.Tensor:
+            return tf.identity(tf.cast(self.optimizer.learning_rate, tf.float32))
+
+        return self._of_rows(problem, partial(self._cache.sent, rate))
+
+    def _open_cache(self) -> None:
+        if self._cache:
+            self._cache.open()
+
+    def _push_cache(self) -> None:
+        """Push what a worker has summed up, before it rests; it is no update of its own."""
+        if not self._cache:
+            return
+        cache, optimizer, trained = self._cache, self.optimizer, self.model.trainable_variables
+
+        def push() -> None:
+            found = cache.push_all()
+            variables = [each for each in trained if id(each) in found]
+            sums = optimizer._clip_gradients([found[id(each)] for each in variables])
+            optimizer._backend_update_step(sums, variables, optimizer.learning_rate)
+
+        self.connected.run(push)
 
     def _local_steps(self, problem: Problem) -> Update:
         training = self.config.training

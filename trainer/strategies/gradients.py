@@ -11,13 +11,16 @@ unchanged, so that optimizers, checkpoints and placement need no special case.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from trainer.strategies import table_state
+from trainer.strategies.batch_rows import Lookups, Sent, Unforeseen
 from trainer.strategies.strategy import Batch, Loss
 from trainer.strategies.towers import ONE, Towers
 from trainer.strategies.updates.loss_scale import LossScale
@@ -118,15 +121,16 @@ def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> Non
 class PureGradient:
     """The function from weights, state and batch to loss, gradient and new state.
 
-    Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
-    The function is traced once, however often a graph uses it.
+    Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole,
+    unless its rows are given. The function is traced once, however often a graph uses it.
 
     Attributes:
+        dense: the trained variables, without those of tables whose rows are given.
         state: the variables of the state: all of the model that are not trained, but the
             bookkeeping of tables that grow, and those of the loss scale where there is one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: keras.Model,
         loss: Loss,
@@ -134,13 +138,19 @@ class PureGradient:
         jit: bool,
         scale: LossScale | None = None,
         in_place: bool = False,
+        lookups: Lookups | None = None,
     ) -> None:
         """Take a model and its loss.
 
         Where it is `in_place`, it takes no weights: variables are read where they are, and a
-        gradient of looked up rows is `IndexedSlices`.
+        gradient of looked up rows is `IndexedSlices`. With `lookups` the weights are those of
+        `dense` and then the rows of each table, and a batch is a pair of their places and the
+        batch itself.
         """
         self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
+        self._lookups = lookups
+        of_tables = {id(each) for each in lookups.variables()} if lookups else set()
+        self.dense = [each for each in model.trainable_variables if id(each) not in of_tables]
         self._not_trained = table_state.state_of(model)
         self.state = [*self._not_trained, *(scale.variables if scale else ())]
         self._moving: list[int] = []
@@ -159,7 +169,14 @@ class PureGradient:
 
     def pulled(self) -> Pulled:
         """Read what the function takes, from wherever it is."""
-        return _pull([] if self._in_place else self._model.trainable_variables, self.state)
+        return _pull([] if self._in_place else self.dense, self.state)
+
+    def forward(self, batch: Batch) -> None:
+        """Compute the loss of a batch with zeros for all variables but the tables of `lookups`."""
+        variables = [*self.dense, *self._not_trained]
+        mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
+            self._loss(self._model, batch, self._model(batch[0], training=True))
 
     def moved(self, before: Tensors, after: Tensors) -> Tensors:
         """Return the state after some batches; the objects of `before` where no layer changes it.
@@ -181,26 +198,34 @@ class PureGradient:
     ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
         """Return the loss, its gradient times `seed`, and the state."""
         model = self._model
-        trainable = model.trainable_variables
+        trainable = self.dense
+        answered: AbstractContextManager[None] = nullcontext()
         with tf.GradientTape() as tape:
             tape.watch(weights)
+            sources = weights
+            if self._lookups:
+                places, batch = batch
+                rows, weights = weights[len(trainable) :], weights[: len(trainable)]
+                answered = self._lookups.given(rows, places)
             if self._in_place:
                 # Keras looks in the scope for what it regularizes, all of which is needed then.
                 trainable = [each for each in trainable if each.regularizer]
                 weights = [each.value.read_value() for each in trainable]
             # Unlike `stateless_call` this goes through `__call__`, which passes `training` on to
             # the layers of a subclassed model.
-            with keras.StatelessScope(
-                state_mapping=[
-                    *zip(trainable, weights, strict=True),
-                    *zip(self._not_trained, state, strict=True),
-                ],
-                collect_losses=True,
-            ) as scope:
+            with (
+                keras.StatelessScope(
+                    state_mapping=[
+                        *zip(trainable, weights, strict=True),
+                        *zip(self._not_trained, state, strict=True),
+                    ],
+                    collect_losses=True,
+                ) as scope,
+                answered,
+            ):
                 outputs = model(batch[0], training=True)
                 value = tf.cast(self._loss(model, batch, outputs), tf.float32)
         after = [scope.get_current_value(each) for each in self._not_trained]
-        sources = weights
         if self._in_place:
             sources = [variable.value for variable in model.trainable_variables]
         found = tape.gradient(
@@ -245,6 +270,45 @@ def pulled_gradient_of(  # noqa: PLR0913
         value, found, moved = compute(values.weights, values.state, batch)
         push_state(pure.state, values.state, pure.moved(values.state, moved))
         return value, found if in_place else push(model, found)
+
+    return gradient
+
+
+def rows_gradient_of(
+    model: keras.Model,
+    loss: Loss,
+    lookups: Lookups,
+    *,
+    otherwise: Callable[[Batch, Unforeseen], Any],
+    send: Callable[[Tensors], Any] | None = None,
+) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
+    """Return the function from a batch to loss and gradient, with the rows that the batch looks up.
+
+    Those of a server are one message in each direction. The gradient is on the servers already.
+
+    Args:
+        model: has its variables anywhere.
+        loss: of a batch.
+        lookups: those of the model.
+        otherwise: is called where the rows of a batch cannot be known beforehand.
+        send: asks for the rows of each table by their ids, as `Sent` does, which it is by default.
+    """
+    pure = PureGradient(model, loss, jit=False, lookups=lookups)
+    send = send or partial(Sent, lookups.tables)
+
+    def gradient(batch: Batch) -> tuple[tf.Tensor, list[Gradient]]:
+        try:
+            ids, places = lookups.asked(pure.forward, batch)
+        except Unforeseen as why:
+            return otherwise(batch, why)  # type: ignore[no-any-return]
+        values, sent = pure.pulled(), send(ids)
+        weights = [*values.weights, *sent.rows()]
+        value, found, moved = pure(weights, values.state, (places, batch))
+        push_state(pure.state, values.state, pure.moved(values.state, moved))
+        dense = Messages([each.value for each in pure.dense]).pushed(found[: len(pure.dense)])
+        arrived = dict(zip(map(id, pure.dense), dense, strict=True))
+        arrived |= sent.gradients(found[len(pure.dense) :])
+        return value, [arrived[id(each)] for each in model.trainable_variables]
 
     return gradient
 

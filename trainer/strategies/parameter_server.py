@@ -7,6 +7,7 @@ updates were.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,10 +17,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.errors import ConfigError
 from trainer.strategies import table_state
-from trainer.strategies.gradients import pulled_gradient_of
+from trainer.strategies.batch_rows import Lookups, Unforeseen, lookups_of
+from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
+    Batch,
     KerasStrategy,
     Problem,
     Sums,
@@ -29,6 +33,8 @@ from trainer.strategies.strategy import (
 from trainer.strategies.towers import towers_of
 from trainer.strategies.updates import touched_rows
 from trainer.strategies.visits import plan_of
+
+log = logging.getLogger(__name__)
 
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
@@ -60,6 +66,8 @@ class Served(KerasStrategy):
     """A chief that leads workers, with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
+    #: Where all rows of a batch are known before the model is computed.
+    lookups: Lookups | None = None
     _tally: Tally
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
@@ -100,6 +108,7 @@ class Served(KerasStrategy):
         training = self.config.training
         whole = training.pull_every > 1 or self.pulls_whole()
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
+        self.lookups = None if whole else lookups_of(self.model)
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
 
@@ -123,7 +132,7 @@ class Served(KerasStrategy):
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:
-            return self.towers.gradient(gradient_of(self.model, problem.loss))
+            return self._of_rows(problem)
         return pulled_gradient_of(
             self.model,
             problem.loss,
@@ -132,6 +141,30 @@ class Served(KerasStrategy):
             scale=self.scale,
             in_place=not whole,
             towers=self.towers,
+        )
+
+    def _of_rows(
+        self, problem: Problem, send: Callable[[list[tf.Tensor]], Any] | None = None
+    ) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
+        """Return the function with the rows of a batch in one message, where they can be."""
+        training = self.config.training
+        directly: Callable[[Any], tuple[tf.Tensor, list[Any]]]
+        directly = self.towers.gradient(gradient_of(self.model, problem.loss))
+        if not self.lookups or len(self.towers) > 1:
+            return directly
+
+        def otherwise(batch: Batch, why: Unforeseen) -> tuple[tf.Tensor, list[Any]]:
+            if training.cached_rows:
+                raise ConfigError(
+                    f"training.cached_rows: the model {why}, so that the rows of a batch are not "
+                    "known beforehand; leave the key out"
+                ) from why
+            log.info("each table is looked up by itself, as the model %s", why)
+            value, found = directly(batch)
+            return value, found
+
+        return rows_gradient_of(
+            self.model, problem.loss, self.lookups, otherwise=otherwise, send=send
         )
 
     def pulls_whole(self) -> bool:

@@ -28,8 +28,7 @@ from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.visits import plan_of
 
-# The device of tokens and announcements. Loops are controlled there too: a loop that is controlled
-# on another machine asks over the network at each iteration whether there is another one.
+# The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER = range(3)
@@ -113,30 +112,38 @@ class SyncParameterServer(Served):
             held = next(iterator) if lease else ()
             worker, tokens = worker_number(), self._tokens[0].like(handle)
             with tf.device(HUB):
-                worker, end = tf.identity(worker), tf.identity(end)
                 # A loop that is restarted after its worker died finds a step open and its token
                 # taken; and the dead one may still wait for a token, which it gets here.
                 step = self._open.read_value()
                 tokens.put(step)
-                while step < end:
-                    # Atomic on the server, unlike an addition and a read.
-                    number = tf.raw_ops.ResourceCountUpTo(
-                        resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
-                    )
-                    with tf.device(None):
-                        # The coordinator traces in the scope of its strategy, where Keras updates
-                        # state (moving averages, seeds) in a replica's context only.
-                        batch = self._taken(iterator, held, number, *lease)
-                        loss, found = self.connected.run(gradient, args=(batch,))
-                    with tf.control_dependencies(
-                        [self._announce([step, number, worker], loss, found)]
-                    ):
-                        step = self._later(tokens, step)
+            # Controlled on the worker: where it is, TensorFlow puts what it computes.
+            while step < end:
+                number = self._number(step)
+
+                def compute(number: tf.Tensor = number) -> tuple[tf.Tensor, list[Gradient]]:
+                    # No variable is read before its step is open.
+                    with tf.control_dependencies([number]):
+                        return gradient(self._taken(iterator, held, number, *lease))
+
+                # The coordinator traces in the scope of its strategy, where Keras updates state
+                # (moving averages, seeds) in a replica's context only.
+                loss, found = self.connected.run(compute)
+                with tf.control_dependencies([self._announce(step, number, worker, loss, found)]):
+                    step = self._later(tokens, step)
+            with tf.device(HUB):
                 # A slow worker's loop may have taken it from the next loop on the same tokens.
                 tokens.put(step)
             return step
 
         return loop  # type: ignore[no-any-return]
+
+    def _number(self, step: tf.Tensor) -> tf.Tensor:
+        """Return the number of the next gradient, once a step is open."""
+        # Atomic on the server, unlike an addition and a read.
+        with tf.device(HUB), tf.control_dependencies([step]):
+            return tf.raw_ops.ResourceCountUpTo(
+                resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
+            )
 
     def _taken(self, iterator: Any, held: Any, number: tf.Tensor, *lease: tf.Tensor) -> Any:
         """Return what one step takes: of a stream, that of the number of its gradient."""
@@ -153,18 +160,28 @@ class SyncParameterServer(Served):
         return self.towers.take(_Batches(batch, self.config.training.accumulate))
 
     def _announce(
-        self, what: Sequence[tf.Tensor], loss: tf.Tensor, found: list[Gradient]
+        self,
+        step: tf.Tensor,
+        number: tf.Tensor,
+        worker: tf.Tensor,
+        loss: tf.Tensor,
+        found: list[Gradient],
     ) -> tf.Operation:
-        staged = self._staging.put(what[NUMBER], found)
+        staged = self._staging.put(number, found)
+        # In one tensor, which is one message.
+        sent = tf.stack([tf.cast(each, tf.float64) for each in (worker, loss)])
         with tf.control_dependencies(staged), tf.device(HUB):
-            return self._announced.put(tf.stack(what), loss)
+            worker, loss = tf.unstack(tf.identity(sent))
+            what = tf.stack([step, number, tf.cast(worker, tf.int64)])
+            return self._announced.put(what, tf.cast(loss, tf.float32))
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""
-        (token,) = tokens.take()
-        while token < tf.maximum(step + 1, self._opened(token)):
+        with tf.device(HUB):
             (token,) = tokens.take()
-        return token
+            while token < tf.maximum(step + 1, self._opened(token)):
+                (token,) = tokens.take()
+            return token
 
     def _opened(self, after: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([after]):

@@ -163,11 +163,17 @@ def assignments_of(settings: Settings) -> list[str]:
 def _checked(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
     """Return the first `count` that are allowed and have a configuration of their own."""
     found: dict[str, Settings] = {}
+    tried: set[tuple[str, ...]] = set()
     for settings in every:
+        assignments = tuple(assignments_of(settings))
+        # A check takes milliseconds, and a small space is drawn a hundred times over.
+        if assignments in tried:
+            continue
+        tried.add(assignments)
         try:
             config = config_of(base, settings)
         except ConfigError as error:
-            what = ", ".join(assignments_of(settings))
+            what = ", ".join(assignments)
             raise ConfigError(f"the trial {what}: {error}") from None
         found.setdefault(config.model_dump_json(), settings)
         if len(found) == count:

@@ -31,7 +31,7 @@ from trainer.evaluation import evaluate
 from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
 from trainer.models.freezing import freeze
-from trainer.strategies import placement
+from trainer.strategies import placement, row_cache
 from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
@@ -72,6 +72,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
     require_updates(config, model)
+    row_cache.require(config, model)
     if config.training.jit_compile:
         registry.require_compilable(model)
         _require_known_lengths(model)

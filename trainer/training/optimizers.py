@@ -22,6 +22,7 @@ from trainer import user_code
 from trainer.config.optimizer import OF_MODEL, CosineArgs, ExponentialArgs, PiecewiseArgs
 from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError, nearest
+from trainer.strategies.batch_rows import RowsOnce
 
 # Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
@@ -137,7 +138,7 @@ def _by_name(training: TrainingConfig) -> keras.optimizers.Optimizer:
 
 def each_row_once(gradient: Any) -> Any:
     """Sum the parts of each row in a gradient of looked up rows; return others unchanged."""
-    if not isinstance(gradient, tf.IndexedSlices):
+    if not isinstance(gradient, tf.IndexedSlices) or isinstance(gradient, RowsOnce):
         return gradient
     rows, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))

@@ -73,10 +73,10 @@ def test_a_worker_that_ends_with_0_during_training_fails_the_job(kube, tmp_path)
 def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
     attempt = watching_attempt(kube)
     worker = kube.run_all()["worker-0"]
-    kube.wait_followed("worker-0", times=1)
+    kube.wait_followed("worker-0")
     pods.evicted(kube.store, worker, "The node was low on resource: memory")
     pods.running(kube.store, kube.pod("worker-0", but=worker["metadata"]["uid"]))
-    kube.wait_followed("worker-0", times=2)
+    kube.wait_followed("worker-0")
     kube.finish("chief-0", 0)
     attempt.succeed()
     kube.wait_until_deleted()
@@ -90,10 +90,10 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
     tasks = kube.run_all()
     kube.finish("ps-0", 137, reason="Error")
     pods.running(kube.store, kube.pod("ps-0", but=tasks["ps-0"]["metadata"]["uid"]))
-    kube.wait_followed("chief-0", times=1)
+    kube.wait_followed("chief-0")
     kube.finish("chief-0", 138)
     pods.running(kube.store, kube.pod("chief-0", but=tasks["chief-0"]["metadata"]["uid"]))
-    kube.wait_followed("chief-0", times=2)
+    kube.wait_followed("chief-0")
     kube.finish("chief-0", 0)
     attempt.succeed()
     assert [(e.task, e.restarts) for e in run_events(Restart)] == [
@@ -106,10 +106,10 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
 def test_a_chief_out_of_memory_is_reported_past_the_limit_of_restarts(kube):
     attempt = watching_attempt(kube, max_restarts=1)
     first = kube.run_all()["chief-0"]["metadata"]["uid"]
-    kube.wait_followed("chief-0", times=1)
+    kube.wait_followed("chief-0")
     kube.finish("chief-0", 137, reason="OOMKilled")
     pods.running(kube.store, kube.pod("chief-0", but=first))
-    kube.wait_followed("chief-0", times=2)
+    kube.wait_followed("chief-0")
     kube.write_log("chief-0", "allocating", "more")
     name = kube.pod("chief-0")["metadata"]["name"]
     kube.event(name, "Killing", "memory")

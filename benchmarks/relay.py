@@ -1,4 +1,4 @@
-"""Counts what tasks send each other: `python -m tests.cluster.relay PORT...`.
+"""Counts what tasks send each other: `python -m benchmarks.relay PORT...`.
 
 Prints a line of JSON: `addresses`, one for each port, from which all is passed on to the port and
 back, and `counter`, an address at which the bytes that were passed on so far can be read.
@@ -23,6 +23,7 @@ class Relay:
     """Forwards the bytes of both directions, and counts them."""
 
     def __init__(self) -> None:
+        """Begin at zero."""
         self.bytes = 0
         self._lock = threading.Lock()
 
