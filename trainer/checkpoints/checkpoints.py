@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,11 +146,16 @@ class Checkpoints:
         """Have servers write their own variables, where they hold `least` bytes or more."""
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
 
-    def begin_anew(self) -> None:
-        """Give up what waits to be published, and what has failed behind training."""
+    def without_lost(self) -> None:
+        """Publish what servers wrote that needs none that is gone; give up the rest of it."""
+        if not self.parts:
+            return
+        for ended in (self.parts.settle, self.uploads.flush):
+            with suppress(UserError):
+                ended()
+        # What has failed would end the next save.
         self.uploads = UploadQueue()
-        if self.parts:
-            self.by_parts(self.parts.servers, self.parts.least)
+        self.by_parts(self.parts.servers, self.parts.least)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.checkpoints.checkpoints import Checkpoints, restore
+from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, restore
 from trainer.checkpoints.contents import RECOVERED
 from trainer.checkpoints.part_saver import size_of
 from trainer.checkpoints.servers import Variables, operating_on, server_of
@@ -84,10 +84,10 @@ def save(  # noqa: PLR0913
     fields: Mapping[str, Any],
     read_step: int,
 ) -> Joined:
-    """Publish a checkpoint of what is left, at the global step that training has reached.
+    """Save a checkpoint of what is left, at the global step that training has reached.
 
     Args:
-        checkpoints: those of the run. What waits to be published there is given up.
+        checkpoints: those of the run. What servers that are gone had to publish is given up.
         variables: all of a checkpoint, by path.
         lost: the numbers of the servers that are gone; others hold some of the variables.
         io_device: see `Checkpoints.save`.
@@ -100,17 +100,10 @@ def save(  # noqa: PLR0913
     """
     by_parts = bool(checkpoints.parts and checkpoints.parts.takes(variables))
     if by_parts:
-        # One that is written needs no server that is gone, and is newer than those before.
-        with suppress(UserError):
-            checkpoints.flush()
-    checkpoints.begin_anew()
-    found = checkpoints.newest()
-    if not found:
-        raise NothingSavedError("no checkpoint is published yet")
+        checkpoints.without_lost()
     gone = {path: each for path, each in variables.items() if server_of(each) in lost}
     step = read_step if STEP in gone else int(variables[STEP].numpy())
-    if step <= found.global_step:
-        raise NothingSavedError("no step is known since the newest checkpoint")
+    found = _before(checkpoints, step)
     stand_ins = _stand_ins(variables, lost, io_device, by_parts=by_parts)
     restore(found, stand_ins, io_device=io_device, servers=checkpoints.servers)
     if STEP in stand_ins:
@@ -119,12 +112,21 @@ def save(  # noqa: PLR0913
         f"ps-{server}": {STEP: found.global_step, "variables": sorted(paths)}
         for server, paths in sorted(held_by(gone).items())
     }
-    uri = checkpoints.save(
-        {**variables, **stand_ins}, io_device=io_device, fields={**fields, RECOVERED: older}
-    )
+    everything = {**variables, **stand_ins}
+    uri = checkpoints.save(everything, io_device=io_device, fields={**fields, RECOVERED: older})
     if by_parts:
         checkpoints.flush()
     return Joined(uri=uri, global_step=step, back_to=found.global_step)
+
+
+def _before(checkpoints: Checkpoints, step: int) -> RestoredCheckpoint:
+    """Return the newest checkpoint, which has to be of an earlier global step."""
+    found = checkpoints.newest()
+    if not found:
+        raise NothingSavedError("no checkpoint is published yet")
+    if step <= found.global_step:
+        raise NothingSavedError("no step is known since the newest checkpoint")
+    return found
 
 
 def _stand_ins(

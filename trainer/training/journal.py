@@ -33,8 +33,7 @@ class Journal:
         """Read the rows up to global step `start`."""
         self._config = config
         self._steps = config.training.steps
-        #: What the manifest of each checkpoint says.
-        self.fields: dict[str, Any] = {
+        self._fields: dict[str, Any] = {
             "strategy": config.training.strategy,
             "config_hash": config.digest(),
             "optimizer": config.training.optimizer.name,
@@ -62,7 +61,7 @@ class Journal:
 
     def begin(self, start: int, begun: Mapping[str, str]) -> None:
         """Emit that an attempt begins; `begun` tells of the weights that the run began with."""
-        self.fields |= begun
+        self._fields |= begun
         resumed = start > 0
         events.emit(events.AttemptBegin(global_step=start, steps=self._steps, resumed=resumed))
         self._board.add_configuration(self._config)
@@ -92,6 +91,11 @@ class Journal:
             self._board.add(row)
         self._newest = row
 
+    def fields(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says, with the metrics of the newest row."""
+        metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
+        return {**self._fields, "metrics": metrics}
+
     def save(
         self,
         variables: Mapping[str, tf.Variable],
@@ -102,10 +106,8 @@ class Journal:
 
         `visited` is the position in the examples, where one is kept.
         """
-        last = self._newest
-        metrics = {name: value for name, value in last.items() if name != "global_step"}
         position = {INPUT_POSITION: dict(visited)} if visited else {}
-        fields = {**self.fields, "metrics": metrics, **position}
+        fields = {**self.fields(), **position}
         return self._checkpoints.save(variables, io_device=io_device, fields=fields)
 
 

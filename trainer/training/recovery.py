@@ -9,9 +9,10 @@ not wanted, not possible, or takes too long, all variables go back as they did: 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
@@ -25,6 +26,8 @@ from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.errors import ClusterLostError, UserError
 from trainer.strategies.strategy import Strategy
+
+log = logging.getLogger(__name__)
 
 # A server that has not answered for so long is taken as lost.
 ANSWER_SECONDS = 10.0
@@ -54,19 +57,23 @@ def of_lost_servers(
     config: Config,
     strategy: Strategy,
     checkpoints: Checkpoints,
-    fields: Mapping[str, Any],
+    fields: Callable[[], Mapping[str, Any]],
     is_whole: Callable[[], bool],
 ) -> Iterator[None]:
     """Keep what is left where the block ends as parameter servers are lost; its error is raised.
 
-    `fields` are those of the manifest of a checkpoint, and `is_whole` says whether the variables
-    have values that training may begin with.
+    `fields` returns those of the manifest of a checkpoint, and `is_whole` says whether the
+    variables have values that training may begin with.
     """
     try:
         yield
     except (tf.errors.OpError, ClusterLostError) as error:
         if is_lost(error) and strategy.publishes:
-            _Recovery(config, strategy, checkpoints, fields).run(is_whole())
+            # A checkpoint is published that the next attempt begins from, whatever fails here.
+            try:
+                _Recovery(config, strategy, checkpoints, fields).run(is_whole())
+            except Exception as failure:
+                log.warning("nothing is known of the servers: %s", _line(failure))
         raise
 
 
@@ -76,7 +83,7 @@ class _Recovery:
         config: Config,
         strategy: Strategy,
         checkpoints: Checkpoints,
-        fields: Mapping[str, Any],
+        fields: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._config, self._strategy = config, strategy
         self._checkpoints, self._fields = checkpoints, fields
@@ -84,22 +91,20 @@ class _Recovery:
         self._held = joined.held_by(self._variables)
 
     def run(self, is_whole: bool) -> None:
-        """Keep what is left, and emit what goes back; no error is raised."""
+        """Keep what is left, and emit what goes back."""
         lost = joined.lost_of(self._held, ANSWER_SECONDS)
         if not lost:
             # It was a worker, or training stands still for another reason.
             return
-        reason = self._reason(lost, is_whole)
-        done: list[Joined] = []
+        # A read of the counter could fail now, or wait without end.
+        reached, newest = self._strategy.read_step, self._newest()
+        reason, done = self._reason(lost, is_whole, reached, newest), None
         if not reason:
             try:
-                done.append(self._within_limit(lambda: self._partial(lost)))
-            # Training has a checkpoint to begin from, whatever fails here.
+                done = self._within_limit(lambda: self._partial(lost))
             except Exception as error:
                 reason = _line(error)
-        step, back_to = (
-            (done[0].global_step, done[0].back_to) if done else (self._step(lost), self._newest())
-        )
+        step, back_to = (done.global_step, done.back_to) if done else (reached, newest)
         events.emit(
             events.ServersLost(
                 servers=tuple(f"ps-{number}" for number in sorted(lost)),
@@ -110,29 +115,40 @@ class _Recovery:
             )
         )
 
-    def _reason(self, lost: set[int], is_whole: bool) -> str:
+    def _reason(self, lost: set[int], is_whole: bool, reached: int, newest: int) -> str:
         """Return why the recovery cannot be partial, or an empty text."""
         wanted = self._config.cluster.recovery
-        if wanted == "full":
-            return "cluster.recovery is full"
-        if wanted == "auto" and not self._strategy.mixes_steps:
-            return "cluster.recovery is auto, and training is synchronous"
-        if self._config.data.partition == DYNAMIC:
-            return "data.partition is dynamic: no example may count twice"
-        if not is_whole:
-            return "averages were in the place of weights, for a validation"
-        if lost == set(self._held):
-            return "no other server has variables"
-        return ""
+        is_auto = wanted == "auto"
+        left = self._config.training.steps - reached
+        reasons = {
+            "cluster.recovery is full": wanted == "full",
+            "cluster.recovery is auto, and training is synchronous": is_auto
+            and not self._strategy.mixes_steps,
+            "data.partition is dynamic: no example may count twice": self._config.data.partition
+            == DYNAMIC,
+            "averages were in the place of weights, for a validation": not is_whole,
+            "no other server has variables": lost == set(self._held),
+            # What the lost server held would end with fewer updates than it had.
+            "cluster.recovery is auto, and fewer steps are left than its values go back": is_auto
+            and left < reached - newest,
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def _partial(self, lost: set[int]) -> Joined:
         self._strategy.halt()
+        fields = self._fields()
+        # A validation was of other values.
+        metrics = {
+            name: each
+            for name, each in fields["metrics"].items()
+            if not name.startswith("validation_")
+        }
         return joined.save(
             self._checkpoints,
             self._variables,
             lost,
             io_device=self._strategy.io_device,
-            fields=self._fields,
+            fields={**fields, "metrics": metrics},
             read_step=self._strategy.read_step,
         )
 
@@ -144,6 +160,10 @@ class _Recovery:
                 done.append(work())
             except BaseException as error:
                 done.append(error)
+                return
+            # It is valid on this machine, which may go with the task.
+            with suppress(UserError):
+                self._checkpoints.flush()
 
         thread = threading.Thread(target=run, name="recovery", daemon=True)
         thread.start()
@@ -155,12 +175,6 @@ class _Recovery:
         if isinstance(found, BaseException):
             raise found
         return found
-
-    def _step(self, lost: set[int]) -> int:
-        """Return the global step that training has reached, as far as it can be known."""
-        if any(joined.STEP in self._held[server] for server in lost):
-            return self._strategy.read_step
-        return int(self._variables[joined.STEP].numpy())
 
     def _newest(self) -> int:
         """Return the global step of the newest checkpoint; -1 where the store does not answer."""
