@@ -106,8 +106,11 @@ def save(  # noqa: PLR0913
     found = _before(checkpoints, step)
     stand_ins = _stand_ins(variables, lost, io_device, by_parts=by_parts)
     restore(found, stand_ins, io_device=io_device, servers=checkpoints.servers)
-    if STEP in stand_ins:
-        stand_ins[STEP].assign(step)
+    # An update of a worker that ends late must not count.
+    stand_ins[STEP] = _like(
+        variables[STEP], min({*held_by(variables)} - lost) if by_parts else None, io_device
+    )
+    stand_ins[STEP].assign(step)
     older = {
         f"ps-{server}": {STEP: found.global_step, "variables": sorted(paths)}
         for server, paths in sorted(held_by(gone).items())

@@ -37,11 +37,13 @@ _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
 def _lost(event: ServersLost) -> str:
     gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
-    to = f"to {event.back_to}" if event.back_to >= 0 else "to the newest checkpoint"
-    back = f"{event.global_step - event.back_to} steps back, " if event.back_to >= 0 else ""
+    back = "to the newest checkpoint"
+    if event.back_to >= 0:
+        back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
     if event.recovery == "partial":
-        return f"{gone}: partial recovery: its variables alone go {back}{to}; the others stay"
-    return f"{gone}: full recovery: all variables go {back}{to} ({event.reason})"
+        whose = "their" if len(event.servers) > 1 else "its"
+        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"
+    return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
