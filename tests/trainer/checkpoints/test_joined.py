@@ -29,20 +29,25 @@ __all__ = ["two_servers"]
 ON_SECOND = {"model/dense/kernel", "optimizer/m"}
 
 
-@pytest.fixture(params=[False, True], ids=["chief", "parts"])
-def writers(request, two_servers, monkeypatch):
-    """Return the servers where they write what they hold, None where the chief does."""
-    monkeypatch.setattr(joined, "server_of", number)
-    monkeypatch.setattr(joined, "server_device", lambda _: "/CPU:0")
+@pytest.fixture
+def by_name(two_servers, monkeypatch):
+    """Return servers that are told apart by the names of their variables."""
     made = joined._like
 
     def like(variable, server, io_device):
         stand_in = made(variable, server, io_device)
-        # The servers of this test are told apart by names.
         return tf.Variable(stand_in, trainable=False, name=f"on-{server or 0}")
 
+    monkeypatch.setattr(joined, "server_of", number)
+    monkeypatch.setattr(joined, "server_device", lambda _: "/CPU:0")
     monkeypatch.setattr(joined, "_like", like)
-    return two_servers if request.param else None
+    return two_servers
+
+
+@pytest.fixture(params=[False, True], ids=["chief", "parts"])
+def writers(request, by_name):
+    """Return the servers where they write what they hold, None where the chief does."""
+    return by_name if request.param else None
 
 
 def save(made, held, lost, *, read_step=25):
@@ -119,14 +124,11 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path, writers):
     assert storage.names(made.uri) == ["step-00000010"]
 
 
-def test_a_save_that_the_lost_server_failed_is_given_up(tmp_path, two_servers, monkeypatch):
-    monkeypatch.setattr(joined, "server_of", number)
-    made = saved(tmp_path, two_servers, variables(10, 1.0))
+def test_a_save_that_the_lost_server_failed_is_given_up(tmp_path, by_name):
+    made = saved(tmp_path, by_name, variables(10, 1.0))
     made.parts._failure = ClusterLostError("ps-1 is gone")
     # It is not the step that it seems to have saved.
     made.last = made.uri_of(variables(30))
-    monkeypatch.setattr(joined, "_stand_ins", lambda *_, **__: kept)
-    kept = {path: each for path, each in variables(0, 0.0).items() if path in ON_SECOND}
     done = save(made, variables(30, 3.0), {1})
     assert storage.names(made.uri) == ["step-00000010", "step-00000030"]
     assert storage.verify(done.uri).fields[RECOVERED]["ps-1"]["global_step"] == 10
