@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,7 +11,7 @@ import tensorflow as tf
 from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.contents import RECOVERED, of_field
-from trainer.events import AttemptBegin, ServersLost
+from trainer.events import AttemptBegin, Saved, ServersLost
 
 pytestmark = pytest.mark.cluster
 
@@ -74,3 +76,41 @@ def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, 
             assert went_back is (path in older["variables"]), path
     assert run.newest() == STEPS
     assert RECOVERED not in fields(run.checkpoints, STEPS)
+
+
+@pytest.mark.long
+def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_path):
+    with launched(settings(parameter_servers=3), dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 100)
+        lost = [run.task(name) for name in ("ps-0", "ps-2")]
+        for task in lost:
+            task.send_signal(signal.SIGKILL)
+        event = run.wait_for(lambda each: isinstance(each, ServersLost))
+        code, said = run.end()
+    assert code == 0, said
+    assert (event.servers, event.recovery) == (("ps-0", "ps-2"), "partial")
+    older = fields(run.checkpoints, event.global_step)[RECOVERED]
+    assert sorted(older) == ["ps-0", "ps-2"]
+    now, before = (values(run.checkpoints, at) for at in (event.global_step, event.back_to))
+    stayed = {path for path in now if not np.array_equal(now[path], before[path])}
+    gone = {path for each in older.values() for path in each["variables"]}
+    assert stayed - {"global_step"} == now.keys() - gone - {"global_step"}
+    assert stayed > {"global_step"}
+    assert run.newest() == STEPS
+
+
+@pytest.mark.long
+def test_a_chief_that_is_killed_in_a_recovery_begins_from_what_is_whole(dataset, tmp_path):
+    by_parts = {"checkpoint_parts_mb": 0}
+    with launched(settings(training=by_parts), dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 100)
+        run.kill("ps-1")
+        # Of parts this comes before they are written.
+        saved = run.wait_for(lambda each: isinstance(each, Saved) and each.global_step % EVERY)
+        run.kill("chief-0")
+        code, said = run.end()
+    assert code == 0, said
+    before = saved.global_step // EVERY * EVERY
+    begun = [each.global_step for each in run.events(AttemptBegin)]
+    assert begun[1] in {before, saved.global_step}
+    assert run.newest() == STEPS
