@@ -40,7 +40,12 @@ class Report:
         return {each["name"]: each["state"] for each in self.answer["checks"]}
 
     def failed(self) -> list[str]:
-        return [name for name, state in self.states().items() if state == "fail"]
+        return list(self.reasons())
+
+    def reasons(self) -> dict[str, str]:
+        """Return the messages of the checks that failed, by the names of the checks."""
+        checks = self.answer["checks"]
+        return {each["name"]: each["message"] for each in checks if each["state"] == "fail"}
 
 
 Doctor = Callable[..., Report]

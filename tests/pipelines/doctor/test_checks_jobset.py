@@ -74,7 +74,7 @@ def deployment(kube):
 @pytest.mark.usefixtures("kube")
 def test_where_nothing_is_wrong_nothing_fails(of_job):
     report = of_job("cluster.evaluator=true")
-    assert (report.code, report.answer["status"], report.failed()) == (0, "done", [])
+    assert (report.code, report.answer["status"], report.reasons()) == (0, "done", {})
     states = report.states()
     assert {states[name] for name in [*OF_THE_CLUSTER, "Kubernetes API", "image"]} == {"ok"}
     assert report["JobSet CRD"]["message"] == "jobsets.jobset.x-k8s.io/v1alpha2 is served"
