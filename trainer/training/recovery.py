@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # A server that has not answered for so long is taken as lost.
 ANSWER_SECONDS = 10.0
+# Asynchronous workers are not waited for any longer: they find no more turns, if they still run.
+HALT_SECONDS = 20.0
 # Longer than a checkpoint of a large model takes, and shorter than most steps that are repeated.
 LIMIT_SECONDS = 120.0
 # What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
@@ -135,7 +137,10 @@ class _Recovery:
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def _partial(self, lost: set[int]) -> Joined:
-        self._strategy.halt()
+        # TensorFlow waits for a worker that looks lost until all servers are there again.
+        halted = threading.Thread(target=self._strategy.halt, name="halt", daemon=True)
+        halted.start()
+        halted.join(HALT_SECONDS if self._strategy.mixes_steps else None)
         fields = self._fields()
         # A validation was of other values.
         metrics = {

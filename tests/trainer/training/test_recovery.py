@@ -131,10 +131,19 @@ def test_what_fails_leaves_a_full_recovery(lose, error, reason):
     assert why.endswith(reason)
 
 
+def test_workers_that_do_not_end_are_not_waited_for(lose, monkeypatch):
+    monkeypatch.setattr(recovery, "HALT_SECONDS", 0.0)
+    again = threading.Event()
+    assert said(lose.lose(halt=again.wait))[0] == "partial"
+    again.set()
+
+
 def test_what_takes_too_long_is_given_up_and_publishes_nothing(lose, monkeypatch):
     monkeypatch.setattr(recovery, "LIMIT_SECONDS", 0.0)
     again = threading.Event()
-    assert said(lose.lose(halt=again.wait))[::3] == ("full", "it was not done after 0 s")
+    asked = {"cluster": {"recovery": "partial"}}
+    heard = lose.lose(asked, mixes=False, halt=again.wait)
+    assert said(heard)[::3] == ("full", "it was not done after 0 s")
     with pytest.raises(UserError, match="too late"):
         lose.checkpoints.lease.check()
     again.set()
