@@ -13,7 +13,7 @@ from trainer import storage
 from trainer.checkpoints.contents import RECOVERED, of_field
 from trainer.events import AttemptBegin, Saved, ServersLost
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 EVERY, STEPS = 400, 1600
 
@@ -41,15 +41,8 @@ def fields(checkpoints, step):
     return storage.read_manifest(storage.join(checkpoints, f"step-{step:08d}")).fields
 
 
-@pytest.mark.parametrize(
-    ("lost", "parts_mb"),
-    [
-        pytest.param("ps-1", 64, marks=pytest.mark.slow),
-        pytest.param("ps-1", 0, marks=pytest.mark.long),
-        pytest.param("ps-0", 64, marks=pytest.mark.long),
-        pytest.param("ps-0", 0, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+@pytest.mark.parametrize("parts_mb", [64, 0])
 def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, parts_mb):
     config = settings(training={"checkpoint_parts_mb": parts_mb})
     with launched(config, dataset, tmp_path) as run:
@@ -78,7 +71,6 @@ def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, 
     assert RECOVERED not in fields(run.checkpoints, STEPS)
 
 
-@pytest.mark.long
 def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_path):
     with launched(settings(parameter_servers=3), dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 100)
@@ -99,7 +91,6 @@ def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_pat
     assert run.newest() == STEPS
 
 
-@pytest.mark.long
 def test_a_chief_that_is_killed_in_a_recovery_begins_from_what_is_whole(dataset, tmp_path):
     by_parts = {"checkpoint_parts_mb": 0}
     with launched(settings(training=by_parts), dataset, tmp_path) as run:
