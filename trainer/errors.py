@@ -80,3 +80,13 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the nearest allowed word, or an empty text."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def diverged(what: str, step: int, last: str, *, at_once: bool = False) -> str:
+    """Return the error message of training that has diverged, `at_once` from its first steps on."""
+    zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
+    last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
+    return (
+        f"training diverged: {what} at global step {step}; {zero}lower "
+        f"training.optimizer.learning_rate or clip the gradient ({last_one})"
+    )

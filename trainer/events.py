@@ -28,6 +28,7 @@ from typing import Any, dataclass_transform
 
 from trainer.json_records import from_tree, parse_mapping, tree_of
 from trainer.masking import masked
+from trainer.step_result import StepResult
 
 VARIABLE = "FLOTILLA_EVENTS"
 MARK = '{"event": '
@@ -79,31 +80,6 @@ class StepBegin(Event):
 
     step: str
     inputs: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """How a pipeline step ended.
-
-    Attributes:
-        step: its name.
-        status: `done`, `failed` or `interrupted`.
-        exit_code: see `trainer.errors`.
-        error: one line, empty where there is none.
-        traceback: of an error in the user's code, else empty.
-        seconds, metrics: of this try; key values for the closing table.
-        uri, output: of what the step has published, its URI and its kind, or empty.
-    """
-
-    step: str
-    status: str
-    exit_code: int = 0
-    error: str = ""
-    traceback: str = ""
-    seconds: float = 0.0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    uri: str = ""
-    output: str = ""
 
 
 class StepEnd(Event, StepResult):
@@ -177,6 +153,24 @@ class Restart(Event):
     cause: str
     restarts: int
     code: int = 0  # In the log of a pod: 128 and its number for a signal.
+
+
+class ServersLost(Event):
+    """Parameter servers are gone: what of the model goes back to an earlier global step.
+
+    Attributes:
+        servers: their names, such as `ps-1`.
+        recovery: `partial`: their values alone go back; `full`: those of all servers do.
+        global_step: that training had reached, as far as the chief knows.
+        back_to: the global step of the values that go back; -1 where it is not known.
+        reason: why the recovery is full, else empty.
+    """
+
+    servers: tuple[str, ...]
+    recovery: str
+    global_step: int
+    back_to: int
+    reason: str = ""
 
 
 class Suspension(Event):

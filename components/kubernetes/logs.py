@@ -35,6 +35,7 @@ _TRAINING_EVENTS = (
     events.Progress,
     events.CheckpointPublished,
     events.CheckpointPassedOver,
+    events.ServersLost,
     events.Validation,
     events.UserCodeFailed,
 )

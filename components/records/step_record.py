@@ -29,10 +29,10 @@ from trainer.events import (
     Restart,
     RunBegin,
     RunEnd,
+    ServersLost,
     Stalled,
     StepBegin,
     StepEnd,
-    StepResult,
     Suspension,
     TaskFailed,
     now,
@@ -40,12 +40,21 @@ from trainer.events import (
 )
 from trainer.json_records import from_tree, parse
 from trainer.masking import masked
+from trainer.step_result import StepResult
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
 # What the report lists of a step beside its end.
-INCIDENTS = (Restart, Suspension, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
+INCIDENTS = (
+    Restart,
+    ServersLost,
+    Suspension,
+    Stalled,
+    TaskFailed,
+    EvaluatorLeft,
+    CheckpointPassedOver,
+)
 # All that the records and the outcome of a run are made from.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 # For so long a store may fail before a step continues without its record. A step that is asked to

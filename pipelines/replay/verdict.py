@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from components.table import TRAIN
-from trainer.events import StepResult
+from trainer.step_result import StepResult
 
 #: By so much, relative to the value, figures of the same computation may differ: other processors
 #: and other numbers of threads add in another order.

@@ -27,7 +27,8 @@ def settings(steps: int, servers: int = 2, **training: object) -> dict[str, obje
     own = {"steps": steps, "checkpoint_every": 20, "validate_every": 0, "checkpoint_parts_mb": 0}
     return {
         "training": {**own, **training},
-        "cluster": {"parameter_servers": servers, "workers": 1},
+        # Otherwise the chief may save what is left.
+        "cluster": {"parameter_servers": servers, "workers": 1, "recovery": "full"},
     }
 
 

@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +24,20 @@ from trainer import events, storage
 from trainer.checkpoints import bases, differences
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
-from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
+from trainer.checkpoints.index import (
+    KIND,
+    index_of,
+    list_checkpoints,
+    outdated,
+    publish_anew,
+)
 from trainer.checkpoints.part_saver import UNWRITABLE, PartSaver, unwritable
 from trainer.checkpoints.rows import RowFile
 from trainer.checkpoints.servers import Layout, PartServers
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
 from trainer.statistics import statistics
 from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
@@ -135,6 +141,10 @@ class Checkpoints:
     def _is_shared(self, uri: str) -> bool:  # noqa: ARG002
         return True
 
+    def newest_step(self) -> int:
+        """Return the global step of the newest checkpoint, valid or not; -1 without one."""
+        return max((step for _, step in self._candidates()), default=-1)
+
     @property
     def servers(self) -> PartServers | None:
         """Return the servers that read what they hold themselves."""
@@ -150,6 +160,17 @@ class Checkpoints:
         """
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
         self.parts.share, self.parts.last_step = share, last_step
+
+    def without_lost(self) -> None:
+        """Publish what servers wrote that needs none that is gone; give up the rest of it."""
+        if not self.parts:
+            return
+        for ended in (self.parts.settle, self.uploads.flush):
+            with suppress(UserError):
+                ended()
+        # What has failed would end the next save.
+        self.uploads = UploadQueue()
+        self.by_parts(self.parts.servers, self.parts.least)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
@@ -213,8 +234,8 @@ class Checkpoints:
 
     def not_finite(self, path: str, step: int) -> UserError:
         """Return the error of a variable that is not finite; see `PartSaver`."""
-        found = self._candidates()
-        return UserError(diverged(f"{path} is not finite", step, found[-1][0] if found else ""))
+        last = next((uri for uri, _ in reversed(self._candidates())), "")
+        return UserError(diverged(f"{path} is not finite", step, last))
 
     def require(self) -> None:
         """Raise where the lease is known to be lost, or where a save by parts has failed."""
@@ -260,17 +281,18 @@ class Checkpoints:
         except ClusterLostError:
             raise
         except RunInterruptedError:
-            self._flush()
+            self.flush()
             raise
         except UserError:
             try:
-                self._flush()
+                self.flush()
             except UserError as error:
                 log.warning("%s", error)
             raise
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until all that was saved is published; raises `UserError`."""
         if self.parts:
             self.parts.settle()
         self.uploads.flush()
@@ -286,14 +308,6 @@ class Checkpoints:
     def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
         """Return the URI of the checkpoint of `variables`, by the global step among them."""
         return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
-
-
-def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-    """Publish a checkpoint, in place of one at the same step that could not be read."""
-    if storage.is_published(uri):
-        # A valid one would have been resumed.
-        storage.delete(uri)
-    storage.publish(folder, uri, kind=KIND, fields=fields)
 
 
 def restore(
@@ -426,19 +440,6 @@ def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | N
 
 def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:
     for path, variable in variables.items():
-        if not variable.dtype.is_floating:
-            continue
         with tf.device(variable.device):
-            finite = tf.reduce_all(tf.math.is_finite(variable))
-        if not bool(finite):
-            raise UserError(diverged(f"{path} is not finite", step, last))
-
-
-def diverged(what: str, step: int, last: str, *, at_once: bool = False) -> str:
-    """Return the error message of training that has diverged, `at_once` from its first steps on."""
-    zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
-    last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
-    return (
-        f"training diverged: {what} at global step {step}; {zero}lower "
-        f"training.optimizer.learning_rate or clip the gradient ({last_one})"
-    )
+            if variable.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(variable)):
+                raise UserError(diverged(f"{path} is not finite", step, last))

@@ -20,6 +20,9 @@ from trainer.errors import UserError
 from trainer.json_records import from_tree
 
 PREFIX = "variables"
+# The field of a manifest that says which variables are of an earlier global step than the others,
+# by the server that has lost them; see `trainer.checkpoints.joined`.
+RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
 # How TensorFlow escapes a path in the keys of a checkpoint.
 _ESCAPED = {"..": ".", ".S": "/"}

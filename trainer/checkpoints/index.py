@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer import events, storage
@@ -183,3 +184,11 @@ def _handed_on(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> Hand
         fields=fields,
         best=best_of(found),
     )
+
+
+def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+    """Publish a checkpoint, in place of one at the same step that could not be read."""
+    if storage.is_published(uri):
+        # A valid one would have been resumed.
+        storage.delete(uri)
+    storage.publish(folder, uri, kind=KIND, fields=fields)

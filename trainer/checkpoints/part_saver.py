@@ -160,8 +160,7 @@ class PartSaver:
         self._written.wait()
         self.require()
         servers = {path: server_of(each) or 0 for path, each in variables.items()}
-        # The first has what belongs to no variable.
-        parts = {server: part for part, server in enumerate(sorted({0, *servers.values()}))}
+        parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}
         stored = {
             path: StoredVariable(
                 dtype=each.dtype.name, shape=tuple(each.shape.as_list()), part=parts[servers[path]]
@@ -277,7 +276,8 @@ class PartSaver:
                 names += [f"{differences.ROWS}{key}", f"{differences.VALUES}{key}"]
                 with lost(server):
                     values += [rows, tf.gather(value, rows)]
-            if server == 0:
+            # The first has what belongs to no variable.
+            if save.parts[server] == 0:
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
             try:
                 tf.raw_ops.SaveV2(

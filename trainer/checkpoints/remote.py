@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, publish_anew
+from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
-from trainer.checkpoints.index import list_checkpoints
+from trainer.checkpoints.index import list_checkpoints, publish_anew
 from trainer.checkpoints.rows import RowFile, SegmentedRowFile
 from trainer.errors import UserError
 
@@ -95,9 +95,10 @@ class RemoteCheckpoints(Checkpoints):
         self.uploads.put("measured", self._read_measured)
         return self._measured
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until all that was saved is published, and the history; raises `UserError`."""
         self.uploads.put("history", self.history.upload)
-        super()._flush()
+        super().flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         there = list_checkpoints(self.uri)

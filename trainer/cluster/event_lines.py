@@ -21,6 +21,7 @@ from trainer.events import (
     OpenPorts,
     Progress,
     Restart,
+    ServersLost,
     Stalled,
     Suspension,
     UploadFailed,
@@ -32,6 +33,18 @@ from trainer.events import (
 LINE_SECONDS = 5.0
 # The speed of so many seconds counts; a new stretch counts at least for so much of it.
 _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
+
+
+def _lost(event: ServersLost) -> str:
+    gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
+    back = "to the newest checkpoint"
+    if event.back_to >= 0:
+        back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
+    if event.recovery == "partial":
+        whose = "their" if len(event.servers) > 1 else "its"
+        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"
+    return f"{gone}: full recovery: all variables go {back} ({event.reason})"
+
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
     AttemptBegin: lambda event: (
@@ -49,6 +62,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
     ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    ServersLost: _lost,
     Suspension: lambda event: (
         "the job is resumed, and its tasks start"
         if event.is_over

@@ -44,6 +44,11 @@ class ClusterConfig(Section):
     max_restarts: int = key(
         3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
     )
+    recovery: Literal["auto", "partial", "full"] = key(
+        "auto",
+        "what goes back when a parameter server dies: partial: what it held; full: all servers; "
+        "auto: partial where training is asynchronous",
+    )
     metrics_port: int = key(
         0, "port of Prometheus metrics, served by the leading task; 0: none", ge=0, lt=2**16
     )

@@ -27,7 +27,7 @@ _MARK_APART = 0.25
 _CALLED = {
     "restart": "restart", "attempt_begin": "resumed", "task_failed": "a task was lost",
     "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",
-    "checkpoint_passed_over": "checkpoint passed over",
+    "checkpoint_passed_over": "checkpoint passed over", "servers_lost": "a server was lost",
 }  # fmt: skip
 
 Facts = Mapping[str, Any]

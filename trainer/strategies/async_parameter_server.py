@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -90,6 +91,7 @@ class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
     spares_workers = True
+    mixes_steps = True
     #: Updates of a turn of the stretch that workers are at; 0 where they rest.
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
@@ -115,7 +117,7 @@ class AsyncParameterServer(Served):
         self._workers = self.cluster.count("worker")
         with tf.device(server_device(0)):
             self._turns = Turns(self._workers, self.applied)
-        self._seen = self._turns.look()
+        self._look()
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
         self._closures = {unit: make(update, unit) for unit in (1, TURN)}
@@ -131,7 +133,7 @@ class AsyncParameterServer(Served):
         if self.stream:
             return self._portions(steps)
         if not self._unit:
-            self._seen = self._turns.look()
+            self._look()
         if boundary - self._seen.applied <= steps:
             self._complete(boundary)
         else:
@@ -142,6 +144,16 @@ class AsyncParameterServer(Served):
         """End all workers after their turn, and return what came of it."""
         self._end()
         return self._report()
+
+    def halt(self) -> None:
+        """End all workers, as far as they answer; those of a lost server have ended."""
+        with suppress(tf.errors.OpError):
+            self._turns.extend(0)
+        super().halt()
+
+    def _look(self) -> None:
+        self._seen = self._turns.look()
+        self.read_step = self._seen.applied
 
     def _go_on(self, steps: int, boundary: int) -> None:
         """Deal turns for the next seconds, and wait until some are reported."""
@@ -154,7 +166,7 @@ class AsyncParameterServer(Served):
             time.sleep(AGAIN_SECONDS)
             if time.monotonic() < end:
                 continue
-            self._seen = self._turns.look()
+            self._look()
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
         # They were faster than expected, and have made all that was dealt.
@@ -177,7 +189,7 @@ class AsyncParameterServer(Served):
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
             # Who found no turn before there were more has ended.
-            self._seen = self._turns.look()
+            self._look()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
         # That of a dead worker waits for its return, or for another one that ends.
@@ -192,7 +204,7 @@ class AsyncParameterServer(Served):
     def _join(self) -> None:
         self.coordinator.join()
         self._unit = 0
-        self._seen = self._turns.look()
+        self._look()
 
     def _report(self) -> Report:
         """Return what was reported since the last time."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import keras
@@ -203,6 +204,12 @@ class Served(KerasStrategy):
         ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]
+
+    def halt(self) -> None:
+        """Wait until no worker runs anything; an error of the coordinator has cancelled it."""
+        # What the functions of the workers end with does not matter any more.
+        with suppress(Exception):
+            self.coordinator.join()
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums over all parts, one for each worker; that of a dead worker moves."""

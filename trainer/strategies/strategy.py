@@ -99,6 +99,10 @@ class Strategy(ABC):
     spares_workers: bool = False
     #: Whether a graph runs for the first time, in which it is traced, compiled and placed.
     warming: bool = False
+    #: Whether values of several global steps side by side are usual while training goes on.
+    mixes_steps: bool = False
+    #: The global step that was read last; -1 before.
+    read_step: int = -1
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
         """Describe the strategy; nothing is connected before `build`."""
@@ -211,6 +215,9 @@ class Strategy(ABC):
     def leave(self) -> None:  # noqa: B027
         """Leave the other tasks that run the outer loop, after the last checkpoint is published."""
 
+    def halt(self) -> None:  # noqa: B027
+        """End what workers do, for good, after a task was lost; may block where one is silent."""
+
     def close(self) -> None:  # noqa: B027
         """Disconnect from the cluster."""
 
@@ -253,7 +260,8 @@ class KerasStrategy(Strategy):
 
     def global_step(self) -> int:
         """Return the exact counter, from the device that holds it."""
-        return int(self.applied.numpy())
+        self.read_step = int(self.applied.numpy())
+        return self.read_step
 
     def variables(self) -> Mapping[str, tf.Variable]:
         """Return the variables; a read of one with copies reads the first in this process."""

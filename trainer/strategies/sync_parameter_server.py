@@ -95,6 +95,13 @@ class SyncParameterServer(Served):
         metrics = {**self.metrics(), "dropped_gradients": self._dropped}
         return Report(loss=float(loss) / steps, metrics=metrics)
 
+    def halt(self) -> None:
+        """End the loops of the workers, which wait for tokens."""
+        for queue in (self._announced, *self._tokens):
+            with suppress(tf.errors.OpError):
+                queue.close()
+        super().halt()
+
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
         gradient = self.gradient(problem)
 

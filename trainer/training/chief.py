@@ -53,18 +53,9 @@ from trainer.training.input import (
 )
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
+from trainer.training.recovery import is_lost
 from trainer.training.server import configure_gpus, serve_in_process
 from trainer.training.stall import StallWatch
-
-# What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
-_LOST = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.NotFoundError,
-)
 
 
 def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
@@ -186,14 +177,6 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
         raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error
     finally:
         strategy.close()
-
-
-def is_lost(error: tf.errors.OpError) -> bool:
-    """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
-    if isinstance(error, tf.errors.InternalError):
-        # A message that was damaged on its way, so that the server cannot parse it.
-        return "Unable to parse request" in str(error)
-    return isinstance(error, _LOST)
 
 
 def _build_model(

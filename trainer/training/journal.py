@@ -91,6 +91,11 @@ class Journal:
             self._board.add(row)
         self._newest = row
 
+    def fields(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says, with the metrics of the newest row."""
+        metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
+        return {**self._fields, "metrics": metrics}
+
     def save(
         self,
         variables: Mapping[str, tf.Variable],
@@ -101,10 +106,8 @@ class Journal:
 
         `visited` is the position in the examples, where one is kept.
         """
-        last = self._newest
-        metrics = {name: value for name, value in last.items() if name != "global_step"}
         position = {INPUT_POSITION: dict(visited)} if visited else {}
-        fields = {**self._fields, "metrics": metrics, **position}
+        fields = {**self.fields(), **position}
         return self._checkpoints.save(variables, io_device=io_device, fields=fields)
 
 

@@ -30,11 +30,12 @@ from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
 from trainer.strategies.strategy import Problem, Report, Strategy
 from trainer.strategies.updates.averaging import averaged, begin_averages
 from trainer.strategies.visits import Stream
 from trainer.tensorboard.profiler import profiler_of
+from trainer.training import recovery
 from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,10 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
     if not found:
         loop.save()
-    return loop.run()
+    with recovery.of_lost_servers(
+        config, strategy, checkpoints, journal.fields, lambda: not loop.has_exchanged
+    ):
+        return loop.run()
 
 
 def _stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
@@ -201,6 +205,8 @@ class _OuterLoop:
         self._pace = Pace(training=training)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
+        #: Whether averages are in the place of weights; it stays where a task is lost meanwhile.
+        self.has_exchanged = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
         self._stepped_at = time.monotonic()
@@ -325,8 +331,10 @@ class _OuterLoop:
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
             return {}
+        self.has_exchanged = self._training.ema > 0
         with averaged(self._strategy.variables()):
             metrics = self._hooks.validate(self._strategy)
+        self.has_exchanged = False
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)
@@ -339,7 +347,7 @@ class _OuterLoop:
 
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         last, at_once = self._journal.last_checkpoint, not self._journal.rows
-        raise UserError(checkpointing.diverged(what, step, last, at_once=at_once))
+        raise UserError(diverged(what, step, last, at_once=at_once))
 
 
 def _origin(found: RestoredCheckpoint | None) -> dict[str, str]:

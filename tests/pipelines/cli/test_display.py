@@ -32,6 +32,7 @@ from trainer.events import (
     Progress,
     Restart,
     RunBegin,
+    ServersLost,
     Stalled,
     TaskFailed,
     Validation,
@@ -193,6 +194,13 @@ def test_a_damaged_checkpoint_is_reported_on_one_line(lines_of):
     assert lines_of(CheckpointPassedOver(uri=uri, reason=reason)) == [
         f"passed over {uri}: {reason}"
     ]
+
+
+def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
+    (line,) = lines_of(
+        ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
+    )
+    assert line.startswith("ps-1 lost at global step 510: partial recovery")
 
 
 def test_an_event_that_is_of_no_interest_shows_nothing(lines_of):

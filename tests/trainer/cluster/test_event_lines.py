@@ -10,6 +10,7 @@ from trainer.events import (
     CheckpointPublished,
     Progress,
     Saved,
+    ServersLost,
     UploadFailed,
     Validation,
 )
@@ -53,6 +54,46 @@ def test_what_both_show_and_what_neither_does():
     resumed = AttemptBegin(global_step=9, steps=20, resumed=True)
     assert LogLines().take(resumed) == line_of(resumed) == "training resumes from global step 9"
     assert LogLines().take(Saved(uri="u", global_step=1, seconds=0.1)) == ""
+
+
+@pytest.mark.parametrize(
+    ("servers", "recovery", "back_to", "line"),
+    [
+        (
+            ("ps-1",),
+            "partial",
+            400,
+            "ps-1 lost at global step 510: partial recovery: its variables alone go 110 steps back "
+            "to 400; the others stay",
+        ),
+        (
+            ("ps-0", "ps-2"),
+            "partial",
+            400,
+            "ps-0, ps-2 lost at global step 510: partial recovery: their variables alone go 110 "
+            "steps back to 400; the others stay",
+        ),
+        (
+            ("ps-0",),
+            "full",
+            400,
+            "ps-0 lost at global step 510: full recovery: all variables go 110 steps back to 400 "
+            "(why)",
+        ),
+        (
+            ("ps-0",),
+            "full",
+            -1,
+            "ps-0 lost at global step 510: full recovery: all variables go to the newest "
+            "checkpoint (why)",
+        ),
+    ],
+)
+def test_it_is_said_what_goes_back_as_servers_are_lost(servers, recovery, back_to, line):
+    event = ServersLost(
+        servers=servers, recovery=recovery, global_step=510, back_to=back_to, reason="why"
+    )
+    assert LogLines().take(event) == line_of(event) == line
 
 
 class TestTimeLeft:

@@ -15,7 +15,8 @@ from trainer.cluster.lease import LeaseLostError, NoLease
 from trainer.config.load import parse_config
 from trainer.data.spec import KIND, SCHEMA, FeatureSpec
 from trainer.storage import Manifest
-from trainer.training.chief import hooks_of, is_lost
+from trainer.training.chief import hooks_of
+from trainer.training.recovery import is_lost
 from trainer.training.stall import StallWatch
 
 MANGLED = (

@@ -1,0 +1,163 @@
+"""Why a recovery is full, and what is said of it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import pytest
+import tensorflow as tf
+
+from trainer.checkpoints import joined
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.joined import Joined
+from trainer.cluster.lease import NoLease
+from trainer.config.load import parse_config
+from trainer.errors import ClusterLostError, UserError
+from trainer.events import ServersLost, heard_by
+from trainer.strategies.strategy import Strategy
+from trainer.training import recovery
+from trainer.training.recovery import of_lost_servers
+
+
+@pytest.fixture
+def lose(monkeypatch):
+    """Let servers be lost at step 500 of 1500 after a checkpoint at 400; return what is said."""
+    seen = SimpleNamespace(saved=[], checkpoints=None)
+
+    def save(*_, **options):
+        seen.saved.append(options)
+        return Joined(uri="file:///step-510", global_step=510, back_to=400)
+
+    def lost(  # noqa: PLR0913
+        tree=None, *, gone=(1,), mixes=True, whole=True, save=save, steps=(500, 400), halt=None
+    ):
+        read_step, newest = steps
+        strategy = create_autospec(Strategy, instance=True)
+        strategy.configure_mock(read_step=read_step, mixes_steps=mixes, publishes=True)
+        strategy.halt.side_effect = halt
+        seen.checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
+        seen.checkpoints.newest_step.side_effect = [newest]
+        monkeypatch.setattr(joined, "held_by", lambda _: {0: {}, 1: {}, 2: {}})
+        monkeypatch.setattr(joined, "lost_of", lambda *_: set(gone))
+        monkeypatch.setattr(joined, "save", save)
+        fields = {"metrics": {"loss": 0.5, "validation_loss": 0.25}}
+        heard = []
+        with (
+            heard_by(heard.append),
+            pytest.raises(tf.errors.UnavailableError, match="gone"),
+            of_lost_servers(
+                parse_config(tree or {}),
+                strategy,
+                seen.checkpoints,
+                lambda: fields,
+                lambda: whole,
+            ),
+        ):
+            raise tf.errors.UnavailableError(None, None, "it is gone")
+        return heard
+
+    seen.lose = lost
+    return seen
+
+
+def said(heard):
+    (event,) = heard
+    return event.recovery, event.global_step, event.back_to, event.reason
+
+
+def test_what_is_left_is_saved_and_that_is_said(lose):
+    (event,) = lose.lose()
+    assert event == ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
+    (options,) = lose.saved
+    assert options["read_step"] == 500
+    # A validation was of other values.
+    assert options["fields"] == {"metrics": {"loss": 0.5}}
+    lose.checkpoints.flush.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("tree", "mixes", "full"),
+    [
+        ({"recovery": "auto"}, True, ""),
+        ({"recovery": "auto"}, False, "training is synchronous"),
+        ({"recovery": "partial"}, False, ""),
+        ({"recovery": "full"}, True, "cluster.recovery is full"),
+    ],
+)
+def test_what_is_configured_and_the_strategy_decide(lose, tree, mixes, full):
+    (event,) = lose.lose({"cluster": tree}, mixes=mixes)
+    assert event.recovery == ("full" if full else "partial")
+    assert full in event.reason
+    assert bool(lose.saved) is not bool(full)
+
+
+def test_where_it_is_not_possible_all_go_back(lose):
+    full = ("full", 500, 400)
+    *found, reason = said(lose.lose({"data": {"partition": "dynamic"}}))
+    assert (tuple(found), "data.partition" in reason) == (full, True)
+    assert "averages" in said(lose.lose(whole=False))[3]
+    assert "no other server" in said(lose.lose(gone=(0, 1, 2)))[3]
+    assert not lose.saved
+
+
+def test_two_servers_at_once_are_both_named(lose):
+    (event,) = lose.lose(gone=(2, 0))
+    assert (event.servers, event.recovery) == (("ps-0", "ps-2"), "partial")
+
+
+def test_near_the_end_all_go_back_so_that_no_server_ends_behind(lose):
+    near = {"steps": (1000, 400)}
+    assert "fewer steps are left" in said(lose.lose(**near))[3]
+    assert said(lose.lose({"cluster": {"recovery": "partial"}}, **near))[0] == "partial"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("cannot write a checkpoint: no space left"), "no space left"),
+        (ClusterLostError("ps-0: gone as well"), "ps-0: gone as well"),
+        (tf.errors.UnavailableError(None, None, "a second one"), "UnavailableError: a second one"),
+        (RuntimeError("a bug\nwith lines"), "RuntimeError: a bug"),
+    ],
+)
+def test_what_fails_leaves_a_full_recovery(lose, error, reason):
+    def fails(*_, **__):
+        raise error
+
+    recovery_, step, back_to, why = said(lose.lose(save=fails))
+    assert (recovery_, step, back_to) == ("full", 500, 400)
+    assert why.endswith(reason)
+
+
+def test_workers_that_do_not_end_are_not_waited_for(lose, monkeypatch):
+    monkeypatch.setattr(recovery, "HALT_SECONDS", 0.0)
+    again = threading.Event()
+    assert said(lose.lose(halt=again.wait))[0] == "partial"
+    again.set()
+
+
+def test_what_takes_too_long_is_given_up_and_publishes_nothing(lose, monkeypatch):
+    monkeypatch.setattr(recovery, "LIMIT_SECONDS", 0.0)
+    again = threading.Event()
+    asked = {"cluster": {"recovery": "partial"}}
+    heard = lose.lose(asked, mixes=False, halt=again.wait)
+    assert said(heard)[::3] == ("full", "it was not done after 0 s")
+    with pytest.raises(UserError, match="too late"):
+        lose.checkpoints.lease.check()
+    again.set()
+
+
+def test_a_store_that_does_not_answer_is_no_other_error(lose):
+    recovery_, step, back_to, _ = said(lose.lose(steps=(500, UserError("the store"))))
+    assert (recovery_, step, back_to) == ("partial", 510, 400)
+
+
+def test_nothing_that_fails_hides_the_error_of_training(lose):
+    assert not lose.lose(steps=(500, RuntimeError("no listing")))
+
+
+def test_where_every_server_answers_nothing_is_said(lose):
+    assert not lose.lose(gone=())
+    assert not lose.saved

@@ -1,0 +1,153 @@
+"""A checkpoint of what is left when parameter servers die: of older values for them alone.
+
+The variables of servers that answer are saved as they are now. In place of the others are stand-ins
+with the values of the newest checkpoint: on the servers that are left where these write their own
+parts, on the chief otherwise. So a save is one as any other, and every reader reads it; the field
+`recovered` of its manifest says which variables are older, and of which global step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, restore
+from trainer.checkpoints.contents import RECOVERED
+from trainer.checkpoints.part_saver import size_of
+from trainer.checkpoints.servers import Variables, operating_on, server_of
+from trainer.errors import UserError
+from trainer.strategies.placement import server_device
+
+STEP = "global_step"
+
+
+class NothingSavedError(UserError):
+    """There is nothing to save that the newest checkpoint has not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A joined checkpoint: its own global step, and that of the values of the lost servers."""
+
+    uri: str
+    global_step: int
+    back_to: int
+
+
+def held_by(variables: Variables) -> dict[int, dict[str, tf.Variable]]:
+    """Return the variables of each parameter server that holds some."""
+    held: dict[int, dict[str, tf.Variable]] = {}
+    for path, each in variables.items():
+        if (server := server_of(each)) is not None:
+            held.setdefault(server, {})[path] = each
+    return held
+
+
+def lost_of(held: Mapping[int, Variables], seconds: float) -> set[int]:
+    """Return the servers whose variables cannot be read any more, or not within some seconds.
+
+    A server that was started again answers, and does not have them.
+    """
+    answers: set[int] = set()
+    threads = [
+        threading.Thread(target=partial(_read_one, *each, answers), name="lost", daemon=True)
+        for each in held.items()
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return set(held) - answers
+
+
+def _read_one(server: int, held: Variables, answers: set[int]) -> None:
+    smallest = min(held.values(), key=lambda each: each.shape.num_elements() or 0)
+    with suppress(tf.errors.OpError), operating_on(server):
+        smallest.read_value().numpy()
+        answers.add(server)
+
+
+def save(  # noqa: PLR0913
+    checkpoints: Checkpoints,
+    variables: Variables,
+    lost: set[int],
+    *,
+    io_device: str | None,
+    fields: Mapping[str, Any],
+    read_step: int,
+) -> Joined:
+    """Save a checkpoint of what is left, at the global step that training has reached.
+
+    Args:
+        checkpoints: those of the run. What servers that are gone had to publish is given up.
+        variables: all of a checkpoint, by path.
+        lost: the numbers of the servers that are gone; others hold some of the variables.
+        io_device: see `Checkpoints.save`.
+        fields: of the manifest.
+        read_step: the global step that was read last, for where its counter is lost.
+
+    Raises:
+        NothingSavedError: no step was made since the newest checkpoint, or none is known of.
+        UserError: there is no checkpoint that fits, or what is left cannot be saved.
+    """
+    by_parts = bool(checkpoints.parts and checkpoints.parts.takes(variables))
+    if by_parts:
+        checkpoints.without_lost()
+    gone = {path: each for path, each in variables.items() if server_of(each) in lost}
+    step = read_step if STEP in gone else int(variables[STEP].numpy())
+    found = _before(checkpoints, step)
+    stand_ins = _stand_ins(variables, lost, io_device, by_parts=by_parts)
+    restore(found, stand_ins, io_device=io_device, servers=checkpoints.servers)
+    # An update of a worker that ends late must not count.
+    stand_ins[STEP] = _like(
+        variables[STEP], min({*held_by(variables)} - lost) if by_parts else None, io_device
+    )
+    stand_ins[STEP].assign(step)
+    older = {
+        f"ps-{server}": {STEP: found.global_step, "variables": sorted(paths)}
+        for server, paths in sorted(held_by(gone).items())
+    }
+    everything = {**variables, **stand_ins}
+    uri = checkpoints.save(everything, io_device=io_device, fields={**fields, RECOVERED: older})
+    if by_parts:
+        checkpoints.flush()
+    return Joined(uri=uri, global_step=step, back_to=found.global_step)
+
+
+def _before(checkpoints: Checkpoints, step: int) -> RestoredCheckpoint:
+    """Return the newest checkpoint, which has to be of an earlier global step."""
+    found = checkpoints.newest()
+    if not found:
+        raise NothingSavedError("no checkpoint is published yet")
+    if step <= found.global_step:
+        raise NothingSavedError("no step is known since the newest checkpoint")
+    return found
+
+
+def _stand_ins(
+    variables: Variables, lost: set[int], io_device: str | None, *, by_parts: bool
+) -> dict[str, tf.Variable]:
+    """Return new variables for those of the lost servers, on the servers that hold least."""
+    held = held_by(variables)
+    gone = {path: each for server in lost for path, each in held.get(server, {}).items()}
+    load = {server: size_of(own) for server, own in held.items() if server not in lost}
+    made = {}
+    for path, each in sorted(gone.items(), key=lambda pair: -size_of(dict([pair]))):
+        server = min(load, key=lambda number: load[number]) if by_parts else None
+        if server is not None:
+            load[server] += size_of({path: each})
+        made[path] = _like(each, server, io_device)
+    return made
+
+
+def _like(variable: tf.Variable, server: int | None, io_device: str | None) -> tf.Variable:
+    with tf.device(io_device if server is None else server_device(server)):
+        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)

@@ -1,0 +1,205 @@
+"""What goes back when a parameter server dies: its own variables, or all of them.
+
+The chief that loses a server ends, and its next attempt begins from the newest checkpoint. Before
+it ends, it publishes one of what is left (`trainer.checkpoints.joined`), so that only the variables
+of the lost server go back: "partial recovery" (Maeng et al. 2020, "CPR: Understanding and Improving
+Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). Where that is
+not wanted, not possible, or takes too long, all variables go back as they did: full recovery.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import tensorflow as tf
+
+from trainer import events
+from trainer.checkpoints import joined
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.joined import Joined
+from trainer.cluster.lease import NoLease
+from trainer.config.data import DYNAMIC
+from trainer.config.schema import Config
+from trainer.errors import ClusterLostError, UserError
+from trainer.strategies.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+# A server that has not answered for so long is taken as lost.
+ANSWER_SECONDS = 10.0
+# Asynchronous workers are not waited for any longer: they find no more turns, if they still run.
+HALT_SECONDS = 20.0
+# Longer than a checkpoint of a large model takes, and shorter than most steps that are repeated.
+LIMIT_SECONDS = 120.0
+# What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
+_LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+)
+
+
+def is_lost(error: Exception) -> bool:
+    """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
+    if isinstance(error, tf.errors.InternalError):
+        # A message that was damaged on its way, so that the server cannot parse it.
+        return "Unable to parse request" in str(error)
+    return isinstance(error, (ClusterLostError, *_LOST))
+
+
+@contextmanager
+def of_lost_servers(
+    config: Config,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
+    fields: Callable[[], Mapping[str, Any]],
+    is_whole: Callable[[], bool],
+) -> Iterator[None]:
+    """Keep what is left where the block ends as parameter servers are lost; its error is raised.
+
+    `fields` returns those of the manifest of a checkpoint, and `is_whole` says whether the
+    variables have values that training may begin with.
+    """
+    try:
+        yield
+    except (tf.errors.OpError, ClusterLostError) as error:
+        if is_lost(error) and strategy.publishes:
+            # A checkpoint is published that the next attempt begins from, whatever fails here.
+            try:
+                _Recovery(config, strategy, checkpoints, fields).run(is_whole())
+            except Exception as failure:
+                log.warning("nothing is known of the servers: %s", _line(failure))
+        raise
+
+
+class _Recovery:
+    def __init__(
+        self,
+        config: Config,
+        strategy: Strategy,
+        checkpoints: Checkpoints,
+        fields: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._config, self._strategy = config, strategy
+        self._checkpoints, self._fields = checkpoints, fields
+        self._variables = strategy.variables()
+        self._held = joined.held_by(self._variables)
+
+    def run(self, is_whole: bool) -> None:
+        """Keep what is left, and emit what goes back."""
+        lost = joined.lost_of(self._held, ANSWER_SECONDS)
+        if not lost:
+            # It was a worker, or training stands still for another reason.
+            return
+        # A read of the counter could fail now, or wait without end.
+        reached, newest = self._strategy.read_step, self._newest()
+        reason, done = self._reason(lost, is_whole, reached, newest), None
+        if not reason:
+            try:
+                done = self._within_limit(lambda: self._partial(lost))
+            except Exception as error:
+                reason = _line(error)
+        step, back_to = (done.global_step, done.back_to) if done else (reached, newest)
+        events.emit(
+            events.ServersLost(
+                servers=tuple(f"ps-{number}" for number in sorted(lost)),
+                recovery="partial" if done else "full",
+                global_step=max(step, back_to),
+                back_to=back_to,
+                reason=reason,
+            )
+        )
+
+    def _reason(self, lost: set[int], is_whole: bool, reached: int, newest: int) -> str:
+        """Return why the recovery cannot be partial, or an empty text."""
+        wanted = self._config.cluster.recovery
+        is_auto = wanted == "auto"
+        left = self._config.training.steps - reached
+        reasons = {
+            "cluster.recovery is full": wanted == "full",
+            "cluster.recovery is auto, and training is synchronous": is_auto
+            and not self._strategy.mixes_steps,
+            "data.partition is dynamic: no example may count twice": self._config.data.partition
+            == DYNAMIC,
+            "averages were in the place of weights, for a validation": not is_whole,
+            "no other server has variables": lost == set(self._held),
+            # What the lost server held would end with fewer updates than it had.
+            "cluster.recovery is auto, and fewer steps are left than its values go back": is_auto
+            and left < reached - newest,
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+    def _partial(self, lost: set[int]) -> Joined:
+        # TensorFlow waits for a worker that looks lost until all servers are there again.
+        halted = threading.Thread(target=self._strategy.halt, name="halt", daemon=True)
+        halted.start()
+        halted.join(HALT_SECONDS if self._strategy.mixes_steps else None)
+        fields = self._fields()
+        # A validation was of other values.
+        metrics = {
+            name: each
+            for name, each in fields["metrics"].items()
+            if not name.startswith("validation_")
+        }
+        return joined.save(
+            self._checkpoints,
+            self._variables,
+            lost,
+            io_device=self._strategy.io_device,
+            fields={**fields, "metrics": metrics},
+            read_step=self._strategy.read_step,
+        )
+
+    def _within_limit(self, work: Callable[[], Joined]) -> Joined:
+        done: list[Joined | BaseException] = []
+
+        def run() -> None:
+            try:
+                done.append(work())
+            except BaseException as error:
+                done.append(error)
+                return
+            # It is valid on this machine, which may go with the task.
+            with suppress(UserError):
+                self._checkpoints.flush()
+
+        thread = threading.Thread(target=run, name="recovery", daemon=True)
+        thread.start()
+        thread.join(LIMIT_SECONDS)
+        if not done:
+            self._checkpoints.lease = _Abandoned()
+            raise UserError(f"it was not done after {LIMIT_SECONDS:g} s")
+        (found,) = done
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _newest(self) -> int:
+        """Return the global step of the newest checkpoint; -1 where the store does not answer."""
+        try:
+            return self._checkpoints.newest_step()
+        except UserError:
+            return -1
+
+
+class _Abandoned(NoLease):
+    """Lets nothing be published that is late."""
+
+    def require(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        raise UserError("it is too late")
+
+
+def _line(error: Exception) -> str:
+    text = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    lines = str(text).strip().splitlines() or [type(error).__name__]
+    return lines[0] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0]}"
