@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from components import in_use
-from pipelines.cli.__main__ import main
+from pipelines.cli import app
 from pipelines.retention import removal
 from pipelines.retention.inventory import read
 from pipelines.retention.plan import planned, policy
@@ -35,12 +35,10 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
-def gc(monkeypatch, capsys, root, *words):
-    monkeypatch.setattr("sys.argv", ["flotilla", "gc", "--workdir", str(root), *words, "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
+def gc(capsys, root, *words):
+    code = app.called(["gc", "--workdir", str(root), *words, "--json"])
     out, err = capsys.readouterr()
-    return ended.value.code or 0, json.loads(out.splitlines()[-1]), out, err
+    return code, json.loads(out.splitlines()[-1]), out, err
 
 
 def swept(root, keep_runs="30d", keep_versions=1, workdir=Path()):
@@ -52,11 +50,11 @@ def swept(root, keep_runs="30d", keep_versions=1, workdir=Path()):
 
 
 @pytest.mark.long
-def test_500_runs_and_50_versions(root, monkeypatch, capsys):
+def test_500_runs_and_50_versions(root, capsys):
     nights(root, 500, 50)
     uri, words = storage.uri_of(root), ("--keep-runs", "30d", "--keep-versions", "10")
     before = sorted(path for path in root.rglob("*") if path.is_file())
-    code, found, out, _ = gc(monkeypatch, capsys, root, *words, "--dry-run")
+    code, found, out, _ = gc(capsys, root, *words, "--dry-run")
     assert (code, found["removed"]) == (0, [])
     assert before == sorted(path for path in root.rglob("*") if path.is_file())
     kinds = [each["kind"] for each in found["planned"]]
@@ -66,11 +64,11 @@ def test_500_runs_and_50_versions(root, monkeypatch, capsys):
     }  # fmt: skip
     assert found["bytes"] == sum(each["bytes"] for each in found["planned"]) > 0
     assert "digits-0001" in out
-    code, done, _, err = gc(monkeypatch, capsys, root, *words)
+    code, done, _, err = gc(capsys, root, *words)
     assert code == 2
     assert "--yes" in done["message"]
     assert before == sorted(path for path in root.rglob("*") if path.is_file())
-    code, done, _, err = gc(monkeypatch, capsys, root, *words, "--yes")
+    code, done, _, err = gc(capsys, root, *words, "--yes")
     assert code == 0
     assert done["removed"] == [each["uri"] for each in found["planned"]]
     assert not missing(uri)
@@ -247,7 +245,7 @@ def test_what_cannot_be_removed_keeps_what_it_needs_and_holds_nothing_else_up(
         delete(uri)
 
     monkeypatch.setattr(removal.storage, "delete", refused)
-    code, found, _, err = gc(monkeypatch, capsys, root, "--keep-runs", "30d", "--yes")
+    code, found, _, err = gc(capsys, root, "--keep-runs", "30d", "--yes")
     assert (code, found["status"]) == (1, "failed")
     assert "digits-0001: Permission denied; make it accessible; 4 of 6 are removed" in err
     assert sorted(path.name for path in root.glob("d*/d*")) == ["d1", "decision"]
@@ -349,7 +347,7 @@ def test_whenever_the_store_fails_what_is_left_is_whole(root, monkeypatch, capsy
     monkeypatch.setattr(removal.storage, "delete", failing)
     words = ("--keep-runs", "2d", "--keep-versions", "1", "--yes")
     for _ in range(20):
-        code, found, _, err = gc(monkeypatch, capsys, root, *words)
+        code, found, _, err = gc(capsys, root, *words)
         assert not missing(uri)
         if code == 0:
             break
@@ -379,7 +377,7 @@ def test_two_at_once(root):
     assert not (root / "in_use").exists() or not list((root / "in_use").rglob("*.json"))
 
 
-def test_a_damaged_manifest_keeps_its_run_and_says_so(root, monkeypatch, capsys):
+def test_a_damaged_manifest_keeps_its_run_and_says_so(root, capsys):
     nights(root, 4, 1)
     age(root, 90)
     damaged = root / "digits-0001" / "checkpoints" / "step-00000100" / "MANIFEST.json"
@@ -391,7 +389,7 @@ def test_a_damaged_manifest_keeps_its_run_and_says_so(root, monkeypatch, capsys)
         for each in (root / run).rglob("MANIFEST.json"):
             each.write_text(each.read_text().replace('"created": "2026', '"created": "2025'))
     age(root, 90)
-    code, found, _, _ = gc(monkeypatch, capsys, root, "--keep-runs", "30d", "--dry-run")
+    code, found, _, _ = gc(capsys, root, "--keep-runs", "30d", "--dry-run")
     assert code == 0
     assert any("step-00000100" in each and "damaged" in each for each in found["kept"])
     going = {storage.name_of(each["uri"]) for each in found["planned"]}
@@ -400,7 +398,7 @@ def test_a_damaged_manifest_keeps_its_run_and_says_so(root, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("what", ["nothing", "other files", "a published directory"])
-def test_what_is_no_root_is_refused(root, monkeypatch, capsys, what):
+def test_what_is_no_root_is_refused(root, capsys, what):
     if what == "other files":
         (root / "project" / "checkpoints" / "step-1").mkdir(parents=True)
         (root / "project" / "config.json").write_text("{}")
@@ -408,7 +406,7 @@ def test_what_is_no_root_is_refused(root, monkeypatch, capsys, what):
         age(root, 900)
     elif what == "a published directory":
         manifest(root, "dataset", 90)
-    code, found, _, _ = gc(monkeypatch, capsys, root, "--keep-runs", "30d", "--yes")
+    code, found, _, _ = gc(capsys, root, "--keep-runs", "30d", "--yes")
     assert code == 2
     assert "no storage root" in found["message"]
 
@@ -421,8 +419,8 @@ def test_what_is_no_root_is_refused(root, monkeypatch, capsys, what):
         (["--keep-versions", "0"], "keep at least 1 version"),
     ],
 )
-def test_wrong_usage(root, monkeypatch, capsys, words, message):
-    code, found, _, _ = gc(monkeypatch, capsys, root, *words)
+def test_wrong_usage(root, capsys, words, message):
+    code, found, _, _ = gc(capsys, root, *words)
     assert code == 2
     assert message in found["message"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from components.records.record import recorded
 from components.records.step_record import publish_config, read
-from pipelines.cli.__main__ import main
+from pipelines.cli import app
 from pipelines.retention.removal import collect
 from tests.stores.fixtures import bucket_name
 from trainer import storage
@@ -35,15 +35,12 @@ def locked(root, run, ago=0.0):
     return uri
 
 
-def test_the_records_of_a_run_on_a_cluster_stay(root, monkeypatch, capsys):
+def test_the_records_of_a_run_on_a_cluster_stay(root, capsys):
     at = storage.join(root, "0b7c")
     with recorded("train_model", at):
         locked(root, "0b7c", ago=LEASE_SECONDS + ABANDONED_SECONDS)
         publish_config(at, "{}")
-    monkeypatch.setattr("sys.argv", ["flotilla", "gc", "--json", "--set", f"storage.root={root}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code in (0, None)
+    assert app.called(["gc", "--json", "--set", f"storage.root={root}"]) == 0
     removed = json.loads(capsys.readouterr().out.splitlines()[-1])["removed"]
     assert removed
     assert all("/checkpoints/.lock" in uri for uri in removed)
@@ -51,17 +48,14 @@ def test_the_records_of_a_run_on_a_cluster_stay(root, monkeypatch, capsys):
     assert storage.read_bytes(storage.join(at, "config.json")) == b"{}"
 
 
-def test_expired_locks_are_removed_and_named(root, monkeypatch, capsys, tmp_path):
+def test_expired_locks_are_removed_and_named(root, capsys, tmp_path):
     expired, held = (
         locked(root, "digits-1", ago=LEASE_SECONDS + ABANDONED_SECONDS),
         locked(root, "digits-2"),
     )
     storage.write_bytes(storage.join(root, "digits-1", "report.html"), b"kept")
-    words = ["flotilla", "gc", "--workdir", str(tmp_path / "runs"), "--json"]
-    monkeypatch.setattr("sys.argv", [*words, "--set", f"storage.root={root}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code in (0, None)
+    words = ["gc", "--workdir", str(tmp_path / "runs"), "--json"]
+    assert app.called([*words, "--set", f"storage.root={root}"]) == 0
     place = lease_uri(expired, 1)
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["removed"] == [place]
