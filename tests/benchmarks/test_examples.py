@@ -67,7 +67,7 @@ def mnist(tmp_path_factory, mnist_dir):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_prepare_all_of_it(mnist):
     (ours,) = (mnist / preparing.FLOTILLA / "datasets").iterdir()
     splits = storage.read_manifest(storage.uri_of(ours)).fields["splits"]
@@ -81,7 +81,7 @@ def test_both_prepare_all_of_it(mnist):
 
 # TFDS reads its own description of a dataset so.
 @pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_give_each_example_once_an_epoch_in_another_order(mnist):
     (ours,) = (mnist / preparing.FLOTILLA / "datasets").iterdir()
     sides = [

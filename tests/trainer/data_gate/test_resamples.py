@@ -41,7 +41,7 @@ def write_table(record_property, rows):
         sys.stdout.write(f"{row}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_clean_resamples_are_left_alone(record_property):
     rows, wrong = [], 0
     for size, width, count in RESAMPLES:

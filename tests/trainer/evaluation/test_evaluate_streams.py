@@ -65,7 +65,7 @@ def published(folder, examples):
     return uri
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(700)
 def test_memory_for_many_examples_is_that_for_few_and_the_predictions(tmp_path):
     config = parse_config({"model": {"name": "softmax"}})

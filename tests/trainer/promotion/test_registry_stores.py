@@ -140,7 +140,7 @@ def test_the_same_model_registered_twice_at_once_is_one_version(root: str, tmp_p
     assert len(registry.versions(root, NAME)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_path: Path) -> None:
     root, plan = bucket
     for text in "ab":

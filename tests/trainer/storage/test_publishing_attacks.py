@@ -95,7 +95,7 @@ def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(
     attacked(bucket, make, tmp_path, kills=4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_fifty_publishers_that_are_killed(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
     attacked(bucket, make, tmp_path, kills=50)
@@ -215,7 +215,7 @@ def test_what_a_living_process_writes_is_no_garbage(
     assert len(fetched(uri, tmp_path)) == 40
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 # The client of `minio` is that of `s3`.
 @pytest.mark.parametrize(
