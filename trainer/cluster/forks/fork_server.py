@@ -200,10 +200,12 @@ class Server:
 
     def _left(self, connection: socket.socket) -> None:
         """End the process whose starter has gone."""
+        if connection not in self._processes:
+            # It has ended at the same time, and was reported.
+            return
         self._selector.unregister(connection)
-        if connection in self._processes:
-            with suppress(OSError):
-                signal.pidfd_send_signal(self._processes[connection], signal.SIGKILL)
+        with suppress(OSError):
+            signal.pidfd_send_signal(self._processes[connection], signal.SIGKILL)
 
 
 def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
