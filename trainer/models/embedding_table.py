@@ -32,6 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.models import table_shard
 from trainer.models.spec import InputSpec, initializer
 from trainer.models.table_shard import Asked, Noted, Rules, Shard, cells_of, mixed
+from trainer.unique_rows import spread
 
 KEYS = ("int64", "string")
 _CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
@@ -154,7 +155,7 @@ class EmbeddingTable(keras.layers.Layer):
             for shard, each in zip(self._parts, asked, strict=True)
         ]
         unique = tf.dynamic_stitch(parts, found)
-        rows = tf.reshape(_spread(unique, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
+        rows = tf.reshape(spread(unique, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
         rows.set_shape([*ids.shape, self.dimension])
         return tf.cast(rows, self.compute_dtype)
 
@@ -384,13 +385,3 @@ def _draw_of(initializer: Any, dimension: int) -> Any:
             "take uniform, random_normal, truncated_normal, zeros or a constant"
         ) from error
     return draw
-
-
-@tf.custom_gradient
-def _spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
-    """Return `rows[places]`; the gradient of a row is the sum over its places."""
-
-    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
-        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
-
-    return tf.gather(rows, places), gradient

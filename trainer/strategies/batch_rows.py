@@ -20,6 +20,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.unique_rows import spread
+
 # Operations with a state that return the same each time: maps of words, checks, handles.
 _SAME = ("Lookup", "HashTable", "Assert", "Print", "VarHandle", "ReadVariable", "Placeholder")
 # A vector of ids, or of places, for each table.
@@ -94,7 +96,7 @@ class Lookups:
         def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
             begin = begins[number]
             begins[number] = begin + tf.size(ids)
-            return _spread(rows[number], places[number][begin : begins[number]])
+            return spread(rows[number], places[number][begin : begins[number]])
 
         with self._answered(answer):
             yield
@@ -232,16 +234,6 @@ def _needed(ends: Sequence[tf.Tensor]) -> set[Any]:
             found.add(op)
             left += [*(each.op for each in op.inputs), *op.control_inputs]
     return found
-
-
-@tf.custom_gradient
-def _spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
-    """Return `rows[places]`; the gradient of a row is the sum over its places."""
-
-    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
-        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
-
-    return tf.gather(rows, places), gradient
 
 
 class Sent:

@@ -87,6 +87,22 @@ def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
     assert Asked(folder=tmp_path).fork(server.first) is None
 
 
+def test_where_a_command_line_cannot_be_shown_there_is_no_server_and_no_word(tmp_path, capfd):
+    refusal = """
+from trainer.cluster.forks import command_line
+
+def show(words):
+    raise PermissionError
+
+command_line.show = show
+"""
+    (tmp_path / "sitecustomize.py").write_text(refusal)
+    with serving(tmp_path, PYTHONPATH=str(tmp_path)) as server:
+        assert server.process.wait(SECONDS) == 0
+        assert Asked(folder=tmp_path).fork(server.first) is None
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_it_has_not_loaded_it_does_not_fork(server, tmp_path):
     assert Asked(folder=tmp_path, loaded="no_such_module").fork(server.first) is None
 
