@@ -40,6 +40,8 @@ _CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initial
 _FINGERPRINTS = 2**63 - 1
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
+# Beyond these a number is a slip: counts are of 32 bits.
+_MOST, _MOST_ROWS = 2**31 - 1, 2**40
 # Strategies of which each replica has all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _log = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class EmbeddingTable(keras.layers.Layer):
             **kwargs: of a Keras layer.
 
         Raises:
-            ValueError: a number is too small, or another word for `keys`.
+            ValueError: a number is too small or too large, or another word for `keys`.
         """
         super().__init__(**kwargs)
         sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
@@ -329,10 +331,15 @@ def shrink(model: keras.Model) -> None:
 
 def _check(given: Mapping[str, int], keys: str) -> None:
     least = {"capacity": given["shards"], "min_age": 0, "max_age": 0}
+    most = {"capacity": _MOST_ROWS}
     for name, value in given.items():
         if value < least.get(name, 1):
             raise ValueError(
                 f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
+            )
+        if value > most.get(name, _MOST):
+            raise ValueError(
+                f"{name}: {value!r} is not allowed; it has to be at most {most.get(name, _MOST)}"
             )
     if 0 < given["max_age"] <= given["min_age"]:
         raise ValueError(

@@ -312,6 +312,8 @@ def test_it_draws_new_rows_by_the_initializer_and_never_twice():
     [
         ({"capacity": 0}, "capacity: 0 is not allowed; it has to be at least 2"),
         ({"min_count": 0}, "min_count: 0 is not allowed; it has to be at least 1"),
+        ({"min_count": 2**31}, "min_count: 2147483648 is not allowed; it has to be at most"),
+        ({"capacity": 10**30}, "is not allowed; it has to be at most 1099511627776"),
         ({"max_age": 16}, "max_age: 16 is not allowed; it has to be above min_age"),
         ({"initializer": "glorot_uniform"}, "initializer: GlorotUniform needs the size of the"),
         ({"keys": "float32"}, "keys: 'float32' is not one of int64, string"),
