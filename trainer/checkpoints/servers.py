@@ -52,14 +52,21 @@ class PartServers:
         self._are_ready: bool | None = None
 
     def are_ready(self) -> bool:
-        """Say whether each server answers in a folder of its own; asked for once."""
+        """Say whether each server answers in a folder of its own; asked for once.
+
+        Servers outlive a chief: what another one has left with them is removed then.
+        """
         if self._are_ready is None:
             answers = [self._read(server, part_server.READY) for server in range(self.count)]
             self._are_ready = all(
                 data is not None and parse(data) == {"task": f"ps-{server}"}
                 for server, data in enumerate(answers)
             )
-            if not self._are_ready:
+            if self._are_ready:
+                side_by_side(
+                    range(self.count), lambda server: self.ask(server, Request(action="begin"))
+                )
+            else:
                 log.warning("servers that are not ours: the chief writes their variables")
         return self._are_ready
 

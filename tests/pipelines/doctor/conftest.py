@@ -23,7 +23,7 @@ RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"
 POLICY = ROOT / "deploy/base/networkpolicy.yaml"
 IMAGE = "cluster.kubernetes.pod.image=registry.example.com/flotilla:1"
 OWN_TIMEOUT = kubernetes_api._TIMEOUT
-PATIENCE = urllib3.Timeout(connect=3, read=60)
+LONGER_TIMEOUT = urllib3.Timeout(connect=3, read=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def _without_tensorflow(monkeypatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch) -> None:
     """Wait longer than the doctor does: what is examined is not how busy this machine is."""
-    monkeypatch.setattr(kubernetes_api, "_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(kubernetes_api, "_TIMEOUT", LONGER_TIMEOUT)
 
 
 @pytest.fixture

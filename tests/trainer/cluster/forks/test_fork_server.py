@@ -87,7 +87,7 @@ def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
     assert Asked(folder=tmp_path).fork(server.first) is None
 
 
-def test_where_a_command_line_cannot_be_shown_there_is_no_server_and_no_word(tmp_path, capfd):
+def test_where_a_command_line_cannot_be_moved_there_is_no_server_and_no_word(tmp_path, capfd):
     refusal = """
 from trainer.cluster.forks import command_line
 
