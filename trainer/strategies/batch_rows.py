@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from trainer.unique_rows import spread
 
-# Operations with a state that return the same each time: maps of words, checks, handles.
-_SAME = ("Lookup", "HashTable", "Assert", "Print", "VarHandle", "ReadVariable", "Placeholder")
+# Operations with a state that return the same each time: maps of words, and what no step trains.
+_SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
 # A vector of ids, or of places, for each table.
 Vectors = list[tf.Tensor]
 
@@ -226,13 +226,14 @@ def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor
 
 
 def _needed(ends: Sequence[tf.Tensor]) -> set[Any]:
-    """Return all operations that tensors of one graph are computed from."""
+    """Return all operations that the values of tensors of one graph are computed from."""
     found, left = set[Any](), [each.op for each in ends]
     while left:
         op = left.pop()
         if op not in found:
             found.add(op)
-            left += [*(each.op for each in op.inputs), *op.control_inputs]
+            # What only has to come before, as a check, is no part of a value.
+            left += [each.op for each in op.inputs]
     return found
 
 

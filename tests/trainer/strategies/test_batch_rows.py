@@ -219,11 +219,11 @@ def test_rows_that_are_not_known_beforehand_are_looked_up_in_their_place(made, w
         of_rows(model)(batch)
 
 
-def test_rows_of_words_are_known_beforehand():
+@pytest.mark.parametrize("unknown", ["error", "wrap"])
+def test_rows_of_words_are_known_beforehand(unknown):
     words = keras.Input((), dtype="string")
     ids = keras.layers.StringLookup(vocabulary=["a", "b"])(words)
-    model = keras.Model(words, keras.layers.Embedding(3, 4)(ids))
-    read_rows(model)
+    model = keras.Model(words, ShardedEmbedding(3, 4, shards=1, unknown=unknown)(ids))
     _, found = of_rows(model)((tf.constant(["b", "b"]), tf.constant([1.0, 2.0])))
     assert found[0].indices.numpy().tolist() == [2]
 
