@@ -25,9 +25,9 @@ from trainer.checkpoints import bases, differences
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
-from trainer.checkpoints.part_saver import UNWRITABLE, PartSaver, unwritable
+from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.rows import RowFile
-from trainer.checkpoints.servers import Layout, PartServers
+from trainer.checkpoints.servers import UNWRITABLE, Layout, PartServers, unwritable
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
