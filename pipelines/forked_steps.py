@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -97,7 +98,22 @@ def _fork_steps(addresses: _Addresses) -> None:
 
 def _is_possible() -> bool:
     # What watches the calls of this process, as a debugger does, would not watch those of a copy.
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and sys.gettrace() is None
+    return sys.platform == "linux" and _has_descriptors_of_processes() and sys.gettrace() is None
+
+
+def _has_descriptors_of_processes() -> bool:
+    # Some containers refuse them, whatever the kernel and Python have.
+    try:
+        own = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return False
+    try:
+        signal.pidfd_send_signal(own, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(own)
+    return True
 
 
 @contextmanager

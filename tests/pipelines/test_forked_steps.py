@@ -1,6 +1,7 @@
 """Steps of a run on this machine that are forked; whole runs are in `tests/pipelines/runs`."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -47,6 +48,22 @@ def test_under_a_debugger_no_process_is_forked(started, monkeypatch, tmp_path):
     with forked_steps.forking(tmp_path, "training") as fork_steps:
         fork_steps()
         assert subprocess_task_handler.run_local_subprocess is before
+    assert started == []
+
+
+def test_where_a_container_refuses_descriptors_of_processes_no_process_is_forked(
+    started, monkeypatch, tmp_path
+):
+    def refuse(*_):
+        raise PermissionError
+
+    before = subprocess_task_handler.run_local_subprocess
+    for module, name in ((os, "pidfd_open"), (signal, "pidfd_send_signal")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, refuse)
+            with forked_steps.forking(tmp_path, "training") as fork_steps:
+                fork_steps()
+                assert subprocess_task_handler.run_local_subprocess is before
     assert started == []
 
 

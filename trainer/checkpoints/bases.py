@@ -8,17 +8,20 @@ published: what another attempt has made in its place is not it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer import storage
+from trainer.errors import UserError
 from trainer.json_records import from_tree
 from trainer.storage import Manifest
 
 FIELD = "base"
 # Where the files of the base are fetched to, below those of the difference.
 FOLDER = "base"
+_ANYWHERE = "file:///"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +32,23 @@ class _Base:
 
 def uri_of(uri: str, fields: Mapping[str, Any]) -> str:
     """Return the URI of the base of the checkpoint at `uri`; empty where it is whole."""
+    found = _base_of(fields)
+    return storage.join(storage.parent_of(uri), storage.name_of(found.uri)) if found else ""
+
+
+def _base_of(fields: Mapping[str, Any]) -> _Base | None:
+    """Return what the field says; None without one, and where it is damaged.
+
+    A damaged one must not hide others that are listed.
+    """
     found = from_tree(_Base, fields.get(FIELD))
-    # Both may have been moved together; and a damaged one must not hide others that are listed.
-    return storage.join(storage.parent_of(uri), found.uri.rpartition("/")[2]) if found else ""
+    if found is None:
+        return None
+    with suppress(UserError):
+        # Both may have been moved together: only the name counts.
+        storage.join(_ANYWHERE, storage.name_of(found.uri))
+        return found
+    return None
 
 
 def manifest_of(uri: str, fields: Mapping[str, Any]) -> Manifest | None:
@@ -42,7 +59,7 @@ def manifest_of(uri: str, fields: Mapping[str, Any]) -> Manifest | None:
     """
     if FIELD not in fields:
         return None
-    found = from_tree(_Base, fields[FIELD])
+    found = _base_of(fields)
     if found is None:
         raise storage.Corrupt(f"the manifest of {uri} has a damaged {FIELD!r}: take another one")
     base = uri_of(uri, fields)

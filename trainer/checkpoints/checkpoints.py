@@ -31,9 +31,9 @@ from trainer.checkpoints.index import (
     outdated,
     publish_anew,
 )
-from trainer.checkpoints.part_saver import UNWRITABLE, PartSaver, unwritable
+from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.rows import RowFile
-from trainer.checkpoints.servers import Layout, PartServers
+from trainer.checkpoints.servers import UNWRITABLE, Layout, PartServers, unwritable
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig

@@ -27,6 +27,7 @@ INDEX_FILE = f"{PREFIX}.index"
 # How TensorFlow escapes a path in the keys of a checkpoint.
 _ESCAPED = {"..": ".", ".S": "/"}
 _ROOT = "variables/"
+_MOST_NUMBERS = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,15 @@ class StoredVariable:
     @property
     def bytes(self) -> int:
         """Size of its values; 0 of a type without a known size."""
-        digits = "".join(each for each in self.dtype if each.isdigit())
-        bits = 8 if self.dtype == "bool" else int(digits or 0)
+        # Of float8_e4m3fn the first number.
+        digits = re.search(r"[0-9]{1,3}", self.dtype)
+        bits = 8 if self.dtype == "bool" else int(digits[0]) if digits else 0
         return math.prod(self.shape) * bits // 8
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there can be such a variable."""
+        return min((*self.shape, self.part)) >= 0 and math.prod(self.shape) < _MOST_NUMBERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +124,7 @@ def of_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
         path: from_tree(StoredVariable, each)
         for path, each in (tree.items() if isinstance(tree, dict) else ())
     }
-    return {path: each for path, each in found.items() if each is not None}
+    return {path: each for path, each in found.items() if each and each.is_possible}
 
 
 def parts_of(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
@@ -137,9 +144,12 @@ def contents(uri: str) -> Contents:
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
+    step = manifest.fields.get("global_step")
+    if type(step) is not int:
+        raise storage.Corrupt(f"the manifest of {uri} names no global step: take another one")
     return Contents(
         uri=uri,
-        global_step=int(manifest.fields.get("global_step", 0)),
+        global_step=step,
         created=manifest.created,
         base=bases.uri_of(uri, manifest.fields),
         bytes=manifest.total_bytes,

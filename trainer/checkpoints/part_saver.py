@@ -36,6 +36,7 @@ from trainer.checkpoints.index import KIND
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.checkpoints.servers import (
     GRAPH,
+    UNWRITABLE,
     Layout,
     PartServers,
     Variables,
@@ -43,16 +44,11 @@ from trainer.checkpoints.servers import (
     operating_on,
     server_of,
     side_by_side,
+    unwritable,
 )
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import UserError
 
-# A full disk, a folder that may not be written, a file over the limit of its size.
-UNWRITABLE = (
-    tf.errors.ResourceExhaustedError,
-    tf.errors.PermissionDeniedError,
-    tf.errors.OutOfRangeError,
-)
 log = logging.getLogger(__name__)
 
 
@@ -72,13 +68,6 @@ class Owner(Protocol):
 def size_of(variables: Variables) -> int:
     """Return the bytes of the values of variables."""
     return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
-
-
-def unwritable(error: tf.errors.OpError, where: object) -> UserError:
-    """Return the error of a checkpoint that TensorFlow cannot write."""
-    # The line after the stack of the graph is "PATH; REASON".
-    last = error.message.strip().split("\n\n")[-1].splitlines()[0]
-    return UserError(f"cannot write a checkpoint to {where}: {last.rpartition('; ')[2]}")
 
 
 @dataclass(eq=False, kw_only=True)

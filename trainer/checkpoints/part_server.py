@@ -37,6 +37,8 @@ POLL_SECONDS = 0.05
 KEPT_REPLIES = 16
 # The files of a part as an operation of TensorFlow has written it.
 DATA, INDEX = ".data-00000-of-00001", ".index"
+# What stays there from one chief to the next.
+_OWN = {Path(each).name for each in (READY, REQUESTS, REPLIES)}
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +47,7 @@ class Request:
     """What a server is asked for.
 
     Attributes:
-        action: "publish", "fetch" or "discard"; see `_ACTIONS`.
+        action: "begin", "publish", "fetch" or "discard"; see `_ACTIONS`.
         uri: the draft that a part is added to, or the checkpoint that is fetched.
         prefix: of the files that the server has written, or the folder that is fetched into.
         name: of the file in the checkpoint.
@@ -161,6 +163,18 @@ class PartServer:
             return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
 
 
+def _begin(folder: Path, _request: Request) -> Reply:
+    """Remove what a chief before this one has left."""
+    for path in (folder / FOLDER).iterdir():
+        if path.name in _OWN:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return Reply()
+
+
 def _publish(folder: Path, request: Request) -> Reply:
     """Add the data of a part to the draft of a checkpoint; return its index."""
     prefix = folder / request.prefix
@@ -193,6 +207,7 @@ def _discard(folder: Path, request: Request) -> Reply:
 
 
 _ACTIONS: Mapping[str, Callable[[Path, Request], Reply]] = {
+    "begin": _begin,
     "publish": _publish,
     "fetch": _fetch,
     "discard": _discard,

@@ -31,6 +31,12 @@ from trainer.strategies.placement import server_device
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # Between two looks for an answer: first and last.
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5
+# A full disk, a folder that may not be written, a file over the limit of its size.
+UNWRITABLE = (
+    tf.errors.ResourceExhaustedError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.OutOfRangeError,
+)
 Result = TypeVar("Result")
 Variables = Mapping[str, tf.Variable]
 log = logging.getLogger(__name__)
@@ -52,14 +58,21 @@ class PartServers:
         self._are_ready: bool | None = None
 
     def are_ready(self) -> bool:
-        """Say whether each server answers in a folder of its own; asked for once."""
+        """Say whether each server answers in a folder of its own; asked for once.
+
+        Servers outlive a chief: what another one has left with them is removed then.
+        """
         if self._are_ready is None:
             answers = [self._read(server, part_server.READY) for server in range(self.count)]
             self._are_ready = all(
                 data is not None and parse(data) == {"task": f"ps-{server}"}
                 for server, data in enumerate(answers)
             )
-            if not self._are_ready:
+            if self._are_ready:
+                side_by_side(
+                    range(self.count), lambda server: self.ask(server, Request(action="begin"))
+                )
+            else:
                 log.warning("servers that are not ours: the chief writes their variables")
         return self._are_ready
 
@@ -72,7 +85,10 @@ class PartServers:
         """
         name = f"{secrets.token_hex(8)}{part_server.SUFFIX}"
         with lost(server), operating_on(server):
-            tf.io.write_file(f"{part_server.REQUESTS}/{name}", request.to_json())
+            try:
+                tf.io.write_file(f"{part_server.REQUESTS}/{name}", request.to_json())
+            except UNWRITABLE as error:
+                raise unwritable(error, f"ps-{server}") from None
         pause = FIRST_SECONDS
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             time.sleep(pause)
@@ -145,6 +161,13 @@ def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[
     wanted = list(servers)
     with ThreadPoolExecutor(max(1, len(wanted))) as pool:
         return list(pool.map(work, wanted))
+
+
+def unwritable(error: tf.errors.OpError, where: object) -> UserError:
+    """Return the error of a checkpoint that TensorFlow cannot write."""
+    # The line after the stack of the graph is "PATH; REASON".
+    last = error.message.strip().split("\n\n")[-1].splitlines()[0]
+    return UserError(f"cannot write a checkpoint to {where}: {last.rpartition('; ')[2]}")
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.models import table_shard
 from trainer.models.spec import InputSpec, initializer
 from trainer.models.table_shard import Asked, Noted, Rules, Shard, cells_of, mixed
+from trainer.unique_rows import spread
 
 KEYS = ("int64", "string")
 _CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
@@ -39,6 +40,8 @@ _CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initial
 _FINGERPRINTS = 2**63 - 1
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
+# Beyond these a number is a slip: counts are of 32 bits.
+_MOST, _MOST_ROWS = 2**31 - 1, 2**40
 # Strategies of which each replica has all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _log = logging.getLogger(__name__)
@@ -83,7 +86,7 @@ class EmbeddingTable(keras.layers.Layer):
             **kwargs: of a Keras layer.
 
         Raises:
-            ValueError: a number is too small, or another word for `keys`.
+            ValueError: a number is too small or too large, or another word for `keys`.
         """
         super().__init__(**kwargs)
         sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
@@ -154,7 +157,7 @@ class EmbeddingTable(keras.layers.Layer):
             for shard, each in zip(self._parts, asked, strict=True)
         ]
         unique = tf.dynamic_stitch(parts, found)
-        rows = tf.reshape(_spread(unique, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
+        rows = tf.reshape(spread(unique, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
         rows.set_shape([*ids.shape, self.dimension])
         return tf.cast(rows, self.compute_dtype)
 
@@ -328,10 +331,15 @@ def shrink(model: keras.Model) -> None:
 
 def _check(given: Mapping[str, int], keys: str) -> None:
     least = {"capacity": given["shards"], "min_age": 0, "max_age": 0}
+    most = {"capacity": _MOST_ROWS}
     for name, value in given.items():
         if value < least.get(name, 1):
             raise ValueError(
                 f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
+            )
+        if value > most.get(name, _MOST):
+            raise ValueError(
+                f"{name}: {value!r} is not allowed; it has to be at most {most.get(name, _MOST)}"
             )
     if 0 < given["max_age"] <= given["min_age"]:
         raise ValueError(
@@ -384,13 +392,3 @@ def _draw_of(initializer: Any, dimension: int) -> Any:
             "take uniform, random_normal, truncated_normal, zeros or a constant"
         ) from error
     return draw
-
-
-@tf.custom_gradient
-def _spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
-    """Return `rows[places]`; the gradient of a row is the sum over its places."""
-
-    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
-        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
-
-    return tf.gather(rows, places), gradient

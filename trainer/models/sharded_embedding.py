@@ -27,6 +27,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.unique_rows import spread
+
 UNKNOWN = ("error", "wrap")
 
 
@@ -104,7 +106,7 @@ class ShardedEmbedding(keras.layers.Layer):
         found = tf.compat.v1.nn.embedding_lookup(
             [table.value for table in self.tables], wanted, partition_strategy="mod"
         )
-        rows = tf.reshape(_spread(found, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
+        rows = tf.reshape(spread(found, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
         rows.set_shape([*ids.shape, self.dimension])
         return tf.cast(rows, self.compute_dtype)
 
@@ -142,13 +144,3 @@ class ShardedEmbedding(keras.layers.Layer):
         if isinstance(config.get("seed"), int):
             config["seed"] += shard
         return type(self.initializer).from_config(config)
-
-
-@tf.custom_gradient
-def _spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
-    """Return `rows[places]`; the gradient of a row is the sum over its places."""
-
-    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
-        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
-
-    return tf.gather(rows, places), gradient

@@ -129,6 +129,8 @@ class Shard:
         now = counted[CLOCK] if step is None else step
         found = self._find(asked.keys)
         slots = self._verified(found, asked.checks)
+        # Before rows are evicted: those of this batch stay.
+        _put(self.noted.used.value, self._none_to_last(slots), tf.fill(tf.shape(slots), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
@@ -136,7 +138,6 @@ class Shard:
             changes, lambda: self._with_new(asked, slots, now, counted), lambda: tf.identity(slots)
         )
         slots = self._none_to_last(slots)
-        _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), now))
         # So that all of it has happened before the mutex is free.
         with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
             return tf.identity(slots)
@@ -225,7 +226,7 @@ class Shard:
         lacking -= tf.size(old, tf.int64)
         most = tf.minimum(tf.maximum(lacking, self.capacity // AT_ONCE), self.capacity)
         most = tf.where(lacking > 0, most, 0)
-        idle = (used >= 0) & ~aged & (used <= now - self._rules.min_age)
+        idle = (used >= 0) & ~aged & (used <= now - max(1, self._rules.min_age))
         since = tf.where(idle, used, _LATEST)
         _, least = tf.math.top_k(-since, tf.cast(most, tf.int32), sorted=False)
         least = tf.boolean_mask(least, tf.gather(idle, least))

@@ -53,10 +53,7 @@ def publish(
     there = read_manifest(uri)
     if there.same_content(manifest):
         return there
-    raise Conflict(
-        f"{uri} is published already, with other content ({_difference(there, manifest)}): "
-        "delete it first, or publish elsewhere"
-    )
+    raise _conflict(uri, there, manifest)
 
 
 @contextmanager
@@ -84,16 +81,21 @@ def commit(
 ) -> Manifest:
     """Publish at `uri` the files that were added to its draft; see `publish`.
 
+    The same again, as the answer of a store was lost, is a no-op.
+
     Raises:
-        Conflict: something is published at `uri`.
+        Conflict: other content is published at `uri`.
         UserError: a file is not there any more, or `uri` cannot be written.
     """
     manifest = Manifest(kind, tuple(files), fields)
     with reported(f"publish {uri}"):
         placed = store_for(uri).commit(draft, uri, manifest)
-    if placed is None:
-        raise Conflict(f"{uri} is published already: delete it first, or publish elsewhere")
-    return placed
+    if placed:
+        return placed
+    there = read_manifest(uri)
+    if there.same_content(manifest):
+        return there
+    raise _conflict(uri, there, manifest)
 
 
 def read_manifest(uri: str) -> Manifest:
@@ -388,6 +390,13 @@ def _entry(directory: Path, path: Path) -> FileEntry:
         raise UserError(f"cannot publish {name!r}: its name is not UTF-8") from None
     found = checksum(path)
     return FileEntry(name, found.bytes, found.crc32c)
+
+
+def _conflict(uri: str, there: Manifest, new: Manifest) -> Conflict:
+    return Conflict(
+        f"{uri} is published already, with other content ({_difference(there, new)}): "
+        "delete it first, or publish elsewhere"
+    )
 
 
 def _difference(there: Manifest, new: Manifest) -> str:

@@ -20,6 +20,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.unique_rows import spread
+
+# Operations with a state that return the same each time: maps of words, and what no step trains.
+_SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
 # A vector of ids, or of places, for each table.
 Vectors = list[tf.Tensor]
 
@@ -66,10 +70,12 @@ class Lookups:
         """Return the variables of all tables."""
         return [shard for table in self.tables for shard in table.shards]
 
-    def asked(self, forward: Callable[[Any], Any], batch: Any) -> tuple[Vectors, Vectors]:
+    def asked(
+        self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
+    ) -> tuple[Vectors, Vectors]:
         """Return the ids that each table is asked for, each once, and their places in all lookups.
 
-        `forward` computes the model of a batch, and may read no variable.
+        `forward` computes the model of a batch, and returns what it has in the place of variables.
 
         Raises:
             Unforeseen: what is asked for depends on more than the batch, or is not all.
@@ -90,15 +96,17 @@ class Lookups:
         def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
             begin = begins[number]
             begins[number] = begin + tf.size(ids)
-            return _spread(rows[number], places[number][begin : begins[number]])
+            return spread(rows[number], places[number][begin : begins[number]])
 
         with self._answered(answer):
             yield
 
-    def _ids_of(self, forward: Callable[[Any], Any], batch: Any) -> Callable[..., Vectors]:
+    def _ids_of(
+        self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
+    ) -> Callable[..., Vectors]:
         """Return the function from the tensors of a batch to the ids of each table."""
         asked: list[list[tf.Tensor]] = [[] for _ in self.tables]
-        answers = list[tf.Tensor]()
+        answers, variables = list[tf.Tensor](), list[tf.Tensor]()
 
         def of_batch(*given: tf.Tensor) -> Vectors:
             graph = tf.compat.v1.get_default_graph()
@@ -112,7 +120,7 @@ class Lookups:
                 return answers[-1]
 
             with self._answered(answer):
-                forward(tf.nest.pack_sequence_as(batch, given))
+                variables.extend(forward(tf.nest.pack_sequence_as(batch, given)))
             return [tf.concat(each, 0) if each else tf.zeros([0], tf.int64) for each in asked]
 
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(batch)]
@@ -127,8 +135,14 @@ class Lookups:
         if any(id(outer) in handles for outer, _ in traced.graph.captures):
             raise Unforeseen("uses a table otherwise than by a lookup")
         ids = traced.graph.structured_outputs
-        if _needed(ids) & {each.op for each in answers}:
+        needed = _needed(ids)
+        if needed & {each.op for each in answers}:
             raise Unforeseen("computes ids from rows")
+        # When the model is computed they would be others.
+        if needed & {each.op for each in variables}:
+            raise Unforeseen("computes ids from variables")
+        if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
+            raise Unforeseen("draws ids at random, or calls a function for them")
         # All else of the forward pass, its checks too, is computed once, with the rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
@@ -212,24 +226,15 @@ def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor
 
 
 def _needed(ends: Sequence[tf.Tensor]) -> set[Any]:
-    """Return all operations that tensors of one graph are computed from."""
+    """Return all operations that the values of tensors of one graph are computed from."""
     found, left = set[Any](), [each.op for each in ends]
     while left:
         op = left.pop()
         if op not in found:
             found.add(op)
-            left += [*(each.op for each in op.inputs), *op.control_inputs]
+            # What only has to come before, as a check, is no part of a value.
+            left += [each.op for each in op.inputs]
     return found
-
-
-@tf.custom_gradient
-def _spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
-    """Return `rows[places]`; the gradient of a row is the sum over its places."""
-
-    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
-        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
-
-    return tf.gather(rows, places), gradient
 
 
 class Sent:

@@ -171,12 +171,16 @@ class PureGradient:
         """Read what the function takes, from wherever it is."""
         return _pull([] if self._in_place else self.dense, self.state)
 
-    def forward(self, batch: Batch) -> None:
-        """Compute the loss of a batch with zeros for all variables but the tables of `lookups`."""
+    def forward(self, batch: Batch) -> Tensors:
+        """Compute the loss of a batch with zeros for all variables but the tables of `lookups`.
+
+        What is returned are these zeros.
+        """
         variables = [*self.dense, *self._not_trained]
         mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
             self._loss(self._model, batch, self._model(batch[0], training=True))
+        return [zeros for _, zeros in mapping]
 
     def moved(self, before: Tensors, after: Tensors) -> Tensors:
         """Return the state after some batches; the objects of `before` where no layer changes it.

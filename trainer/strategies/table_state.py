@@ -7,6 +7,7 @@ of the optimizer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from trainer.errors import ConfigError
 
 # Where each worker has a copy of all variables.
 _COPIES = "multi_worker_mirrored"
+# Where a gradient is of an earlier step than that of its update.
+_ASYNCHRONOUS = "async_parameter_server"
+log = logging.getLogger(__name__)
 
 
 def tables_of(model: keras.Model) -> list[Any]:
@@ -55,8 +59,20 @@ def metrics(model: keras.Model) -> Mapping[str, Any]:
 
 
 def require(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured."""
+    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured.
+
+    A line warns of a row that may be given to another id while a gradient of it is on its way.
+    """
+    workers = config.cluster.workers
     for table in tables_of(model):
+        if config.training.strategy == _ASYNCHRONOUS and table.min_age <= workers > 1:
+            log.warning(
+                "the table %s gives a row to another id after %d steps without use, and with %d "
+                "workers a gradient may take as many: set its min_age to several times that",
+                table.name,
+                table.min_age,
+                workers,
+            )
         if config.training.pull_every > 1:
             raise ConfigError(
                 f"training.pull_every: the table {table.name} grows at every step, and is never "

@@ -8,6 +8,7 @@ import pytest
 
 from pipelines.cli import app
 from trainer import storage
+from trainer.checkpoints.contents import StoredVariable
 
 FIELDS = {
     "global_step": 20,
@@ -59,6 +60,37 @@ def test_the_newest_is_listed_with_its_variables_and_parts(checkpoints, capsys):
     assert "2 parts" in out
     assert "64 kB" in out
     assert "1,000" in out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": "float32", "shape": [-1], "part": 0},
+        {"dtype": "float32", "shape": [2**62] * 40, "part": 0},
+        {"dtype": "float32", "shape": [1], "part": -1},
+    ],
+)
+def test_a_variable_that_cannot_be_is_left_out(checkpoints, tmp_path, capsys, wrong):
+    fields = {"global_step": 30, "variables": {"a": wrong, "b": {"dtype": "bool", "shape": [3]}}}
+    uri = f"{checkpoints}/step-00000030"
+    storage.publish(tmp_path / "20", uri, kind="checkpoint", fields=fields)
+    code, out, _ = show(capsys, uri, "--json")
+    assert code == 0
+    assert list(json.loads(out.splitlines()[-1])["checkpoint"]["variables"]) == ["b"]
+
+
+@pytest.mark.parametrize("step", ["abc", None, [1]])
+def test_a_manifest_without_a_step_is_one_line(checkpoints, tmp_path, capsys, step):
+    uri = f"{checkpoints}/step-00000030"
+    storage.publish(tmp_path / "20", uri, kind="checkpoint", fields={"global_step": step})
+    code, _, err = show(capsys, uri)
+    assert code == 1
+    assert err.splitlines()[-1].endswith("names no global step: take another one")
+
+
+def test_bytes_are_those_of_the_type():
+    sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "complex128": 16, "bool": 1, "string": 0}
+    assert {each: StoredVariable(dtype=each, shape=()).bytes for each in sizes} == sizes
 
 
 def test_a_difference_is_listed_with_its_base_and_the_rows_that_changed(

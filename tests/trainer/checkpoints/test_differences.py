@@ -209,13 +209,29 @@ def test_another_checkpoint_in_place_of_the_base_is_not_it(run, tmp_path, two_se
     assert "was replaced by another one" in caplog.text
 
 
-@pytest.mark.parametrize("base", [{"uri": "x", "created": "y"}, {"uri": "file:///x"}, [], None])
+@pytest.mark.parametrize(
+    "base",
+    [
+        {"uri": "x", "created": "y"},
+        {"uri": "", "created": "y"},
+        {"uri": "file:///x/..", "created": "y"},
+        {"uri": "file:///x"},
+        [],
+        None,
+    ],
+)
 def test_a_manifest_whose_base_is_damaged_is_passed_over(run, tmp_path, two_servers, base):
     made, _ = run
     path = storage.local_path(made.last) / "MANIFEST.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), bases.FIELD: base}))
     assert [each.global_step for each in index_of(made.uri)] == [10, 20, 30]
     assert opened(tmp_path, two_servers).newest().global_step == 20
+
+
+def test_a_base_is_found_where_the_endpoint_of_a_store_is_in_its_uri():
+    root = "minio://bucket/run/checkpoints/step-{}?endpoint=http://host:9000/"
+    fields = {bases.FIELD: {"uri": root.format(10), "created": "y"}}
+    assert bases.uri_of(root.format(20), fields) == root.format(10)
 
 
 def test_zeros_with_a_sign_are_changes_and_what_is_not_finite_is_none(run, tmp_path, two_servers):

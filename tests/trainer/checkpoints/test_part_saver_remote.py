@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.checkpoints.by_parts import ON_FIRST, SHAPES, two_servers, variables
 from trainer import storage
@@ -109,6 +110,17 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(of, tmp_path):
     fresh = variables(0, 0.0)
     restore(found, fresh, io_device=None, servers=again.servers)
     np.testing.assert_array_equal(fresh[ON_FIRST], np.full(SHAPES[ON_FIRST], 20.0))
+
+
+def test_a_commit_whose_answer_was_lost_is_no_conflict(of, gcs):
+    made = of()
+    saved(made, 10)
+    # Two parts, the index, and the manifest.
+    lost = Fault("lose", method="POST", every=4)
+    gcs.plan.add(lost)
+    saved(made, 20)
+    assert lost.times == 0
+    assert of("another").newest().global_step == 20
 
 
 def test_an_attempt_that_lost_the_lease_publishes_nothing(of):

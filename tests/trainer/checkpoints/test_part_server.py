@@ -35,6 +35,19 @@ def test_a_part_is_published_and_its_index_returned(tmp_path):
     assert not list((tmp_path / "parts").glob("one*"))
 
 
+def test_what_a_chief_has_left_goes_when_another_one_begins(tmp_path):
+    server = waiting(tmp_path)
+    answered(server, tmp_path, "a", Request(action="discard", prefix="parts/none"))
+    (tmp_path / "parts/one-part-0.data-00000-of-00001").write_bytes(b"values")
+    (tmp_path / "parts/restored-1").mkdir()
+    (tmp_path / "parts/restored-1/variables.index").write_bytes(b"index")
+    (tmp_path / "parts/ready.json").write_text("{}")
+    assert not answered(server, tmp_path, "b", Request(action="begin")).error
+    found = {each.name for each in (tmp_path / "parts").iterdir()}
+    assert found == {"ready.json", "requests", "replies"}
+    assert (tmp_path / "parts/replies/a.json").exists()
+
+
 def test_what_fails_is_an_answer(tmp_path):
     server = waiting(tmp_path)
     lacking = answered(

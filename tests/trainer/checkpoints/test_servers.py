@@ -20,6 +20,25 @@ def test_only_servers_in_folders_of_their_own_are_ready(two_servers):
     assert not PartServers(two_servers.count, None).are_ready()
 
 
+@pytest.mark.usefixtures("two_servers")
+def test_a_part_that_a_dead_chief_has_left_goes_before_another_one_writes(tmp_path):
+    left = tmp_path / "servers/parts/0123456789ab-part-0.data-00000-of-00001"
+    left.write_bytes(b"values")
+    found = PartServers(1, None)
+    assert found.are_ready()
+    assert not left.exists()
+    left.write_bytes(b"of this one")
+    assert found.are_ready()
+    assert left.exists()
+
+
+def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
+    write = tf.io.write_file
+    monkeypatch.setattr(tf.io, "write_file", lambda _, data: write("/dev/full", data))
+    with pytest.raises(UserError, match=r"^cannot write a checkpoint to ps-1: No space left on d"):
+        two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+
+
 def test_what_a_server_cannot_do_is_an_error_here(two_servers):
     with pytest.raises(UserError, match="is not published"):
         two_servers.ask(0, Request(action="fetch", uri="file:///nowhere", prefix="parts/x"))

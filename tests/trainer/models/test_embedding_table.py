@@ -118,6 +118,29 @@ def test_a_row_of_which_a_gradient_may_be_on_its_way_stays():
     assert known(layer, [1, 2, 3]) == [False, True, True]
 
 
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_row_that_the_same_batch_looks_up_is_not_given_to_another_id(keys):
+    layer = table(3, keys=keys)
+    first = trained(layer, [1, 2, 3])
+    trained(layer, [2, 3])
+    # The row of 1 was not used for longest, but it is used now.
+    again = trained(layer, [1, 9])
+    np.testing.assert_array_equal(again[0], first[0])
+    assert (again[0] != again[1]).all()
+    assert known(layer, [1, 2, 3, 9]).count(True) == 3
+
+
+def test_a_row_that_is_too_old_stays_where_its_id_comes_back_in_time():
+    layer = table(max_age=4)
+    first = trained(layer, [1])
+    for other in (2, 3, 4, 5):
+        trained(layer, [other])
+    # This lookup searches for old rows, as it brings a new id.
+    np.testing.assert_array_equal(trained(layer, [1, 6])[0], first[0])
+    assert known(layer, [1, 6]) == [True, True]
+    assert layer.metrics() == {"rows": 6, "evicted": 0, "turned_away": 0}
+
+
 def test_what_was_not_used_for_too_long_is_given_up():
     layer = table(8, max_age=4)
     trained(layer, [1, 2])
@@ -289,6 +312,8 @@ def test_it_draws_new_rows_by_the_initializer_and_never_twice():
     [
         ({"capacity": 0}, "capacity: 0 is not allowed; it has to be at least 2"),
         ({"min_count": 0}, "min_count: 0 is not allowed; it has to be at least 1"),
+        ({"min_count": 2**31}, "min_count: 2147483648 is not allowed; it has to be at most"),
+        ({"capacity": 10**30}, "is not allowed; it has to be at most 1099511627776"),
         ({"max_age": 16}, "max_age: 16 is not allowed; it has to be above min_age"),
         ({"initializer": "glorot_uniform"}, "initializer: GlorotUniform needs the size of the"),
         ({"keys": "float32"}, "keys: 'float32' is not one of int64, string"),

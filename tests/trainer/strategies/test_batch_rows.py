@@ -160,9 +160,51 @@ def branched(ids):
     return branch(ids)
 
 
+class Routed(keras.layers.Layer):
+    """Finds the row by weights of its own."""
+
+    def build(self, _shape):
+        self.weight = self.add_weight(shape=(1, 4), initializer="random_normal")
+
+    def call(self, ids):
+        x = keras.ops.cast(ids[:, None], "float32")
+        return keras.ops.argmax(keras.ops.matmul(x, self.weight), axis=-1)
+
+
+def routed(ids):
+    return keras.layers.Embedding(20, 4)(Routed()(ids))
+
+
+class Drawn(keras.layers.Layer):
+    """Draws ids, by a seed of Keras or of TensorFlow."""
+
+    def __init__(self, seed=None):
+        super().__init__()
+        self.seed = seed
+
+    def call(self, ids):
+        if self.seed:
+            return keras.random.randint(keras.ops.shape(ids), 0, 20, seed=self.seed)
+        return tf.random.uniform(tf.shape(ids), 0, 20, tf.int32)
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor(ids.shape, "int32")
+
+
+def drawn(ids):
+    return keras.layers.Embedding(20, 4)(Drawn()(ids))
+
+
+def drawn_by_keras(ids):
+    return keras.layers.Embedding(20, 4)(Drawn(keras.random.SeedGenerator(1))(ids))
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
+        (routed, "computes ids from variables"),
+        (drawn, "draws ids at random"),
+        (drawn_by_keras, "computes ids from variables"),
         (walking, "computes ids from rows"),
         (tied, "uses a table otherwise than by a lookup"),
         (branched, "looks up in a branch or a loop"),
@@ -175,6 +217,15 @@ def test_rows_that_are_not_known_beforehand_are_looked_up_in_their_place(made, w
     batch = (tf.constant([1, 5]), tf.constant([1.0, 2.0]))
     with pytest.raises(Unforeseen, match=words):
         of_rows(model)(batch)
+
+
+@pytest.mark.parametrize("unknown", ["error", "wrap"])
+def test_rows_of_words_are_known_beforehand(unknown):
+    words = keras.Input((), dtype="string")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"])(words)
+    model = keras.Model(words, ShardedEmbedding(3, 4, shards=1, unknown=unknown)(ids))
+    _, found = of_rows(model)((tf.constant(["b", "b"]), tf.constant([1.0, 2.0])))
+    assert found[0].indices.numpy().tolist() == [2]
 
 
 def sub(**named):

@@ -70,6 +70,13 @@ def test_no_worker_pulls_the_bookkeeping():
     assert len(model.non_trainable_variables) == 9
 
 
+@pytest.mark.parametrize(("workers", "warned"), [(16, True), (15, False)])
+def test_a_row_that_may_be_given_away_under_a_gradient_is_warned_of(workers, warned, caplog):
+    config = parse_config({"cluster": {"workers": workers}, "data": {"shards": 16}})
+    table_state.require(config, model_of())
+    assert ("a gradient may take as many" in caplog.text) == warned
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "training", [{"optimizer": {"name": "adagrad", "learning_rate": 0.5}}, {"accumulate": 2}]

@@ -200,10 +200,12 @@ class Server:
 
     def _left(self, connection: socket.socket) -> None:
         """End the process whose starter has gone."""
+        if connection not in self._processes:
+            # It has ended at the same time, and was reported.
+            return
         self._selector.unregister(connection)
-        if connection in self._processes:
-            with suppress(OSError):
-                signal.pidfd_send_signal(self._processes[connection], signal.SIGKILL)
+        with suppress(OSError):
+            signal.pidfd_send_signal(self._processes[connection], signal.SIGKILL)
 
 
 def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
@@ -228,8 +230,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
     first, second = (socket.socket(fileno=int(each)) for each in sockets.split(":"))
-    # A kernel without it is found now, and processes are started anew then.
-    command_line.show([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
+    try:
+        command_line.show([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
+    except OSError:
+        # A kernel, or a container, without it: processes are started anew.
+        return
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()
 

@@ -59,6 +59,25 @@ def test_a_copy_ends_with_its_starter_also_when_it_is_stopped(server, tmp_path):
     os.close(descriptor)
 
 
+def test_a_copy_and_its_starter_that_end_at_once_do_not_end_the_server(server, tmp_path):
+    asked = Asked(folder=tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
+        starter.connect(f"\0{server.first}")
+        with asked.descriptors() as output:
+            fork_request.send(starter, asked.wanted, output)
+        _, descriptor = fork_request.receive_number(starter)
+        asked.says()
+        # As while it loads a module.
+        server.process.send_signal(signal.SIGSTOP)
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        assert has_ended(descriptor)
+    os.close(descriptor)
+    server.process.send_signal(signal.SIGCONT)
+    again = Asked(folder=tmp_path)
+    assert again.fork(server.first)
+    again.says()
+
+
 def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
     asked = Asked(folder=tmp_path)
     process = asked.fork(server.first)
@@ -66,6 +85,22 @@ def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
     server.process.kill()
     assert process.wait(SECONDS) == -signal.SIGKILL
     assert Asked(folder=tmp_path).fork(server.first) is None
+
+
+def test_where_a_command_line_cannot_be_moved_there_is_no_server_and_no_word(tmp_path, capfd):
+    refusal = """
+from trainer.cluster.forks import command_line
+
+def show(words):
+    raise PermissionError
+
+command_line.show = show
+"""
+    (tmp_path / "sitecustomize.py").write_text(refusal)
+    with serving(tmp_path, PYTHONPATH=str(tmp_path)) as server:
+        assert server.process.wait(SECONDS) == 0
+        assert Asked(folder=tmp_path).fork(server.first) is None
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_it_has_not_loaded_it_does_not_fork(server, tmp_path):

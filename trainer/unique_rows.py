@@ -1,0 +1,17 @@
+"""Rows of a table that were looked up once, at all places of a batch that ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+@tf.custom_gradient
+def spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
+    """Return `rows[places]`; the gradient of a row is the sum over its places."""
+
+    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
+        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
+
+    return tf.gather(rows, places), gradient
