@@ -25,6 +25,7 @@ def trials():
             )
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.parametrize(("name", "way"), list(trials()))
 def test_it_reaches_the_thresholds_of_its_gate(name, way, tmp_path):

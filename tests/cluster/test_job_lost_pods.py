@@ -32,7 +32,7 @@ def require_exact_end(training, steps=1500):
     training.require_nothing_left()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @BY_ROLE
 @pytest.mark.parametrize("engine", ["tfjob"])
 def test_a_tfjob_that_loses_a_pod_is_made_again_in_the_same_step(training, task):

@@ -111,6 +111,7 @@ TREE = {
         "placement": {f"möbel/*{AWKWARD}": "ps:1"},
         "in_process": True,
         "max_restarts": 0,
+        "recovery": "full",
         "kubernetes": {
             "namespace": "models",
             "pod": {
