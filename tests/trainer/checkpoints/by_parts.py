@@ -6,16 +6,19 @@ answers for both in the working folder of the test.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
 
+from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.checkpoints import part_saver, servers
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.part_server import PartServer
+from trainer.checkpoints.remote import checkpoints_of
 from trainer.checkpoints.servers import PartServers
 
 SHAPES = {"model/table": [1000, 4], "model/dense/kernel": [4, 2], "optimizer/m": [4, 2]}
@@ -52,6 +55,21 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
     made._are_ready = True
     yield made
     server.stop()
+
+
+@pytest.fixture
+def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..., Checkpoints]:
+    """Make the checkpoints of an attempt of the chief in a bucket, by parts as is asked for."""
+    bucket = bucket_name()
+    gcs.create_bucket(bucket)
+
+    def make(scratch: str = "chief", **settings: Any) -> Checkpoints:
+        uri = f"gs://{bucket}/run/checkpoints"
+        made = checkpoints_of(uri, keep=3, scratch=tmp_path / scratch, alone=True)
+        made.by_parts(two_servers, 0, **settings)
+        return made
+
+    return make
 
 
 def saved(

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
-from tests.trainer.checkpoints.by_parts import ON_FIRST, two_servers, variables
+from tests.trainer.checkpoints.by_parts import ON_FIRST, in_bucket, two_servers, variables
 from trainer import storage
 from trainer.checkpoints import bases
 from trainer.checkpoints.checkpoints import fetch, restore
 from trainer.checkpoints.contents import contents
-from trainer.checkpoints.remote import checkpoints_of
 
-__all__ = ["two_servers"]
+__all__ = ["in_bucket", "two_servers"]
 
 
 @pytest.fixture
-def of(gcs, tmp_path, two_servers):
-    """Make the checkpoints of an attempt of the chief."""
-    bucket = bucket_name()
-    gcs.create_bucket(bucket)
-
-    def _of(scratch="chief"):
-        uri = f"gs://{bucket}/run/checkpoints"
-        made = checkpoints_of(uri, keep=3, scratch=tmp_path / scratch, alone=True)
-        made.by_parts(two_servers, 0, share=0.5, last_step=100)
-        return made
-
-    return _of
+def of(in_bucket):
+    """Make the checkpoints of an attempt of the chief, which may be differences."""
+    return partial(in_bucket, share=0.5, last_step=100)
 
 
 @pytest.fixture

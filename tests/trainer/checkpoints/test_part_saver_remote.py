@@ -8,30 +8,13 @@ import numpy as np
 import pytest
 
 from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
-from tests.trainer.checkpoints.by_parts import ON_FIRST, SHAPES, two_servers, variables
+from tests.trainer.checkpoints.by_parts import ON_FIRST, SHAPES, in_bucket, two_servers, variables
 from trainer import storage
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import contents
-from trainer.checkpoints.remote import checkpoints_of
 from trainer.cluster.lease import LeaseLostError, NoLease
 
-__all__ = ["two_servers"]
-
-
-@pytest.fixture
-def of(gcs, tmp_path, two_servers):
-    """Make the checkpoints of an attempt of the chief."""
-    bucket = bucket_name()
-    gcs.create_bucket(bucket)
-
-    def _of(scratch="chief"):
-        uri = f"gs://{bucket}/run/checkpoints"
-        made = checkpoints_of(uri, keep=3, scratch=tmp_path / scratch, alone=True)
-        made.by_parts(two_servers, 0)
-        return made
-
-    return _of
+__all__ = ["in_bucket", "two_servers"]
 
 
 def saved(made, *steps):
@@ -46,12 +29,12 @@ def left(tmp_path):
     return [each.name for each in found if each.parent.name != "replies"]
 
 
-def test_servers_upload_and_fetch_their_own_parts(of, tmp_path):
-    made = of()
+def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
+    made = in_bucket()
     saved(made, 10)
     assert len(contents(made.uri).parts) == 2
     assert left(tmp_path) == ["ready.json"]
-    again = of("another")
+    again = in_bucket("another")
     found = again.newest()
     assert found.apart
     # The chief has what is not data.
@@ -66,7 +49,7 @@ def test_servers_upload_and_fetch_their_own_parts(of, tmp_path):
     assert sum(each.bytes for each in whole.files) == contents(found.uri).bytes
 
 
-def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(of, gcs, tmp_path):
+def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(in_bucket, gcs, tmp_path):
     free, came = threading.Event(), threading.Event()
 
     def before(request):
@@ -74,7 +57,7 @@ def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(of, gcs, 
             came.set()
             assert free.wait(60)
 
-    made = of()
+    made = in_bucket()
     gcs.plan.before = before
     try:
         with made.flushed():
@@ -91,8 +74,8 @@ def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(of, gcs, 
     assert left(tmp_path) == ["ready.json"]
 
 
-def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(of, tmp_path):
-    made = of()
+def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp_path):
+    made = in_bucket()
     saved(made, 10)
     uri = storage.join(made.uri, "step-00000020")
     # A server has uploaded, and the chief was killed before the manifest.
@@ -100,35 +83,35 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(of, tmp_path):
     orphan.write_bytes(b"of an attempt that died")
     with storage.draft(uri) as draft:
         storage.add_file(draft, orphan, "variables.data-00000-of-00002")
-    again = of("another")
+    again = in_bucket("another")
     assert again.newest().global_step == 10
     saved(again, 20)
     manifest = storage.verify(uri)
     named = sorted(each.stored_at for each in manifest.files)
     assert storage.names(uri) == sorted([*named, "MANIFEST.json"])
-    found = of("third").newest()
+    found = in_bucket("third").newest()
     fresh = variables(0, 0.0)
     restore(found, fresh, io_device=None, servers=again.servers)
     np.testing.assert_array_equal(fresh[ON_FIRST], np.full(SHAPES[ON_FIRST], 20.0))
 
 
-def test_a_commit_whose_answer_was_lost_is_no_conflict(of, gcs):
-    made = of()
+def test_a_commit_whose_answer_was_lost_is_no_conflict(in_bucket, gcs):
+    made = in_bucket()
     saved(made, 10)
     # Two parts, the index, and the manifest.
     lost = Fault("lose", method="POST", every=4)
     gcs.plan.add(lost)
     saved(made, 20)
     assert lost.times == 0
-    assert of("another").newest().global_step == 20
+    assert in_bucket("another").newest().global_step == 20
 
 
-def test_an_attempt_that_lost_the_lease_publishes_nothing(of):
+def test_an_attempt_that_lost_the_lease_publishes_nothing(in_bucket):
     class Lost(NoLease):
         def check(self):
             raise LeaseLostError("taken over")
 
-    made = of()
+    made = in_bucket()
     made.lease = Lost()
     with pytest.raises(LeaseLostError):
         saved(made, 10)
