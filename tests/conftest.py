@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import inspect
 import ipaddress
 import os
@@ -83,6 +84,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"write pytest.mark.cluster in {path}: `make test` looks for it"
             )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected() -> Iterator[None]:
+    """Collect what the tests of a file leave behind before those of the next one begin.
+
+    Some of TensorFlow's objects wait when they are destroyed, half a minute was seen. The thread of
+    a server that a later test has started would collect them otherwise, and not answer.
+    """
+    yield
+    gc.collect()
+    # What is left lives on: the next collections need not look at it.
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

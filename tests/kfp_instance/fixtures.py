@@ -19,6 +19,13 @@ from pipelines.step_pods import StepPods
 from tests.kfp_instance.server import Instance
 
 
+class _Tree(dict[str, Any]):
+    """A JSON object that says what it has where a key is not there: the line of an error."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key} in {dict(self)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
     """How a call ended."""
@@ -30,8 +37,7 @@ class CommandResult:
     @property
     def json(self) -> dict[str, Any]:
         """The JSON object on the last line of standard output."""
-        tree: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return tree
+        return _Tree(json.loads(self.out.splitlines()[-1]))
 
 
 Flotilla = Callable[..., CommandResult]
