@@ -39,8 +39,9 @@ def test_cancelled_while_training_the_chief_publishes_a_last_checkpoint(training
         require_last_checkpoint(training, training.wait(Progress).global_step)
 
 
-@pytest.mark.parametrize("lost", [pytest.param("worker", marks=pytest.mark.long), "server"])
-@on_engines(jobset=pytest.mark.long)
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["worker", "server"])
+@on_engines()
 def test_a_cancel_after_a_restart_publishes_the_last_checkpoint(training, lost):
     for _ in range(CANCELS):
         with training.begun(STEPS, every=STEPS):

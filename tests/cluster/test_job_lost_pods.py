@@ -44,7 +44,7 @@ def test_a_tfjob_that_loses_a_pod_is_made_again_in_the_same_step(training, task)
         require_exact_end(training)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @BY_ROLE
 @pytest.mark.parametrize("engine", ["jobset"])
 def test_a_jobset_that_loses_a_pod_gracefully_loses_no_more(training, task):

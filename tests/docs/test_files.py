@@ -95,7 +95,7 @@ def test_files_become_a_blessed_model(tmp_path, name, write):
     assert ended.answer["status"] == "blessed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_data_in_another_unit_are_refused_before_training(tmp_path):
