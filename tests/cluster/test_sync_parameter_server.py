@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
 from tests.cluster.uneven import FAILURE
+from trainer.strategies.sync_parameter_server import LONG_RUN
 from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
@@ -18,12 +19,20 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 NEAR = 1e-5
 SLOW_STEPS = 50
+# A run that is long unrolls steps in a graph, whatever the number of those that follow.
+IN_TURNS = pytest.mark.parametrize("steps", [LONG_RUN, 100], ids=["in turns", "one by one"])
 
 
 def trial(
-    problem: str, runs: list[int], *, workers: int = 2, needed: int = 0, **arguments: Any
+    problem: str,
+    runs: list[int],
+    *,
+    workers: int = 2,
+    needed: int = 0,
+    steps: int = LONG_RUN,
+    **arguments: Any,
 ) -> Trial:
-    training = {"strategy": "sync_parameter_server", "batch_size": BATCH}
+    training = {"strategy": "sync_parameter_server", "batch_size": BATCH, "steps": steps}
     config = {
         "training": {**training, "replicas_to_aggregate": needed},
         "cluster": {"workers": workers},
@@ -77,9 +86,11 @@ def failure(leading: Leading, servers: Servers) -> str:
 
 
 @pytest.mark.slow
-def test_equal_gradients_move_exactly_as_one_process(alone, two_workers):
-    runs = [7, 13]
-    outcome = two_workers.lead(trial("problems:equal", runs))
+@IN_TURNS
+def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
+    # A turn and some more, only turns, and less than one.
+    runs = [17, 20, 3]
+    outcome = two_workers.lead(trial("problems:equal", runs, steps=steps))
     single = alone("problems:equal", runs)
     assert outcome.variables == single.variables
     np.testing.assert_allclose(
@@ -113,9 +124,10 @@ def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_work
 
 
 @pytest.mark.long
-def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers):
+@IN_TURNS
+def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers, steps):
     runs = [1, 333, 666]
-    outcome = two_workers.lead(trial("problems:equal", runs))
+    outcome = two_workers.lead(trial("problems:equal", runs, steps=steps))
     assert_adds_up(outcome, runs, needed=2)
     assert local_steps(outcome.reports[-1]) == {"worker-0": 1000, "worker-1": 1000}
     assert outcome.reports[-1]["metrics"]["dropped_gradients"] == 0
@@ -161,11 +173,12 @@ def test_updates_go_on_without_a_worker_that_died(tmp_path):
 
 
 @pytest.mark.long
-def test_updates_wait_for_a_worker_that_they_cannot_do_without(tmp_path):
+@IN_TURNS
+def test_updates_wait_for_a_worker_that_they_cannot_do_without(tmp_path, steps):
     runs = [20, 400, 20]
     worker = Task(role="worker", index=1)
     with serving(tmp_path, ps=1, workers=2) as servers:
-        leading = servers.start_lead(trial("problems:equal", runs))
+        leading = servers.start_lead(trial("problems:equal", runs, steps=steps))
         leading.next()
         servers.kill(worker)
         servers.start(worker)

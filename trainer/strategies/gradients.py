@@ -40,11 +40,15 @@ class Messages:
         for index, variable in enumerate(self._variables):
             self._together.setdefault((variable.device, variable.dtype), []).append(index)
 
-    def pulled(self) -> list[tf.Tensor]:
-        """Return the values of all variables, on the device of the scope."""
+    def pulled(self, after: Sequence[Any] = ()) -> list[tf.Tensor]:
+        """Return the values of all variables, on the device of the scope.
+
+        They are read when `after` is there, for which only their devices wait: what waits on
+        another one gets a message.
+        """
         values: list[tf.Tensor] = [None] * len(self._variables)
         for (device, _), indices in self._together.items():
-            with tf.device(device):
+            with tf.device(device), tf.control_dependencies(list(after)):
                 packed = _packed([self._variables[i].read_value() for i in indices])
             self._unpack(packed, indices, values)
         return values
@@ -88,9 +92,9 @@ def pull(model: keras.Model) -> Pulled:
     return _pull(model.trainable_variables, table_state.state_of(model))
 
 
-def _pull(trainable: Sequence[Any], state: Sequence[Any]) -> Pulled:
+def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] = ()) -> Pulled:
     variables = [variable.value for variable in (*trainable, *state)]
-    values = Messages(variables).pulled()
+    values = Messages(variables).pulled(after)
     weights = len(trainable)
     return Pulled(weights=values[:weights], state=values[weights:])
 
@@ -167,9 +171,9 @@ class PureGradient:
             after[index] = each
         return value, found, after
 
-    def pulled(self) -> Pulled:
-        """Read what the function takes, from wherever it is."""
-        return _pull([] if self._in_place else self.dense, self.state)
+    def pulled(self, after: Sequence[Any] = ()) -> Pulled:
+        """Read what the function takes, from wherever it is; see `Messages.pulled`."""
+        return _pull([] if self._in_place else self.dense, self.state, after)
 
     def forward(self, batch: Batch) -> Tensors:
         """Compute the loss of a batch with zeros for all variables but the tables of `lookups`.
@@ -252,8 +256,10 @@ def pulled_gradient_of(  # noqa: PLR0913
     scale: LossScale | None = None,
     in_place: bool = False,
     towers: Towers = ONE,
-) -> Callable[[Any], tuple[tf.Tensor, list[Gradient]]]:
+) -> Callable[..., tuple[tf.Tensor, list[Gradient]]]:
     """Return the function from what the towers take to loss and gradient.
+
+    It takes what the pulls have to wait for besides, if anything (`Messages.pulled`).
 
     Args:
         model: has its variables anywhere.
@@ -269,8 +275,8 @@ def pulled_gradient_of(  # noqa: PLR0913
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulated(pure, parts) if parts > 1 else pure, pure.state)
 
-    def gradient(batch: Any) -> tuple[tf.Tensor, list[Gradient]]:
-        values = pure.pulled()
+    def gradient(batch: Any, after: Sequence[Any] = ()) -> tuple[tf.Tensor, list[Gradient]]:
+        values = pure.pulled(after)
         value, found, moved = compute(values.weights, values.state, batch)
         push_state(pure.state, values.state, pure.moved(values.state, moved))
         return value, found if in_place else push(model, found)

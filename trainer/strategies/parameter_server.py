@@ -124,7 +124,7 @@ class Served(KerasStrategy):
         """Return how many batches a worker takes for one gradient."""
         return self.config.training.accumulate * len(self.towers)
 
-    def gradient(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
+    def gradient(self, problem: Problem) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
         """Return the function from what the towers take to loss and gradient.
 
         All variables are pulled before, those of each server in one message, unless a layer looks

@@ -30,6 +30,9 @@ from trainer.strategies.visits import plan_of
 
 # The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)
+# Steps that are unrolled in the graph of a worker, in a run of at least so many. Whether a loop
+# goes on is a message to every device in it, and what begins an iteration there another one.
+TURN, LONG_RUN = 10, 2000
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER = range(3)
 
@@ -103,7 +106,7 @@ class SyncParameterServer(Served):
         super().halt()
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        gradient = self.gradient(problem)
+        gradient, turn = self.gradient(problem), self._turn()
 
         @tf.function
         def loop(
@@ -111,17 +114,14 @@ class SyncParameterServer(Served):
         ) -> tf.Tensor:
             held = next(iterator) if lease else ()
             worker, tokens = worker_number(), self._tokens[0].like(handle)
-            with tf.device(HUB):
-                # A loop that is restarted after its worker died finds a step open and its token
-                # taken; and the dead one may still wait for a token, which it gets here.
-                step = self._open.read_value()
-                tokens.put(step)
-            # Controlled on the worker: where it is, TensorFlow puts what it computes.
-            while step < end:
+
+            def made(step: tf.Tensor) -> tf.Tensor:
                 number = self._number(step)
 
-                def compute(number: tf.Tensor = number) -> tuple[tf.Tensor, list[Gradient]]:
-                    # No variable is read before its step is open.
+                def compute() -> tuple[tf.Tensor, list[Gradient]]:
+                    # No variable is read before its step is open. Only servers wait for that.
+                    if self.pulls_whole():
+                        return gradient(self._taken(iterator, held, number, *lease), [number])
                     with tf.control_dependencies([number]):
                         return gradient(self._taken(iterator, held, number, *lease))
 
@@ -129,13 +129,37 @@ class SyncParameterServer(Served):
                 # (moving averages, seeds) in a replica's context only.
                 loss, found = self.connected.run(compute)
                 with tf.control_dependencies([self._announce(step, number, worker, loss, found)]):
-                    step = self._later(tokens, step)
+                    return self._later(tokens, step)
+
+            with tf.device(HUB):
+                # A loop that is restarted after its worker died finds a step open and its token
+                # taken; and the dead one may still wait for a token, which it gets here.
+                step = self._open.read_value()
+                tokens.put(step)
+            # Controlled on the worker: where it is, TensorFlow puts what it computes.
+            if turn > 1:
+                while step + (turn - 1) < end:
+                    for _ in range(turn):
+                        step = made(step)
+            while step < end:
+                step = made(step)
             with tf.device(HUB):
                 # A slow worker's loop may have taken it from the next loop on the same tokens.
                 tokens.put(step)
             return step
 
         return loop  # type: ignore[no-any-return]
+
+    def _turn(self) -> int:
+        """Return how many steps are unrolled; 1: none.
+
+        A worker must not begin a turn and find no more steps, as one does that others do without.
+        What a lease lends is counted by the loop. For rows that are looked up the gradient would be
+        traced again for each step.
+        """
+        everyone = self._needed == self._workers and not self.stream
+        long = self.config.training.steps >= LONG_RUN
+        return TURN if everyone and long and self.pulls_whole() else 1
 
     def _number(self, step: tf.Tensor) -> tf.Tensor:
         """Return the number of the next gradient, once a step is open."""
