@@ -46,7 +46,7 @@ def synchronous() -> Comparison:
 
     return _compared(
         "sync, all of 2: updates/s, against the synchronous TensorFlow 1 program",
-        (1.1, 1.0),
+        (2.0, 1.7),
         own,
         lambda bench: bench.baseline(sync=True),
     )
