@@ -382,14 +382,21 @@ class TestRefused:
 
 
 def test_a_job_past_its_deadline_names_the_setting(kube):
-    attempt = start(kube, job={"active_deadline_seconds": 1})
+    # Set back and not waited for: a short one may be over before all pods are there.
+    attempt = start(kube, job={"active_deadline_seconds": 600})
+
+    def began_long_ago(tree):
+        tree["status"]["startTime"] = "2020-01-01T00:00:00Z"
+
+    for job in kube.store.all("jobs", NAMESPACE):
+        kube.store.change("jobs", NAMESPACE, job["metadata"]["name"], began_long_ago)
     # The Job fails when its pods have ended: none of them is a loss.
     kube.store.wait(
         lambda: all(pod["metadata"].get("deletionTimestamp") for pod in kube.pods().values())
     )
     kube.end_deleted()
     message = fail(kube, attempt)
-    assert "was not done after 1 s (cluster.kubernetes.job.active_deadline_seconds)" in message
+    assert "was not done after 600 s (cluster.kubernetes.job.active_deadline_seconds)" in message
 
 
 def test_a_failed_job_says_which_child_failed_it(kube):
