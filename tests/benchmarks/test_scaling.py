@@ -14,7 +14,7 @@ from pipelines.planning.costs import Costs, Model, measured, work_of
 from pipelines.planning.simulation import Dispatch, Fleet, simulated
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
-from trainer.strategies.async_parameter_server import LONG_RUN
+from trainer.strategies.parameter_server import LONG_RUN
 
 CORES = 2
 TRUE = Costs(

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from trainer.strategies import row_cache
 from trainer.strategies.gradients import local_steps_of
-from trainer.strategies.parameter_server import Call, Served, worker_number
+from trainer.strategies.parameter_server import LONG_RUN, Call, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Batch, Problem, Report
 from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
@@ -38,8 +38,6 @@ MAX_PORTION = 100
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
 # network: one iteration of it costs more than a small update.
 TURN = 20
-# The graph of a turn takes seconds to trace, which a shorter run does not win back.
-LONG_RUN = 2000
 # How often the chief looks at workers that go on, and how often when it waits for the first update.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # How far ahead turns are dealt, in seconds: so long do the workers of a dead chief go on.

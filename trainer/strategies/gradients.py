@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,20 @@ Tensors = list[tf.Tensor]
 Gradient = Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a scalar is sent that no variable holds."""
+
+    device: str
+    dtype: tf.DType = tf.float32
+    shape: tf.TensorShape = field(default_factory=lambda: tf.TensorShape([]))
+
+
 class Messages:
     """The packed values of a list of variables; used inside of `tf.function`."""
 
-    def __init__(self, variables: Sequence[tf.Variable]) -> None:
-        """Group the variables by device and type."""
+    def __init__(self, variables: Sequence[Any]) -> None:
+        """Group the variables by device and type; a `Slot` may stand for what is only pushed."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
@@ -102,6 +111,19 @@ def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] =
 def push(model: keras.Model, gradient: Tensors) -> Tensors:
     """Send a gradient to the servers of its variables, and return it there."""
     return Messages([variable.value for variable in model.trainable_variables]).pushed(gradient)
+
+
+def push_with(
+    loss: tf.Tensor, device: str, model: keras.Model, gradient: Tensors
+) -> tuple[tf.Tensor, Tensors]:
+    """Send a gradient as `push` does, with its loss to a device, and return both there.
+
+    A loss to the device of a variable is part of the message of its gradient. The name of the
+    device has to be spelled as the variable's is.
+    """
+    variables = [variable.value for variable in model.trainable_variables]
+    *arrived, sent = Messages([*variables, Slot(device=device)]).pushed([*gradient, loss])
+    return sent, arrived
 
 
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
@@ -256,6 +278,7 @@ def pulled_gradient_of(  # noqa: PLR0913
     scale: LossScale | None = None,
     in_place: bool = False,
     towers: Towers = ONE,
+    loss_on: str = "",
 ) -> Callable[..., tuple[tf.Tensor, list[Gradient]]]:
     """Return the function from what the towers take to loss and gradient.
 
@@ -271,6 +294,8 @@ def pulled_gradient_of(  # noqa: PLR0913
         in_place: whether the variables are read where they are. Otherwise they are pulled before,
             and the gradient is on the servers already.
         towers: the devices of a worker; each takes a batch, or a stack of them.
+        loss_on: the device to which the loss is sent with a gradient that was pulled for
+            (`push_with`); it stays on the worker where there is none.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulated(pure, parts) if parts > 1 else pure, pure.state)
@@ -279,7 +304,9 @@ def pulled_gradient_of(  # noqa: PLR0913
         values = pure.pulled(after)
         value, found, moved = compute(values.weights, values.state, batch)
         push_state(pure.state, values.state, pure.moved(values.state, moved))
-        return value, found if in_place else push(model, found)
+        if in_place:
+            return value, found
+        return push_with(value, loss_on, model, found) if loss_on else (value, push(model, found))
 
     return gradient
 

@@ -36,6 +36,8 @@ from trainer.strategies.visits import plan_of
 
 log = logging.getLogger(__name__)
 
+# The graph of unrolled steps takes seconds to trace, which a shorter run does not win back.
+LONG_RUN = 2000
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
 # Staleness is that of so many of the last closures: enough for a 95th percentile.
@@ -68,6 +70,8 @@ class Served(KerasStrategy):
     io_device = "/job:chief/task:0"
     #: Where all rows of a batch are known before the model is computed.
     lookups: Lookups | None = None
+    #: Where a worker sends the loss with its gradient, if it pulls all variables.
+    loss_on = ""
     _tally: Tally
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
@@ -141,6 +145,7 @@ class Served(KerasStrategy):
             scale=self.scale,
             in_place=not whole,
             towers=self.towers,
+            loss_on=self.loss_on,
         )
 
     def _of_rows(

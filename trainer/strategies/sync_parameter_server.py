@@ -23,16 +23,16 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.strategies.gradients import Gradient, over, plus
-from trainer.strategies.parameter_server import Served, worker_number
+from trainer.strategies.parameter_server import LONG_RUN, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.visits import plan_of
 
 # The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)
-# Steps that are unrolled in the graph of a worker, in a run of at least so many. Whether a loop
-# goes on is a message to every device in it, and what begins an iteration there another one.
-TURN, LONG_RUN = 10, 2000
+# Steps that are unrolled in the graph of a worker. Whether a loop goes on is a message to every
+# device in it, and what begins an iteration there another one.
+TURN = 10
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER = range(3)
 
@@ -65,6 +65,8 @@ class SyncParameterServer(Served):
         variables = [each.value for each in self.model.trainable_variables]
         self._staging = Staging(variables, name=f"gradients-{attempt}")
         self._iterator = self.worker_batches(problem)
+        # The hub, as its variables spell it.
+        self.loss_on = self.applied.device
         self._loop = self._loop_of_worker(problem)
         self._updates = self._updates_of_chief()
         self._watch = _Watch(self.coordinator, self._announced)
@@ -113,7 +115,10 @@ class SyncParameterServer(Served):
             iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor, *lease: tf.Tensor
         ) -> tf.Tensor:
             held = next(iterator) if lease else ()
-            worker, tokens = worker_number(), self._tokens[0].like(handle)
+            number_of_worker, tokens = worker_number(), self._tokens[0].like(handle)
+            with tf.device(HUB):
+                # Sent once, and not with every announcement.
+                worker = tf.identity(number_of_worker)
 
             def made(step: tf.Tensor) -> tf.Tensor:
                 number = self._number(step)
@@ -192,12 +197,8 @@ class SyncParameterServer(Served):
         found: list[Gradient],
     ) -> tf.Operation:
         staged = self._staging.put(number, found)
-        # In one tensor, which is one message.
-        sent = tf.stack([tf.cast(each, tf.float64) for each in (worker, loss)])
         with tf.control_dependencies(staged), tf.device(HUB):
-            worker, loss = tf.unstack(tf.identity(sent))
-            what = tf.stack([step, number, tf.cast(worker, tf.int64)])
-            return self._announced.put(what, tf.cast(loss, tf.float32))
+            return self._announced.put(tf.stack([step, number, worker]), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""

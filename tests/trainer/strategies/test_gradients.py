@@ -39,6 +39,30 @@ def batches(count=1):
     return tf.data.Dataset.from_tensor_slices((points, labels)).batch(size).repeat()
 
 
+def packed(function):
+    """Return how many tensors each message packs."""
+    graph = tf.function(function).get_concrete_function().graph
+    return sorted(
+        len(each.inputs) - 1
+        for each in graph.get_operations()
+        if each.type == "ConcatV2" and each.inputs[-1].shape.rank == 0
+    )
+
+
+def test_a_loss_for_the_server_of_the_variables_is_part_of_the_message_of_their_gradient():
+    model, _ = built()
+    where = model.trainable_variables[0].value.device
+    stays = pulled_gradient_of(model, cross_entropy, jit=False)
+    sent = pulled_gradient_of(model, cross_entropy, jit=False, loss_on=where)
+    weights = len(model.trainable_variables)
+    assert weights in packed(lambda: stays(examples()))
+    of_sent = packed(lambda: sent(examples()))
+    assert weights + 1 in of_sent
+    assert weights not in of_sent
+    (loss, found), (expected, same) = sent(examples()), stays(examples())
+    close([loss, *found], [expected, *same])
+
+
 def test_what_is_pulled_does_not_move_with_the_variables():
     model, _ = built()
     before = [variable.numpy() for variable in model.trainable_variables]
