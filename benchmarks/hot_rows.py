@@ -209,7 +209,7 @@ class Directly(AsyncParameterServer):
     What it learns does not count, as the parts of a gradient are not summed.
     """
 
-    def gradient(self, problem: Problem) -> Any:
+    def gradient(self, problem: Problem, **_: Any) -> Any:
         """Return the function from a batch to loss and gradient."""
         gradient = gradient_of(self.model, problem.loss)
 

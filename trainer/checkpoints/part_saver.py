@@ -291,11 +291,12 @@ class PartSaver:
             if save.over:
                 return
             save.running = True
-            replaced, self._replaced = self._replaced, []
         try:
             # Not when they were replaced: a server that uploads answers nothing else meanwhile.
-            for each in replaced:
-                self._discard(each)
+            while replaced := self._next_replaced():
+                self._discard(replaced)
+                with self._mutex:
+                    self._replaced.remove(replaced)
             self._owner.before_publication()
             if save.base and not bases.is_there(save.base.uri, save.base.created):
                 self._drop(save, save.base)
@@ -332,6 +333,10 @@ class PartSaver:
         finally:
             save.running = False
         self._owner.published(save.uri, save.step)
+
+    def _next_replaced(self) -> _Save | None:
+        with self._mutex:
+            return self._replaced[0] if self._replaced else None
 
     def _publish_part(self, save: _Save, server: int) -> None:
         if server not in save.replies:

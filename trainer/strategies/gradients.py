@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -30,20 +30,20 @@ Tensors = list[tf.Tensor]
 Gradient = Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """Where a scalar is sent that no variable holds."""
+@dataclass(frozen=True)
+class ScalarPlace:
+    """Where a number is sent that no variable holds, as a float32."""
 
     device: str
-    dtype: tf.DType = tf.float32
-    shape: tf.TensorShape = field(default_factory=lambda: tf.TensorShape([]))
+    dtype: ClassVar[tf.DType] = tf.float32
+    shape: ClassVar[tf.TensorShape] = tf.TensorShape([])
 
 
 class Messages:
     """The packed values of a list of variables; used inside of `tf.function`."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        """Group the variables by device and type; a `Slot` may stand for what is only pushed."""
+        """Group by device and type. Where nothing is pulled, a `ScalarPlace` may be among them."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
@@ -113,17 +113,14 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
     return Messages([variable.value for variable in model.trainable_variables]).pushed(gradient)
 
 
-def push_with(
-    loss: tf.Tensor, device: str, model: keras.Model, gradient: Tensors
-) -> tuple[tf.Tensor, Tensors]:
-    """Send a gradient as `push` does, with its loss to a device, and return both there.
+def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
+    """Send a gradient as `push` does, and its loss to a device; the loss comes last.
 
-    A loss to the device of a variable is part of the message of its gradient. The name of the
-    device has to be spelled as the variable's is.
+    Both are one message where the device has variables that are trained, of 32 bits, and is named
+    as these name theirs.
     """
-    variables = [variable.value for variable in model.trainable_variables]
-    *arrived, sent = Messages([*variables, Slot(device=device)]).pushed([*gradient, loss])
-    return sent, arrived
+    places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
+    return Messages(places).pushed([*gradient, loss])
 
 
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
@@ -294,8 +291,8 @@ def pulled_gradient_of(  # noqa: PLR0913
         in_place: whether the variables are read where they are. Otherwise they are pulled before,
             and the gradient is on the servers already.
         towers: the devices of a worker; each takes a batch, or a stack of them.
-        loss_on: the device to which the loss is sent with a gradient that was pulled for
-            (`push_with`); it stays on the worker where there is none.
+        loss_on: where there is one, and variables are pulled, the device to which the loss is sent
+            with the gradient, as its last part (`push_with_loss`).
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulated(pure, parts) if parts > 1 else pure, pure.state)
@@ -306,7 +303,9 @@ def pulled_gradient_of(  # noqa: PLR0913
         push_state(pure.state, values.state, pure.moved(values.state, moved))
         if in_place:
             return value, found
-        return push_with(value, loss_on, model, found) if loss_on else (value, push(model, found))
+        if loss_on:
+            return value, push_with_loss(model, found, value, loss_on)
+        return value, push(model, found)
 
     return gradient
 

@@ -70,8 +70,6 @@ class Served(KerasStrategy):
     io_device = "/job:chief/task:0"
     #: Where all rows of a batch are known before the model is computed.
     lookups: Lookups | None = None
-    #: Where a worker sends the loss with its gradient, if it pulls all variables.
-    loss_on = ""
     _tally: Tally
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
@@ -128,11 +126,14 @@ class Served(KerasStrategy):
         """Return how many batches a worker takes for one gradient."""
         return self.config.training.accumulate * len(self.towers)
 
-    def gradient(self, problem: Problem) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
+    def gradient(
+        self, problem: Problem, *, loss_on: str = ""
+    ) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
         """Return the function from what the towers take to loss and gradient.
 
         All variables are pulled before, those of each server in one message, unless a layer looks
-        up rows: then only the rows of a batch are transferred.
+        up rows: then only the rows of a batch are transferred. For `loss_on` see
+        `pulled_gradient_of`.
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:
@@ -145,7 +146,7 @@ class Served(KerasStrategy):
             scale=self.scale,
             in_place=not whole,
             towers=self.towers,
-            loss_on=self.loss_on,
+            loss_on=loss_on,
         )
 
     def _of_rows(

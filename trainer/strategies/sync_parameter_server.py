@@ -17,7 +17,6 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count, islice
 from typing import Any
 
 import tensorflow as tf
@@ -26,7 +25,7 @@ from trainer.strategies.gradients import Gradient, over, plus
 from trainer.strategies.parameter_server import LONG_RUN, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
-from trainer.strategies.visits import plan_of
+from trainer.strategies.visits import Batches, plan_of
 
 # The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)
@@ -65,8 +64,6 @@ class SyncParameterServer(Served):
         variables = [each.value for each in self.model.trainable_variables]
         self._staging = Staging(variables, name=f"gradients-{attempt}")
         self._iterator = self.worker_batches(problem)
-        # The hub, as its variables spell it.
-        self.loss_on = self.applied.device
         self._loop = self._loop_of_worker(problem)
         self._updates = self._updates_of_chief()
         self._watch = _Watch(self.coordinator, self._announced)
@@ -108,7 +105,9 @@ class SyncParameterServer(Served):
         super().halt()
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        gradient, turn = self.gradient(problem), self._turn()
+        # The hub, as its variables spell it.
+        gradient = self.gradient(problem, loss_on=self.applied.device)
+        turn, whole = self._turn(), self.pulls_whole()
 
         @tf.function
         def loop(
@@ -120,21 +119,27 @@ class SyncParameterServer(Served):
                 # Sent once, and not with every announcement.
                 worker = tf.identity(number_of_worker)
 
-            def made(step: tf.Tensor) -> tf.Tensor:
+            def made(step: tf.Tensor, *before: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+                """Announce a gradient; return a later step and the loss, which is on the worker."""
                 number = self._number(step)
 
                 def compute() -> tuple[tf.Tensor, list[Gradient]]:
-                    # No variable is read before its step is open. Only servers wait for that.
-                    if self.pulls_whole():
-                        return gradient(self._taken(iterator, held, number, *lease), [number])
+                    # Not before the step before: the batches of a turn are not in memory at once.
+                    with tf.control_dependencies(before):
+                        batch = self._taken(iterator, held, number, *lease)
+                    # No variable is read before its step is open.
+                    if whole:
+                        # Only servers wait for that.
+                        return gradient(batch, [number])
                     with tf.control_dependencies([number]):
-                        return gradient(self._taken(iterator, held, number, *lease))
+                        return gradient(batch)
 
                 # The coordinator traces in the scope of its strategy, where Keras updates state
                 # (moving averages, seeds) in a replica's context only.
                 loss, found = self.connected.run(compute)
-                with tf.control_dependencies([self._announce(step, number, worker, loss, found)]):
-                    return self._later(tokens, step)
+                sent = found.pop() if whole else loss
+                with tf.control_dependencies([self._announce(step, number, worker, sent, found)]):
+                    return self._later(tokens, step), loss
 
             with tf.device(HUB):
                 # A loop that is restarted after its worker died finds a step open and its token
@@ -144,10 +149,11 @@ class SyncParameterServer(Served):
             # Controlled on the worker: where it is, TensorFlow puts what it computes.
             if turn > 1:
                 while step + (turn - 1) < end:
+                    before: list[tf.Tensor] = []
                     for _ in range(turn):
-                        step = made(step)
+                        step, *before = made(step, *before)
             while step < end:
-                step = made(step)
+                step, _ = made(step)
             with tf.device(HUB):
                 # A slow worker's loop may have taken it from the next loop on the same tokens.
                 tokens.put(step)
@@ -158,9 +164,9 @@ class SyncParameterServer(Served):
     def _turn(self) -> int:
         """Return how many steps are unrolled; 1: none.
 
-        A worker must not begin a turn and find no more steps, as one does that others do without.
-        What a lease lends is counted by the loop. For rows that are looked up the gradient would be
-        traced again for each step.
+        Only where every worker is needed: one that skipped a step would be out of steps before the
+        end of a turn. What a lease lends is counted by the loop. For rows that are looked up the
+        gradient would be traced again for each step.
         """
         everyone = self._needed == self._workers and not self.stream
         long = self.config.training.steps >= LONG_RUN
@@ -186,7 +192,7 @@ class SyncParameterServer(Served):
         def batch(of_step: int) -> Any:
             return stream.batch(held, plan, first + of_step * size, size)
 
-        return self.towers.take(_Batches(batch, self.config.training.accumulate))
+        return self.towers.take(Batches(batch, self.config.training.accumulate))
 
     def _announce(
         self,
@@ -256,7 +262,7 @@ class SyncParameterServer(Served):
         taken = refused = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
-            what, loss, stale = self._next(step)
+            what, loss, stale = self._next(step, taken)
             gradient = self._staging.take(what[NUMBER])
             numbers.append(what[NUMBER])
             total = list(map(plus, total, gradient)) if total else gradient
@@ -266,11 +272,15 @@ class SyncParameterServer(Served):
         means = [over(each, self._needed) for each in total]
         return losses / self._needed, means, taken, refused, tf.stack(numbers)
 
-    def _next(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the next announcement of an open step, its loss, and the drops before it."""
+    def _next(self, step: tf.Tensor, taken: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the next announcement of an open step, its loss, and the drops before it.
+
+        A worker that died after its announcement announces the same step once more, when it is
+        back. Two gradients of one would let the chief go on without another worker.
+        """
         refused = tf.zeros([self._workers], tf.int64)
         what, loss = self._announced.take()
-        while what[STEP] < step:
+        while tf.logical_or(what[STEP] < step, taken[what[WORKER]] > 0):
             self._staging.take(what[NUMBER])
             refused += self._one_of(what[WORKER])
             what, loss = self._announced.take()
@@ -278,22 +288,6 @@ class SyncParameterServer(Served):
 
     def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.one_hot(worker, self._workers, dtype=tf.int64)
-
-
-class _Batches:
-    """Batches by their numbers from 0 on, as from an iterator; for `tf.function`."""
-
-    def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
-        """Return stacks of `parts` batches, where that is above 1."""
-        self._batches = map(batch, count())
-        self._parts = parts
-
-    def __next__(self) -> Any:
-        """Return the next one."""
-        found = list(islice(self._batches, self._parts))
-        if self._parts == 1:
-            return found[0]
-        return tf.nest.map_structure(lambda *each: tf.stack(each), *found)
 
 
 class _Watch:

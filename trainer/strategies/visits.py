@@ -9,6 +9,7 @@ gaps before, whose gradients came too late. It is saved with the variables that 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -168,6 +169,22 @@ class Stream:
         return both.map(
             lambda held, n: self.batch(held, plan, (n * of + index) * size, size)
         ).prefetch(2)
+
+
+class Batches:
+    """Batches by their numbers from 0 on, as from an iterator; for `tf.function`."""
+
+    def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
+        """Return stacks of `parts` batches, where that is above 1."""
+        self._batches = map(batch, itertools.count())
+        self._parts = parts
+
+    def __next__(self) -> Any:
+        """Return the next one."""
+        found = list(itertools.islice(self._batches, self._parts))
+        if self._parts == 1:
+            return found[0]
+        return tf.nest.map_structure(lambda *each: tf.stack(each), *found)
 
 
 def plan_of(position: Position) -> tf.Tensor:

@@ -49,7 +49,8 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
     assert sum(each.bytes for each in whole.files) == contents(found.uri).bytes
 
 
-def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(in_bucket, gcs, tmp_path):
+def saved_during_an_upload(made, gcs, *steps):
+    """Save the first, and the others while it is uploaded."""
     free, came = threading.Event(), threading.Event()
 
     def before(request):
@@ -57,20 +58,45 @@ def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(in_bucket
             came.set()
             assert free.wait(60)
 
-    made = in_bucket()
     gcs.plan.before = before
+    first, *others = steps
     try:
         with made.flushed():
-            made.save(variables(10), io_device=None, fields={})
+            made.save(variables(first), io_device=None, fields={})
             assert came.wait(60)
-            for step in (20, 30):
+            for step in others:
                 made.save(variables(step), io_device=None, fields={})
             made.parts.settle()
             free.set()
     finally:
         free.set()
         gcs.plan.before = None
+
+
+def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(in_bucket, gcs, tmp_path):
+    made = in_bucket()
+    saved_during_an_upload(made, gcs, 10, 20, 30)
     assert storage.names(made.uri) == ["step-00000010", "step-00000030"]
+    assert left(tmp_path) == ["ready.json"]
+
+
+def test_what_could_not_be_removed_from_a_server_is_removed_later(
+    in_bucket, gcs, tmp_path, two_servers, monkeypatch
+):
+    refused = []
+
+    def ask(server, request, ask=two_servers.ask):
+        if request.action == "discard" and not refused:
+            refused.append(request.prefix)
+            raise storage.Unavailable("the server does not answer")
+        return ask(server, request)
+
+    monkeypatch.setattr(two_servers, "ask", ask)
+    made = in_bucket()
+    # Those of 20 and 30 are replaced before they are uploaded.
+    saved_during_an_upload(made, gcs, 10, 20, 30, 40)
+    assert len(refused) == 1
+    assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
     assert left(tmp_path) == ["ready.json"]
 
 

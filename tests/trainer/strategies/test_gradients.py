@@ -60,7 +60,7 @@ def test_a_loss_for_the_server_of_the_variables_is_part_of_the_message_of_their_
     assert weights + 1 in of_sent
     assert weights not in of_sent
     (loss, found), (expected, same) = sent(examples()), stays(examples())
-    close([loss, *found], [expected, *same])
+    close([loss, *found], [expected, *same, expected])
 
 
 def test_what_is_pulled_does_not_move_with_the_variables():

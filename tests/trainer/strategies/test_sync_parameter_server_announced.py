@@ -1,0 +1,67 @@
+"""Which announcements of a step become its update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from trainer.strategies import sync_parameter_server
+from trainer.strategies.sync_parameter_server import NamedQueue, Staging, SyncParameterServer
+
+STEP = 7
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch):
+    monkeypatch.setattr(sync_parameter_server, "HUB", "/CPU:0")
+
+
+class Chief(SyncParameterServer):
+    """What a chief needs for the first gradients of a step, without a cluster."""
+
+    def __init__(self, name: str, *, workers: int, needed: int):
+        self._workers, self._needed = workers, needed
+        self._variable = tf.Variable(0.0)
+        self._announced = NamedQueue([tf.int64, tf.float32], [[3], []], name=name)
+        self._staging = Staging([self._variable], name=name)
+        self._put = tf.function(self._put_one)
+        self._taken = tf.function(self._first)
+
+    def hears(self, *announcements: tuple[int, int]) -> None:
+        """Stage gradients 1, 2, 4, ... and announce each with its step and worker."""
+        for number, (step, worker) in enumerate(announcements):
+            value = tf.constant(2.0**number)
+            numbers = (tf.constant(each, tf.int64) for each in (step, number, worker))
+            self._put(*numbers, value, [value])
+
+    def _put_one(self, *announced: Any) -> None:
+        self._announce(*announced)
+
+    def updates(self) -> tuple[float, list[int], list[int]]:
+        """Return the sum of the gradients of the step, and who gave and who was refused."""
+        _, (mean,), taken, refused, _ = self._taken(tf.constant(STEP, tf.int64))
+        return float(mean) * self._needed, taken.numpy().tolist(), refused.numpy().tolist()
+
+
+@pytest.mark.parametrize(
+    ("announcements", "total", "taken", "refused"),
+    [
+        ([(STEP, 1), (STEP, 0)], 3, [1, 1], [0, 0]),
+        ([(STEP - 1, 0), (STEP, 1), (STEP, 0)], 6, [1, 1], [1, 0]),
+        ([(STEP, 1), (STEP, 1), (STEP, 0)], 5, [1, 1], [0, 1]),
+        ([(STEP, 0), (STEP, 0), (STEP - 1, 1), (STEP, 0), (STEP, 1)], 17, [1, 1], [2, 1]),
+    ],
+    ids=["each once", "one is stale", "one twice, as it died in between", "all of that"],
+)
+def test_an_update_takes_one_gradient_of_each_worker(request, announcements, total, taken, refused):
+    chief = Chief(request.node.name, workers=2, needed=2)
+    chief.hears(*announcements)
+    assert chief.updates() == (total, taken, refused)
+
+
+def test_a_backup_worker_is_not_replaced_by_another_one_that_gives_twice(request):
+    chief = Chief(request.node.name, workers=3, needed=2)
+    chief.hears((STEP, 2), (STEP, 2), (STEP, 0))
+    assert chief.updates() == (5.0, [1, 0, 1], [0, 0, 1])
