@@ -1,14 +1,21 @@
-"""Which announcements of a step become its update."""
+"""What a worker does for an announcement, and which announcements become an update."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from trainer.strategies import sync_parameter_server
-from trainer.strategies.sync_parameter_server import NamedQueue, Staging, SyncParameterServer
+from trainer.strategies.sync_parameter_server import (
+    TURN,
+    NamedQueue,
+    Staging,
+    SyncParameterServer,
+)
+from trainer.strategies.towers import ONE
 
 STEP = 7
 
@@ -65,3 +72,62 @@ def test_a_backup_worker_is_not_replaced_by_another_one_that_gives_twice(request
     chief = Chief(request.node.name, workers=3, needed=2)
     chief.hears((STEP, 2), (STEP, 2), (STEP, 0))
     assert chief.updates() == (5.0, [1, 0, 1], [0, 0, 1])
+
+
+class Worker(SyncParameterServer):
+    """What a worker's loop needs to be traced, with the loss of a batch as its only gradient."""
+
+    towers, stream = ONE, None
+
+    def __init__(self, name: str):
+        self._workers = self._needed = 1
+        self.applied = self._numbers = self._open = tf.Variable(0, dtype=tf.int64)
+        self._announced = NamedQueue([tf.int64, tf.float32], [[3], []], name=name)
+        self._tokens = [NamedQueue([tf.int64], [[]], name=f"{name} tokens")]
+        self._staging = Staging([tf.Variable(0.0)], name=name)
+        self.connected = SimpleNamespace(run=lambda compute: compute())
+        self._turn = lambda: TURN
+        self.pulls_whole = lambda: True
+
+    def gradient(self, *_, **__):
+        def gradient(batch, *_):
+            loss = tf.identity(batch, name="loss")
+            return loss, [loss, loss]
+
+        return gradient
+
+
+def ancestors(of):
+    """Return all operations that an operation waits for."""
+    found, left = set(), [of]
+    while left:
+        operation = left.pop()
+        new = {*(each.op for each in operation.inputs), *operation.control_inputs} - found
+        found |= new
+        left += new
+    return found
+
+
+def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(request):
+    worker = Worker(request.node.name)
+    iterator = iter(tf.data.Dataset.from_tensors(1.0).repeat())
+    end = tf.constant(100, tf.int64)
+    traced = worker._loop_of_worker(None).get_concrete_function(
+        iterator, worker._tokens[0].handle, end
+    )
+    bodies = [
+        traced.graph._get_function(each.get_attr("body").name).graph
+        for each in traced.graph.get_operations()
+        if each.type == "While"
+    ]
+    taken = [
+        [each for each in body.get_operations() if each.type == "IteratorGetNext"]
+        for body in bodies
+    ]
+    # Turns, and single steps.
+    assert sorted(map(len, taken)) == [1, TURN]
+    for operations in taken:
+        losses = [
+            sum("/loss" in each.name for each in ancestors(operation)) for operation in operations
+        ]
+        assert losses == list(range(len(operations)))
