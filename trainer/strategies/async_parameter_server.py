@@ -22,14 +22,22 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from trainer.strategies import row_cache
-from trainer.strategies.gradients import local_steps_of
+from trainer.strategies.gradients import (
+    PureGradient,
+    apply_and_count,
+    push,
+    push_state,
+)
 from trainer.strategies.parameter_server import LONG_RUN, Call, Served, worker_number
 from trainer.strategies.placement import server_device
-from trainer.strategies.strategy import Batch, Problem, Report
+from trainer.strategies.strategy import Batch, Loss, Problem, Report
+from trainer.strategies.towers import ONE, Towers
 from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
+from trainer.strategies.updates.loss_scale import LossScale
 
 log = logging.getLogger(__name__)
 
@@ -165,9 +173,12 @@ class AsyncParameterServer(Served):
             if time.monotonic() < end:
                 continue
             self._look()
+            if self._seen.applied >= boundary:
+                # They still report, and push what they have cached.
+                break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # They were faster than expected, and have made all that was dealt.
+        # Or they were faster than expected, and have made all that was dealt.
         self._join()
 
     def _complete(self, boundary: int) -> None:
@@ -300,7 +311,7 @@ class AsyncParameterServer(Served):
 
         def step(batch: Batch) -> tf.Tensor:
             value, found = gradient(batch)
-            self.optimizer.apply(found, self.model.trainable_variables)
+            apply_and_count(self.optimizer, found, self.model.trainable_variables)
             return value
 
         # The coordinator traces in the scope of its strategy, where Keras updates a variable in a
@@ -354,3 +365,42 @@ class AsyncParameterServer(Served):
             towers=self.towers,
         )
         return lambda iterator: self.connected.run(steps, args=(iterator,))
+
+
+def local_steps_of(  # noqa: PLR0913
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: Loss,
+    *,
+    steps: int,
+    jit: bool,
+    scale: LossScale | None = None,
+    towers: Towers = ONE,
+) -> Callable[[Any], tf.Tensor]:
+    """Return the function that pulls once, takes `steps` local steps, and pushes once.
+
+    The local steps are plain SGD with the optimizer's learning rate; the sum of their gradients is
+    pushed, and the server's optimizer applies it as one update (Downpour SGD, Dean et al. 2012,
+    section 4.1, with n_fetch = n_push = `steps`). The function takes an iterator of batches and
+    returns the mean loss.
+    """
+    pure = PureGradient(model, loss, jit=jit, scale=scale)
+    compute = towers.pure(pure, pure.state)
+
+    def update(iterator: Any) -> tf.Tensor:
+        values = pure.pulled()
+        # The rate of a schedule is on a server, and a loop that reads it there spans machines.
+        rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
+        weights, state = values.weights, values.state
+        total = [tf.zeros_like(each) for each in weights]
+        losses = tf.constant(0.0)
+        for _ in tf.range(steps):
+            value, found, state = compute(weights, state, towers.take(iterator))
+            weights = [w - tf.cast(rate, w.dtype) * g for w, g in zip(weights, found, strict=True)]
+            total = [t + g for t, g in zip(total, found, strict=True)]
+            losses += value
+        apply_and_count(optimizer, push(model, total), model.trainable_variables)
+        push_state(pure.state, values.state, pure.moved(values.state, state))
+        return losses / steps
+
+    return update

@@ -398,40 +398,33 @@ def over(gradient: Gradient, count: Any) -> Gradient:
     return gradient / count
 
 
-def local_steps_of(  # noqa: PLR0913
-    model: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
-    loss: Loss,
-    *,
-    steps: int,
-    jit: bool,
-    scale: LossScale | None = None,
-    towers: Towers = ONE,
-) -> Callable[[Any], tf.Tensor]:
-    """Return the function that pulls once, takes `steps` local steps, and pushes once.
+def apply_and_count(
+    optimizer: keras.optimizers.Optimizer, gradient: list[Gradient], variables: Sequence[Any]
+) -> None:
+    """Apply a gradient, and count the update when the gradient is on the server of the counter.
 
-    The local steps are plain SGD with the optimizer's learning rate; the sum of their gradients is
-    pushed, and the server's optimizer applies it as one update (Downpour SGD, Dean et al. 2012,
-    section 4.1, with n_fetch = n_push = `steps`). The function takes an iterator of batches and
-    returns the mean loss.
+    Nothing else orders the two: all updates of an unrolled turn would be counted when it begins,
+    and those that a worker does not make, as it dies, would count as applied. For an optimizer of
+    `exact_counter`, in the graph of a worker.
     """
-    pure = PureGradient(model, loss, jit=jit, scale=scale)
-    compute = towers.pure(pure, pure.state)
+    counter = optimizer.iterations.value
+    count = optimizer.iterations.assign_add
+    beside = [
+        found
+        for found, variable in zip(gradient, variables, strict=True)
+        if variable.value.device == counter.device
+    ]
+    with tf.device(counter.device):
+        # What has to come here anyway, where there is any: that is no further message.
+        arrived = [tf.identity(getattr(each, "values", each)) for each in beside or gradient[:1]]
 
-    def update(iterator: Any) -> tf.Tensor:
-        values = pure.pulled()
-        # The rate of a schedule is on a server, and a loop that reads it there spans machines.
-        rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
-        weights, state = values.weights, values.state
-        total = [tf.zeros_like(each) for each in weights]
-        losses = tf.constant(0.0)
-        for _ in tf.range(steps):
-            value, found, state = compute(weights, state, towers.take(iterator))
-            weights = [w - tf.cast(rate, w.dtype) * g for w, g in zip(weights, found, strict=True)]
-            total = [t + g for t, g in zip(total, found, strict=True)]
-            losses += value
-        optimizer.apply(push(model, total), model.trainable_variables)
-        push_state(pure.state, values.state, pure.moved(values.state, state))
-        return losses / steps
+    def count_later(by: Any) -> Any:
+        # The device is that of the number to add, which waits for what has arrived.
+        with tf.device(counter.device), tf.control_dependencies(arrived):
+            return count(by)
 
-    return update
+    optimizer.iterations.assign_add = count_later
+    try:
+        optimizer.apply(gradient, variables)
+    finally:
+        optimizer.iterations.assign_add = count

@@ -111,6 +111,15 @@ def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
     assert fleet.units == [TURN, TURN]
 
 
+def test_nobody_goes_on_once_all_up_to_the_boundary_is_applied(clock):
+    fleet = Fleet(2)
+    # The look comes after ten rounds, when both have made their last turn and have not ended.
+    report = led(clock, fleet).advance(15 * TURN, 2 * 10 * TURN)
+    assert fleet.applied == 2 * 10 * TURN
+    assert fleet.done()
+    assert report.global_step is None
+
+
 def test_turns_are_dealt_for_some_seconds_and_not_up_to_the_boundary(clock):
     fleet = Fleet(2)
     led(clock, fleet).advance(FAST, 10**9)

@@ -13,7 +13,8 @@ from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import dense, examples
 from trainer.config.optimizer import OptimizerConfig
 from trainer.config.schema import TrainingConfig
-from trainer.strategies.gradients import local_steps_of, pull, pulled_gradient_of, push_state
+from trainer.strategies.async_parameter_server import local_steps_of
+from trainer.strategies.gradients import apply_and_count, pull, pulled_gradient_of, push_state
 from trainer.strategies.placement import build_slots
 from trainer.strategies.strategy import exact_counter, gradient_of, step_of
 from trainer.training.optimizers import build_optimizer
@@ -61,6 +62,41 @@ def test_a_loss_for_the_server_of_the_variables_is_part_of_the_message_of_their_
     assert weights not in of_sent
     (loss, found), (expected, same) = sent(examples()), stays(examples())
     close([loss, *found], [expected, *same, expected])
+
+
+def ancestors(of):
+    """Return all operations that an operation waits for."""
+    found, left = set(), [of]
+    while left:
+        operation = left.pop()
+        new = {*(each.op for each in operation.inputs), *operation.control_inputs} - found
+        found |= new
+        left += new
+    return found
+
+
+def test_an_update_is_counted_after_its_gradient_has_come():
+    model, optimizer = built(optimizer="adam")
+    counter = exact_counter(optimizer)
+    gradient = pulled_gradient_of(model, cross_entropy, jit=False)
+
+    @tf.function
+    def turn():
+        for number in range(3):
+            loss, found = gradient(examples())
+            found = [tf.identity(each, name=f"gradient-{number}-part") for each in found]
+            apply_and_count(optimizer, found, model.trainable_variables)
+        return loss
+
+    graph = turn.get_concrete_function().graph
+    counted = [
+        {each.name[:10] for each in ancestors(operation) if each.name.startswith("gradient-")}
+        for operation in graph.get_operations()
+        if operation.type == "AssignAddVariableOp" and operation.name.startswith("AssignAdd")
+    ]
+    assert [len(each) for each in counted] == [1, 2, 3]
+    turn()
+    assert counter.numpy() == 3
 
 
 def test_what_is_pulled_does_not_move_with_the_variables():

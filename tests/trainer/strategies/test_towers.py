@@ -10,7 +10,8 @@ import tensorflow as tf
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 from trainer.errors import UserError
-from trainer.strategies.gradients import local_steps_of, pulled_gradient_of
+from trainer.strategies.async_parameter_server import local_steps_of
+from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.strategy import gradient_of
 from trainer.strategies.towers import ONE, Towers, towers_of
 from trainer.strategies.updates.loss_scale import FIRST, LossScale
