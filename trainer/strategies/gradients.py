@@ -409,14 +409,14 @@ def apply_and_count(
     """
     counter = optimizer.iterations.value
     count = optimizer.iterations.assign_add
-    beside = [
+    here = [
         found
         for found, variable in zip(gradient, variables, strict=True)
         if variable.value.device == counter.device
     ]
     with tf.device(counter.device):
         # What has to come here anyway, where there is any: that is no further message.
-        arrived = [tf.identity(getattr(each, "values", each)) for each in beside or gradient[:1]]
+        arrived = [tf.identity(getattr(each, "values", each)) for each in here or gradient[:1]]
 
     def count_later(by: Any) -> Any:
         # The device is that of the number to add, which waits for what has arrived.

@@ -2,12 +2,13 @@
 
 `Served` is their base class: a chief that leads workers, with model, optimizer and counter on the
 parameter servers. `Tally` counts the local steps and examples of each worker, and how stale its
-updates were.
+updates were. `LoopWatch` sees the errors of loops that nobody waits for.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -268,3 +269,39 @@ class Tally:
             "staleness_mean": float(np.mean(self._staleness)),
             "staleness_p95": float(np.percentile(self._staleness, 95)),
         }
+
+
+class LoopWatch:
+    """Waits for an error in the workers' loops, on a thread.
+
+    The chief itself waits for what the loops give. When one has failed for good, this wait has to
+    end too.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        stop: Callable[[], Any],
+    ) -> None:
+        """Call `stop` where a loop has failed."""
+        self.error: Exception | None = None
+        self._coordinator = coordinator
+        self._stop = stop
+        self._begun = threading.Event()
+        threading.Thread(target=self._wait, name="workers", daemon=True).start()
+
+    def begin(self) -> None:
+        """Loops have been scheduled."""
+        self._begun.set()
+
+    def _wait(self) -> None:
+        while self.error is None:
+            self._begun.wait()
+            self._begun.clear()
+            try:
+                self._coordinator.join()
+            # A loop runs the user's model, and may fail in any way.
+            except Exception as error:
+                self.error = error
+        with suppress(tf.errors.OpError):
+            self._stop()

@@ -13,7 +13,6 @@ so does the chief, whose function runs on the servers.
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.strategies.gradients import Gradient, over, plus
-from trainer.strategies.parameter_server import LONG_RUN, Served, worker_number
+from trainer.strategies.parameter_server import LONG_RUN, LoopWatch, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.visits import Batches, plan_of
@@ -33,7 +32,7 @@ HUB = server_device(0)
 # device in it, and what begins an iteration there another one.
 TURN = 10
 # The fields of an announcement, next to the loss.
-STEP, NUMBER, WORKER = range(3)
+STEP, NUMBER, WORKER, LOOP = range(4)
 
 
 class SyncParameterServer(Served):
@@ -55,7 +54,7 @@ class SyncParameterServer(Served):
             self._open = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._numbers = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._announced = NamedQueue(
-                [tf.int64, tf.float32], [[3], []], name=f"announced-{attempt}"
+                [tf.int64, tf.float32], [[4], []], name=f"announced-{attempt}"
             )
             self._tokens = [
                 NamedQueue([tf.int64], [[]], name=f"tokens-{index}-{attempt}")
@@ -66,7 +65,7 @@ class SyncParameterServer(Served):
         self._iterator = self.worker_batches(problem)
         self._loop = self._loop_of_worker(problem)
         self._updates = self._updates_of_chief()
-        self._watch = _Watch(self.coordinator, self._announced)
+        self._watch = LoopWatch(self.coordinator, self._announced.close)
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, each the mean of the first gradients of its step."""
@@ -75,10 +74,11 @@ class SyncParameterServer(Served):
         # Whoever is late in the inner loop before takes numbers too, and its gradient is dropped.
         numbers = self._numbers.read_value()
         lease = (plan_of(self.position), numbers) if self.stream else ()
-        for tokens in self._tokens:
+        for number, tokens in enumerate(self._tokens):
+            own = tokens.handle, tf.constant(number, tf.int64)
             # Nothing waits for them: a slow or dead worker finds its loop ended later.
             self.coordinator.schedule(
-                self._loop, args=(self._iterator, tokens.handle, begin + steps, *lease)
+                self._loop, args=(self._iterator, *own, begin + steps, *lease)
             )
         self._watch.begin()
         try:
@@ -105,43 +105,29 @@ class SyncParameterServer(Served):
         super().halt()
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        # The hub, as its variables spell it.
-        gradient = self.gradient(problem, loss_on=self.applied.device)
-        turn, whole = self._turn(), self.pulls_whole()
+        computed, turn = self._gradient_of_step(problem), self._turn()
 
         @tf.function
         def loop(
-            iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor, *lease: tf.Tensor
+            iterator: tf.data.Iterator,
+            handle: tf.Tensor,
+            loop_number: tf.Tensor,
+            end: tf.Tensor,
+            *lease: tf.Tensor,
         ) -> tf.Tensor:
             held = next(iterator) if lease else ()
-            number_of_worker, tokens = worker_number(), self._tokens[0].like(handle)
-            with tf.device(HUB):
-                # Sent once, and not with every announcement.
-                worker = tf.identity(number_of_worker)
+            own, tokens = tf.stack([worker_number(), loop_number]), self._tokens[0].like(handle)
 
             def made(step: tf.Tensor, *before: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
                 """Announce a gradient; return a later step and the loss, which is on the worker."""
                 number = self._number(step)
-
-                def compute() -> tuple[tf.Tensor, list[Gradient]]:
-                    # Not before the step before: the batches of a turn are not in memory at once.
-                    with tf.control_dependencies(before):
-                        batch = self._taken(iterator, held, number, *lease)
-                    # No variable is read before its step is open.
-                    if whole:
-                        # Only servers wait for that.
-                        return gradient(batch, [number])
-                    with tf.control_dependencies([number]):
-                        return gradient(batch)
-
-                # The coordinator traces in the scope of its strategy, where Keras updates state
-                # (moving averages, seeds) in a replica's context only.
-                loss, found = self.connected.run(compute)
-                sent = found.pop() if whole else loss
-                with tf.control_dependencies([self._announce(step, number, worker, sent, found)]):
+                loss, sent, found = computed(iterator, held, number, before, *lease)
+                with tf.control_dependencies([self._announce(step, number, own, sent, found)]):
                     return self._later(tokens, step), loss
 
             with tf.device(HUB):
+                # Sent once, and not with every announcement.
+                own = tf.identity(own)
                 # A loop that is restarted after its worker died finds a step open and its token
                 # taken; and the dead one may still wait for a token, which it gets here.
                 step = self._open.read_value()
@@ -160,6 +146,33 @@ class SyncParameterServer(Served):
             return step
 
         return loop  # type: ignore[no-any-return]
+
+    def _gradient_of_step(self, problem: Problem) -> Callable[..., Any]:
+        """Return the function that gives the loss, the loss to announce, and the gradient."""
+        whole = self.pulls_whole()
+        # The hub, as its variables spell it.
+        gradient = self.gradient(problem, loss_on=self.applied.device)
+
+        def computed(
+            iterator: Any, held: Any, number: tf.Tensor, before: Any, *lease: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, list[Gradient]]:
+            def compute() -> tuple[tf.Tensor, list[Gradient]]:
+                # Not before the step before: the batches of a turn are not in memory at once.
+                with tf.control_dependencies(before):
+                    batch = self._taken(iterator, held, number, *lease)
+                # No variable is read before its step is open.
+                if whole:
+                    # Only servers wait for that.
+                    return gradient(batch, [number])
+                with tf.control_dependencies([number]):
+                    return gradient(batch)
+
+            # The coordinator traces in the scope of its strategy, where Keras updates state
+            # (moving averages, seeds) in a replica's context only.
+            loss, found = self.connected.run(compute)
+            return loss, found.pop() if whole else loss, found
+
+        return computed
 
     def _turn(self) -> int:
         """Return how many steps are unrolled; 1: none.
@@ -198,13 +211,13 @@ class SyncParameterServer(Served):
         self,
         step: tf.Tensor,
         number: tf.Tensor,
-        worker: tf.Tensor,
+        own: tf.Tensor,
         loss: tf.Tensor,
         found: list[Gradient],
     ) -> tf.Operation:
         staged = self._staging.put(number, found)
         with tf.control_dependencies(staged), tf.device(HUB):
-            return self._announced.put(tf.stack([step, number, worker]), loss)
+            return self._announced.put(tf.concat([[step, number], own], 0), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""
@@ -259,28 +272,29 @@ class SyncParameterServer(Served):
         Next to them how many gradients were taken and dropped, by worker, and the numbers of those
         taken.
         """
-        taken = refused = tf.zeros([self._workers], tf.int64)
+        taken = refused = given = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
-            what, loss, stale = self._next(step, taken)
+            what, loss, stale = self._next(step, given)
             gradient = self._staging.take(what[NUMBER])
             numbers.append(what[NUMBER])
             total = list(map(plus, total, gradient)) if total else gradient
             losses += loss
             taken += self._one_of(what[WORKER])
+            given += self._one_of(what[LOOP])
             refused += stale
         means = [over(each, self._needed) for each in total]
         return losses / self._needed, means, taken, refused, tf.stack(numbers)
 
-    def _next(self, step: tf.Tensor, taken: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _next(self, step: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it.
 
-        A worker that died after its announcement announces the same step once more, when it is
-        back. Two gradients of one would let the chief go on without another worker.
+        A loop whose worker died after its announcement announces the same step once more, when it
+        begins again. Two gradients of one would let the chief go on without another one.
         """
         refused = tf.zeros([self._workers], tf.int64)
         what, loss = self._announced.take()
-        while tf.logical_or(what[STEP] < step, taken[what[WORKER]] > 0):
+        while tf.logical_or(what[STEP] < step, given[what[LOOP]] > 0):
             self._staging.take(what[NUMBER])
             refused += self._one_of(what[WORKER])
             what, loss = self._announced.take()
@@ -288,39 +302,6 @@ class SyncParameterServer(Served):
 
     def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.one_hot(worker, self._workers, dtype=tf.int64)
-
-
-class _Watch:
-    """Waits for an error in the workers' loops, on a thread.
-
-    The chief itself waits for announcements. When a loop has failed for good, their queue is
-    closed, so that this wait ends too.
-    """
-
-    def __init__(
-        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, announced: NamedQueue
-    ) -> None:
-        self.error: Exception | None = None
-        self._coordinator = coordinator
-        self._announced = announced
-        self._begun = threading.Event()
-        threading.Thread(target=self._wait, name="workers", daemon=True).start()
-
-    def begin(self) -> None:
-        """Loops have been scheduled."""
-        self._begun.set()
-
-    def _wait(self) -> None:
-        while self.error is None:
-            self._begun.wait()
-            self._begun.clear()
-            try:
-                self._coordinator.join()
-            # A loop runs the user's model, and may fail in any way.
-            except Exception as error:
-                self.error = error
-        with suppress(tf.errors.OpError):
-            self._announced.close()
 
 
 class NamedQueue:
