@@ -93,6 +93,19 @@ def test_a_base_stays_as_long_as_a_difference_names_it(run):
     assert storage.names(made.uri) == ["step-00000040", "step-00000100"]
 
 
+def test_a_damaged_base_is_not_the_end_of_all_that_is_kept(run, tmp_path, two_servers):
+    made, held = run
+    move(held, list(range(600)), 4.0)
+    save(made, held, 40)
+    for step in (50, 60):
+        move(held, [step], 5.0)
+        save(made, held, step)
+    assert storage.name_of(contents(made.uri).base) == "step-00000040"
+    part = tmp_path / "checkpoints/step-00000040/variables.data-00001-of-00002"
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    assert opened(tmp_path, two_servers).newest().global_step == 30
+
+
 def test_a_base_that_is_gone_is_one_line(run, tmp_path, two_servers, caplog):
     made, _ = run
     storage.delete(storage.join(made.uri, "step-00000010"))
