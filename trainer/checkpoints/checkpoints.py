@@ -296,6 +296,8 @@ class Checkpoints:
         if self.parts:
             self.parts.settle()
         self.uploads.flush()
+        if self.parts:
+            self.parts.require_newest()
 
     def _candidates(self) -> list[tuple[str, int]]:
         return list_checkpoints(self.uri)

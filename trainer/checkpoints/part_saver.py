@@ -48,7 +48,10 @@ from trainer.checkpoints.servers import (
 )
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import UserError
+from trainer.storage.retry import shorter_retry
 
+# While a store does not answer, the next save must not wait for this one.
+ASK_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -131,6 +134,8 @@ class PartSaver:
         self._base: differences.Marked | None = None
         self._pending: list[_Save] = []
         self._failure: BaseException | None = None
+        # Why the newest one is not going to be published.
+        self._dropped = ""
         self._layout = cache(partial(Layout.of, io_device=servers.io_device, scratch=scratch))
 
     def takes(self, variables: Variables) -> bool:
@@ -188,18 +193,25 @@ class PartSaver:
         self._written.wait()
         self.require()
 
+    def require_newest(self) -> None:
+        """Raise where what was saved last was given up, once no upload is on its way any more."""
+        if self._dropped:
+            raise UserError(self._dropped)
+
     def _write(self, save: _Save) -> None:
         try:
             save.draft = save.opened.enter_context(storage.draft(save.uri))
             with self._mutex:
                 self._pending = [*(each for each in self._pending if not each.over), save]
                 save.base = self._base if save.step < self.last_step else None
+            if save.base:
+                self._require_base(save, save.base)
             side_by_side(save.parts, partial(self._compare, save))
             self._choose(save)
             side_by_side(save.parts, partial(self._write_part, save))
             save.snapshot.clear()
             with self._mutex:
-                older, self._last = self._last, save
+                older, self._last, self._dropped = self._last, save, ""
                 if older and not (older.running or older.over):
                     older.over = True
                     self._replaced.append(older)
@@ -211,6 +223,21 @@ class PartSaver:
         finally:
             save.snapshot.clear()
             self._written.set()
+
+    def _require_base(self, save: _Save, base: differences.Marked) -> None:
+        """Make a save whole whose base was deleted, as long as there is a snapshot to write."""
+        try:
+            with shorter_retry(ASK_SECONDS):
+                if bases.is_there(base.uri, base.created):
+                    return
+        except UserError:
+            # It is asked for again before the save is published.
+            return
+        log.warning("%s will be whole: its base %s was deleted", save.uri, base.uri)
+        with self._mutex:
+            save.base = None
+            if self._base is base:
+                self._base = None
 
     def _compare(self, save: _Save, server: int) -> None:
         """Find out on a server which rows of its large variables changed since the base."""
@@ -348,11 +375,14 @@ class PartSaver:
 
     def _drop(self, save: _Save, base: differences.Marked) -> None:
         """Do not publish a difference that nobody could read; what is saved next is whole."""
-        log.warning("%s is not published: its base %s was deleted", save.uri, base.uri)
+        reason = f"{save.uri} is not published: its base {base.uri} was deleted"
+        log.warning("%s", reason)
         with self._mutex:
             save.over = True
             if self._base is base:
                 self._base = None
+            if self._last is save:
+                self._dropped = f"{reason}; start again to go on from the newest one that is whole"
         self._discard(save)
 
     def _discard(self, save: _Save) -> None:
