@@ -293,11 +293,20 @@ class Checkpoints:
 
     def flush(self) -> None:
         """Wait until all that was saved is published; raises `UserError`."""
-        if self.parts:
+        if not self.parts:
+            self.uploads.flush()
+            return
+        try:
             self.parts.settle()
+        except ClusterLostError:
+            raise
+        except UserError:
+            # An earlier one may be on its way, and the process ends next.
+            with suppress(UserError):
+                self.uploads.flush()
+            raise
         self.uploads.flush()
-        if self.parts:
-            self.parts.require_newest()
+        self.parts.require_newest()
 
     def _candidates(self) -> list[tuple[str, int]]:
         return list_checkpoints(self.uri)

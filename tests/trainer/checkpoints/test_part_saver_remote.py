@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import contents
 from trainer.cluster.lease import LeaseLostError, NoLease
+from trainer.errors import UserError
 
 __all__ = ["in_bucket", "two_servers"]
 
@@ -51,6 +53,16 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
 
 def saved_during_an_upload(made, gcs, *steps):
     """Save the first, and the others while it is uploaded."""
+    with uploading(made, gcs, steps[0]) as free, made.flushed():
+        for step in steps[1:]:
+            made.save(variables(step), io_device=None, fields={})
+        made.parts.settle()
+        free.set()
+
+
+@contextmanager
+def uploading(made, gcs, step):
+    """Save one, whose upload goes on when the event is set."""
     free, came = threading.Event(), threading.Event()
 
     def before(request):
@@ -59,15 +71,10 @@ def saved_during_an_upload(made, gcs, *steps):
             assert free.wait(60)
 
     gcs.plan.before = before
-    first, *others = steps
     try:
-        with made.flushed():
-            made.save(variables(first), io_device=None, fields={})
-            assert came.wait(60)
-            for step in others:
-                made.save(variables(step), io_device=None, fields={})
-            made.parts.settle()
-            free.set()
+        made.save(variables(step), io_device=None, fields={})
+        assert came.wait(60)
+        yield free
     finally:
         free.set()
         gcs.plan.before = None
@@ -98,6 +105,28 @@ def test_what_could_not_be_removed_from_a_server_is_removed_later(
     assert len(refused) == 1
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
     assert left(tmp_path) == ["ready.json"]
+
+
+@pytest.mark.parametrize("history", ["as ever", "refused"])
+def test_a_save_that_fails_does_not_stop_an_upload(in_bucket, gcs, monkeypatch, history):
+    made = in_bucket()
+    with uploading(made, gcs, 10) as free:
+
+        def flush(flush=made.uploads.flush):
+            free.set()
+            flush()
+
+        def put(slot, upload, put=made.uploads.put):
+            if (slot, history) == ("history", "refused"):
+                raise UserError("an upload has failed for good")
+            put(slot, upload)
+
+        monkeypatch.setattr(made.uploads, "flush", flush)
+        monkeypatch.setattr(made.uploads, "put", put)
+        made.save(variables(20, float("nan")), io_device=None, fields={})
+        with pytest.raises(UserError, match="is not finite at global step 20"):
+            made.flush()
+        assert storage.names(made.uri) == ["step-00000010"]
 
 
 def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp_path):
