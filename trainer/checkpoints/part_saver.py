@@ -348,17 +348,18 @@ class PartSaver:
                     self._base = differences.Marked(
                         uri=save.uri, created=made.created, marks=save.marks
                     )
-                save.over = True
+                save.running, save.over = False, True
             save.opened.close()
         except BaseException:
             with self._mutex:
+                # At once: a newer one leaves what still runs to its end, and removes all else.
+                save.running = False
+                save.running = False
                 # A newer one was waiting for its end.
                 save.over = self._last is not save
             if save.over:
                 self._discard(save)
             raise
-        finally:
-            save.running = False
         self._owner.published(save.uri, save.step)
 
     def _next_replaced(self) -> _Save | None:
@@ -378,7 +379,7 @@ class PartSaver:
         reason = f"{save.uri} is not published: its base {base.uri} was deleted"
         log.warning("%s", reason)
         with self._mutex:
-            save.over = True
+            save.running, save.over = False, True
             if self._base is base:
                 self._base = None
             if self._last is save:

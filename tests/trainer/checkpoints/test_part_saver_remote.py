@@ -129,6 +129,43 @@ def test_a_save_that_fails_does_not_stop_an_upload(in_bucket, gcs, monkeypatch, 
         assert storage.names(made.uri) == ["step-00000010"]
 
 
+class Watched:
+    """A mutex that does something each time that it is free again."""
+
+    def __init__(self, freed):
+        self._mutex = threading.Lock()
+        self._freed = freed
+
+    def __enter__(self):
+        return self._mutex.__enter__()
+
+    def __exit__(self, *raised):
+        self._mutex.__exit__(*raised)
+        self._freed()
+
+
+def test_one_that_fails_while_a_newer_one_is_saved_is_removed(in_bucket, tmp_path, monkeypatch):
+    made = in_bucket()
+    refused = []
+
+    def refuse(*_, add_file=storage.add_file):
+        refused.append(1)
+        monkeypatch.setattr(storage, "add_file", add_file)
+        raise storage.Unavailable("the store does not answer")
+
+    def save_newer():
+        if refused and threading.current_thread().name == "uploads":
+            refused.clear()
+            made.save(variables(20), io_device=None, fields={})
+            made.parts.settle()
+
+    made.parts._mutex = Watched(save_newer)
+    monkeypatch.setattr(storage, "add_file", refuse)
+    saved(made, 10)
+    assert storage.names(made.uri)[-1] == "step-00000020"
+    assert left(tmp_path) == ["ready.json"]
+
+
 def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp_path):
     made = in_bucket()
     saved(made, 10)
