@@ -93,6 +93,9 @@ class PartServers:
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             time.sleep(pause)
             pause = min(2 * pause, LAST_SECONDS)
+        if data == request.to_json().encode():
+            reason = "its disk is full, or cannot be written; see its log"
+            raise storage.Unavailable(f"ps-{server}: {part_server.UNWRITTEN}: {reason}")
         reply = Reply.from_json(data)
         if reply.error:
             raise (storage.Unavailable if reply.transient else UserError)(reply.error)

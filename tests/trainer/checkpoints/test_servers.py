@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import tensorflow as tf
 
-from tests.trainer.checkpoints.by_parts import ON_FIRST, saved, two_servers, variables
+from tests.trainer.checkpoints.by_parts import ON_FIRST, opened, saved, two_servers, variables
+from trainer import storage
+from trainer.checkpoints import part_server
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import Request
 from trainer.checkpoints.servers import PartServers
@@ -42,6 +46,22 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
 def test_what_a_server_cannot_do_is_an_error_here(two_servers):
     with pytest.raises(UserError, match="is not published"):
         two_servers.ask(0, Request(action="fetch", uri="file:///nowhere", prefix="parts/x"))
+
+
+def test_a_server_without_room_for_its_answer_is_asked_again(tmp_path, two_servers, monkeypatch):
+    full = []
+
+    def write(*args, write=part_server._write):
+        full.append(1)
+        if len(full) <= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(part_server, "_write", write)
+    made = opened(tmp_path, two_servers)
+    with made.flushed():
+        made.save(variables(10), io_device=None, fields={})
+    assert storage.names(made.uri) == ["step-00000010"]
 
 
 def test_a_misfit_names_the_variable(tmp_path, two_servers):
