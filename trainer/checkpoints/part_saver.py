@@ -48,6 +48,7 @@ from trainer.checkpoints.servers import (
 )
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import UserError
+from trainer.storage.errors import reported
 from trainer.storage.retry import shorter_retry
 
 # While a store does not answer, the next save must not wait for this one.
@@ -332,12 +333,7 @@ class PartSaver:
                 # A valid one would have been resumed.
                 storage.delete(save.uri)
             side_by_side(save.parts, partial(self._publish_part, save))
-            with tempfile.TemporaryDirectory(dir=self._scratch) as name:
-                folder = Path(name)
-                for path, data in save.files.items():
-                    (folder / path).write_bytes(data)
-                merge([save.replies[server] for server in save.parts], folder, self.servers)
-                small = [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
+            small = self._add_small(save)
             self._owner.before_publication()
             entries = [*small, *(each.entry for each in save.replies.values())]
             made = storage.commit(
@@ -374,6 +370,18 @@ class PartSaver:
             )
             save.replies[server] = self.servers.ask(server, request)
 
+    def _add_small(self, save: _Save) -> list[storage.FileEntry]:
+        """Add what is no data of a server, which is written on this machine first."""
+        with (
+            reported(f"save {save.uri}"),
+            tempfile.TemporaryDirectory(dir=self._scratch) as name,
+        ):
+            folder = Path(name)
+            for path, data in save.files.items():
+                (folder / path).write_bytes(data)
+            merge([save.replies[server] for server in save.parts], folder, self.servers)
+            return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
+
     def _drop(self, save: _Save, base: differences.Marked) -> None:
         """Do not publish a difference that nobody could read; what is saved next is whole."""
         reason = f"{save.uri} is not published: its base {base.uri} was deleted"
@@ -403,18 +411,25 @@ def _copies(variables: Variables, servers: Mapping[str, int], server: int) -> di
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write the index of a checkpoint of these parts, of whose data nothing is read."""
+    """Write the index of a checkpoint of these parts, of whose data nothing is read.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
         # TensorFlow renames them.
         Path(f"{prefix}{part_server.DATA}").touch()
-    with tf.device(servers.io_device):
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=prefixes,
-            destination_prefix=str(folder / PREFIX),
-            delete_old_dirs=False,
-        )
+    try:
+        with tf.device(servers.io_device):
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=prefixes,
+                destination_prefix=str(folder / PREFIX),
+                delete_old_dirs=False,
+            )
+    except UNWRITABLE as error:
+        raise unwritable(error, folder) from None
     for path in folder.iterdir():
         if contents.is_data(path.name) or path.name.startswith("part-"):
             path.unlink()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import resource
-from contextlib import contextmanager
 
 import pytest
 
+from tests.trainer.checkpoints.by_parts import room_for
 from trainer import storage
 from trainer.checkpoints.part_server import KEPT_REPLIES, PartServer, Reply, Request
 
@@ -37,17 +36,6 @@ def test_a_part_is_published_and_its_index_returned(tmp_path):
     assert storage.read_file(uri, "data") == b"values"
     assert base64.b64decode(reply.index) == b"index"
     assert not list((tmp_path / "parts").glob("one*"))
-
-
-@contextmanager
-def room_for(size):
-    """Let this process write no larger file, as on a disk that is nearly full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [0, 1000])

@@ -7,12 +7,19 @@ import errno
 import pytest
 import tensorflow as tf
 
-from tests.trainer.checkpoints.by_parts import ON_FIRST, opened, saved, two_servers, variables
+from tests.trainer.checkpoints.by_parts import (
+    ON_FIRST,
+    opened,
+    room_for,
+    saved,
+    two_servers,
+    variables,
+)
 from trainer import storage
 from trainer.checkpoints import part_server
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import Request
-from trainer.checkpoints.servers import PartServers
+from trainer.checkpoints.servers import Layout, PartServers
 from trainer.errors import UserError
 
 __all__ = ["two_servers"]
@@ -41,6 +48,14 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
     monkeypatch.setattr(tf.io, "write_file", lambda _, data: write("/dev/full", data))
     with pytest.raises(UserError, match=r"^cannot write a checkpoint to ps-1: No space left on d"):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+
+
+def test_a_chief_whose_disk_is_full_says_so(tmp_path):
+    with (
+        room_for(0),
+        pytest.raises(UserError, match=r"^cannot write a checkpoint to /.*: File too"),
+    ):
+        Layout.of(("model/table",), None, tmp_path)
 
 
 def test_what_a_server_cannot_do_is_an_error_here(two_servers):
