@@ -21,7 +21,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from trainer.checkpoints.servers import (
     unwritable,
 )
 from trainer.checkpoints.uploads import UploadQueue
-from trainer.errors import UserError
+from trainer.errors import ClusterLostError, UserError
 from trainer.storage.errors import reported
 from trainer.storage.retry import shorter_retry
 
@@ -194,8 +194,18 @@ class PartSaver:
         self._written.wait()
         self.require()
 
-    def require_newest(self) -> None:
-        """Raise where what was saved last was given up, once no upload is on its way any more."""
+    def flush(self) -> None:
+        """Wait until all that was saved is published; raises `UserError`."""
+        try:
+            self.settle()
+        except ClusterLostError:
+            raise
+        except UserError:
+            # An earlier one may be on its way, and the process ends next.
+            with suppress(UserError):
+                self._uploads.flush()
+            raise
+        self._uploads.flush()
         if self._dropped:
             raise UserError(self._dropped)
 
