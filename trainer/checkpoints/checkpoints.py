@@ -293,9 +293,7 @@ class Checkpoints:
 
     def flush(self) -> None:
         """Wait until all that was saved is published; raises `UserError`."""
-        if self.parts:
-            self.parts.settle()
-        self.uploads.flush()
+        (self.parts or self.uploads).flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         return list_checkpoints(self.uri)

@@ -6,7 +6,7 @@ The newest ones are kept, and the best by validation loss.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,23 @@ def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[s
         stay.add(lowest.uri)
     if awaited:
         stay |= {each.uri for each in [each for each in found if each.loss is None][-MAX_AWAITED:]}
+    if keep > 1:
+        stay |= _apart(found, stay)
     stay |= {each.base for each in found if each.uri in stay}
     return [each.uri for each in found if each.uri not in stay]
+
+
+def _apart(found: Sequence[IndexEntry], stay: Set[str]) -> set[str]:
+    """Return the newest checkpoint on another base, where all that stay hang on one.
+
+    One damaged block of that base would leave nothing to resume from.
+    """
+    there = {each.uri for each in found}
+    on = {each.uri: each.base or each.uri for each in found}
+    own = {on[uri] for uri in stay}
+    if len(own & there) > 1:
+        return set()
+    return set([uri for uri, base in on.items() if base in there - own][-1:])
 
 
 @dataclass(frozen=True, kw_only=True)

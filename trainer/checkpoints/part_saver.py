@@ -21,7 +21,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -47,8 +47,12 @@ from trainer.checkpoints.servers import (
     unwritable,
 )
 from trainer.checkpoints.uploads import UploadQueue
-from trainer.errors import UserError
+from trainer.errors import ClusterLostError, UserError
+from trainer.storage.errors import reported
+from trainer.storage.retry import shorter_retry
 
+# While a store does not answer, the next save must not wait for this one.
+ASK_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -131,6 +135,8 @@ class PartSaver:
         self._base: differences.Marked | None = None
         self._pending: list[_Save] = []
         self._failure: BaseException | None = None
+        # Why the newest one is not going to be published.
+        self._dropped = ""
         self._layout = cache(partial(Layout.of, io_device=servers.io_device, scratch=scratch))
 
     def takes(self, variables: Variables) -> bool:
@@ -188,18 +194,35 @@ class PartSaver:
         self._written.wait()
         self.require()
 
+    def flush(self) -> None:
+        """Wait until all that was saved is published; raises `UserError`."""
+        try:
+            self.settle()
+        except ClusterLostError:
+            raise
+        except UserError:
+            # An earlier one may be on its way, and the process ends next.
+            with suppress(UserError):
+                self._uploads.flush()
+            raise
+        self._uploads.flush()
+        if self._dropped:
+            raise UserError(self._dropped)
+
     def _write(self, save: _Save) -> None:
         try:
             save.draft = save.opened.enter_context(storage.draft(save.uri))
             with self._mutex:
                 self._pending = [*(each for each in self._pending if not each.over), save]
                 save.base = self._base if save.step < self.last_step else None
+            if save.base:
+                self._require_base(save, save.base)
             side_by_side(save.parts, partial(self._compare, save))
             self._choose(save)
             side_by_side(save.parts, partial(self._write_part, save))
             save.snapshot.clear()
             with self._mutex:
-                older, self._last = self._last, save
+                older, self._last, self._dropped = self._last, save, ""
                 if older and not (older.running or older.over):
                     older.over = True
                     self._replaced.append(older)
@@ -211,6 +234,21 @@ class PartSaver:
         finally:
             save.snapshot.clear()
             self._written.set()
+
+    def _require_base(self, save: _Save, base: differences.Marked) -> None:
+        """Make a save whole whose base was deleted, as long as there is a snapshot to write."""
+        try:
+            with shorter_retry(ASK_SECONDS):
+                if bases.is_there(base.uri, base.created):
+                    return
+        except UserError:
+            # It is asked for again before the save is published.
+            return
+        log.warning("%s will be whole: its base %s was deleted", save.uri, base.uri)
+        with self._mutex:
+            save.base = None
+            if self._base is base:
+                self._base = None
 
     def _compare(self, save: _Save, server: int) -> None:
         """Find out on a server which rows of its large variables changed since the base."""
@@ -305,12 +343,7 @@ class PartSaver:
                 # A valid one would have been resumed.
                 storage.delete(save.uri)
             side_by_side(save.parts, partial(self._publish_part, save))
-            with tempfile.TemporaryDirectory(dir=self._scratch) as name:
-                folder = Path(name)
-                for path, data in save.files.items():
-                    (folder / path).write_bytes(data)
-                merge([save.replies[server] for server in save.parts], folder, self.servers)
-                small = [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
+            small = self._add_small(save)
             self._owner.before_publication()
             entries = [*small, *(each.entry for each in save.replies.values())]
             made = storage.commit(
@@ -321,17 +354,18 @@ class PartSaver:
                     self._base = differences.Marked(
                         uri=save.uri, created=made.created, marks=save.marks
                     )
-                save.over = True
+                save.running, save.over = False, True
             save.opened.close()
         except BaseException:
             with self._mutex:
+                # At once: a newer one leaves what still runs to its end, and removes all else.
+                save.running = False
+                save.running = False
                 # A newer one was waiting for its end.
                 save.over = self._last is not save
             if save.over:
                 self._discard(save)
             raise
-        finally:
-            save.running = False
         self._owner.published(save.uri, save.step)
 
     def _next_replaced(self) -> _Save | None:
@@ -346,13 +380,28 @@ class PartSaver:
             )
             save.replies[server] = self.servers.ask(server, request)
 
+    def _add_small(self, save: _Save) -> list[storage.FileEntry]:
+        """Add what is no data of a server, which is written on this machine first."""
+        with (
+            reported(f"save {save.uri}"),
+            tempfile.TemporaryDirectory(dir=self._scratch) as name,
+        ):
+            folder = Path(name)
+            for path, data in save.files.items():
+                (folder / path).write_bytes(data)
+            merge([save.replies[server] for server in save.parts], folder, self.servers)
+            return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
+
     def _drop(self, save: _Save, base: differences.Marked) -> None:
         """Do not publish a difference that nobody could read; what is saved next is whole."""
-        log.warning("%s is not published: its base %s was deleted", save.uri, base.uri)
+        reason = f"{save.uri} is not published: its base {base.uri} was deleted"
+        log.warning("%s", reason)
         with self._mutex:
-            save.over = True
+            save.running, save.over = False, True
             if self._base is base:
                 self._base = None
+            if self._last is save:
+                self._dropped = f"{reason}; start again to go on from the newest one that is whole"
         self._discard(save)
 
     def _discard(self, save: _Save) -> None:
@@ -372,18 +421,25 @@ def _copies(variables: Variables, servers: Mapping[str, int], server: int) -> di
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write the index of a checkpoint of these parts, of whose data nothing is read."""
+    """Write the index of a checkpoint of these parts, of whose data nothing is read.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
         # TensorFlow renames them.
         Path(f"{prefix}{part_server.DATA}").touch()
-    with tf.device(servers.io_device):
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=prefixes,
-            destination_prefix=str(folder / PREFIX),
-            delete_old_dirs=False,
-        )
+    try:
+        with tf.device(servers.io_device):
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=prefixes,
+                destination_prefix=str(folder / PREFIX),
+                delete_old_dirs=False,
+            )
+    except UNWRITABLE as error:
+        raise unwritable(error, folder) from None
     for path in folder.iterdir():
         if contents.is_data(path.name) or path.name.startswith("part-"):
             path.unlink()

@@ -6,6 +6,10 @@ chief's does: what needs a client of a store is asked for by a file. The chief w
 `parts/replies/TOKEN.json` in the same way. So no port and no address is needed, and whatever
 reaches the server's graphs reaches this. `parts/ready.json` says that someone answers.
 
+On a full disk an answer may not fit. Then a shorter one asks to try again, and without room for
+that the request itself is moved to the place of the answer, which takes no room. What was done and
+cannot be done again is remembered for the next time.
+
 This file is free of TensorFlow; `trainer.checkpoints.part_saver` is the chief's side.
 """
 
@@ -35,6 +39,8 @@ SUFFIX = ".json"
 POLL_SECONDS = 0.05
 # A chief reads an answer before it asks for much more.
 KEPT_REPLIES = 16
+# Why the same may succeed later.
+UNWRITTEN = "cannot write its answer"
 # The files of a part as an operation of TensorFlow has written it.
 DATA, INDEX = ".data-00000-of-00001", ".index"
 # What stays there from one chief to the next.
@@ -106,6 +112,8 @@ class PartServer:
         self._folder = folder.absolute()
         self._task = task
         self._replied: deque[Path] = deque()
+        # By request, what could not be written and cannot be done again.
+        self._unwritten: dict[Request, Reply] = {}
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -122,12 +130,16 @@ class PartServer:
         self._ended.set()
 
     def _serve(self) -> None:
+        last = ""
         while not self._ended.is_set():
             try:
                 if self.answer_next():
+                    last = ""
                     continue
             except OSError as error:
-                log.warning("requests for parts of checkpoints cannot be answered: %s", error)
+                if str(error) != last:
+                    log.warning("requests for parts of checkpoints cannot be answered: %s", error)
+                last = str(error)
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self) -> bool:
@@ -140,27 +152,59 @@ class PartServer:
             if request is None:
                 # It is still being written.
                 continue
-            reply = self._answer(request)
+            reply = self._unwritten.get(request) or self._answer(request)
             target = self._folder / REPLIES / path.name
-            part = target.with_suffix(".part")
-            part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
-            os.replace(part, target)
-            path.unlink()
+            self._reply(path, target, request, reply)
             self._replied.append(target)
             if len(self._replied) > KEPT_REPLIES:
                 self._replied.popleft().unlink(missing_ok=True)
             return True
         return False
 
+    def _reply(self, path: Path, target: Path, request: Request, reply: Reply) -> None:
+        """Write an answer, or that it cannot be written."""
+        try:
+            _write(target, reply)
+            self._unwritten.pop(request, None)
+        except OSError as error:
+            self._remember(request, reply)
+            reason = f"{self._task}: {UNWRITTEN}: {error.strerror}; free some space there"
+            log.warning("%s", reason)
+            try:
+                _write(target, Reply(error=reason, transient=True))
+            except OSError:
+                os.replace(path, target)
+                return
+        path.unlink()
+
+    def _remember(self, request: Request, reply: Reply) -> None:
+        if request.action != "publish" or reply.error:
+            return
+        self._unwritten[request] = reply
+        if len(self._unwritten) > KEPT_REPLIES:
+            del self._unwritten[next(iter(self._unwritten))]
+
     def _answer(self, request: Request) -> Reply:
         try:
             return _ACTIONS[request.action](self._folder, request)
         except UserError as error:
-            return Reply(error=str(error), transient=isinstance(error, storage.Unavailable))
+            transient = isinstance(error, storage.Unavailable)
+            return Reply(error=f"{self._task}: {error}", transient=transient)
         # The chief has to hear of it, whatever a client of a store may raise.
         except Exception as error:
             log.exception("a request for a part of a checkpoint has failed")
             return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
+
+
+def _write(target: Path, reply: Reply) -> None:
+    part = target.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
+        os.replace(part, target)
+    except OSError:
+        # It would take the room that the next one needs.
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _begin(folder: Path, _request: Request) -> Reply:
@@ -178,9 +222,10 @@ def _begin(folder: Path, _request: Request) -> Reply:
 def _publish(folder: Path, request: Request) -> Reply:
     """Add the data of a part to the draft of a checkpoint; return its index."""
     prefix = folder / request.prefix
-    entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
     index = Path(f"{prefix}{INDEX}")
+    # First: what is moved cannot be moved again.
     data = index.read_bytes()
+    entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
     index.unlink()
     return Reply(
         path=entry.path,
@@ -200,6 +245,9 @@ def _fetch(folder: Path, request: Request) -> Reply:
 
 def _discard(folder: Path, request: Request) -> Reply:
     """Remove a part that is not going to be published, or what was fetched."""
+    first, *below = Path(request.prefix).parts or ("",)
+    if first != FOLDER or not below or ".." in below or below[0] in _OWN:
+        raise UserError(f"{request.prefix!r} is no part of a checkpoint: it is not removed")
     shutil.rmtree(folder / request.prefix, ignore_errors=True)
     for suffix in (DATA, INDEX):
         Path(f"{folder / request.prefix}{suffix}").unlink(missing_ok=True)

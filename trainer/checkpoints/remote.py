@@ -97,8 +97,10 @@ class RemoteCheckpoints(Checkpoints):
 
     def flush(self) -> None:
         """Wait until all that was saved is published, and the history; raises `UserError`."""
-        self.uploads.put("history", self.history.upload)
-        super().flush()
+        try:
+            self.uploads.put("history", self.history.upload)
+        finally:
+            super().flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         there = list_checkpoints(self.uri)

@@ -93,6 +93,9 @@ class PartServers:
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             time.sleep(pause)
             pause = min(2 * pause, LAST_SECONDS)
+        if data == request.to_json().encode():
+            reason = "its disk is full, or cannot be written; see its log"
+            raise storage.Unavailable(f"ps-{server}: {part_server.UNWRITTEN}: {reason}")
         reply = Reply.from_json(data)
         if reply.error:
             raise (storage.Unavailable if reply.transient else UserError)(reply.error)
@@ -235,12 +238,19 @@ class Layout:
 
     @classmethod
     def of(cls, paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
-        """Return that of variables with these paths: TensorFlow's own, of scalars."""
+        """Return that of variables with these paths: TensorFlow's own, of scalars.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         with tempfile.TemporaryDirectory(dir=scratch) as folder, tf.device(io_device):
             options = tf.train.CheckpointOptions(experimental_io_device=io_device)
             scalars = {path: tf.Variable(0.0, trainable=False) for path in paths}
             prefix = Path(folder, PREFIX)
-            tf.train.Checkpoint(variables=scalars).write(str(prefix), options)
+            try:
+                tf.train.Checkpoint(variables=scalars).write(str(prefix), options)
+            except UNWRITABLE as error:
+                raise unwritable(error, scratch) from None
             graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
             found = cls.read(prefix)
             return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)

@@ -164,7 +164,8 @@ class ObjectStore:
         """Upload, then delete the local file."""
         found = checksum(path)
         entry = FileEntry(name, found.bytes, found.crc32c)
-        placed = self._place_file(draft, path, entry, None, [])
+        # A store without conditions on what is written would overwrite what is there.
+        placed = self._place_file(draft, path, entry, self._found(join(draft, name)), [])
         path.unlink()
         return placed
 
@@ -267,12 +268,14 @@ class ObjectStore:
         return self._create(uri, data)
 
     def _exists(self, uri: str) -> bool:
+        return self._found(uri) is not None
+
+    def _found(self, uri: str) -> Stored | None:
         try:
             with self._translated(uri):
-                self._bucket.stat(_key(uri))
+                return self._bucket.stat(_key(uri))
         except FileNotFoundError:
-            return False
-        return True
+            return None
 
     def _create(self, uri: str, data: bytes) -> bool:
         try:

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ def draft(uri: str) -> Iterator[str]:
     file system a draft is a staging folder next to `uri`; in an object store it is `uri` itself.
     What is never committed is an orphan, as of any writer that has died.
     """
-    with reported(f"write next to {uri}"):
-        store = store_for(uri)
-    with store.draft(uri) as where:
+    with ExitStack() as opened:
+        with reported(f"write next to {uri}"):
+            where = opened.enter_context(store_for(uri).draft(uri))
         yield where
 
 

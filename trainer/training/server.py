@@ -58,14 +58,15 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
+    if task.role == "ps":
+        # It cleans its folder, in which graphs of the chief write as soon as the server is there.
+        PartServer(Path(), str(task)).start()
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
         job_name=task.role,
         task_index=task.index,
         config=server_settings(job.config),
     )
-    if task.role == "ps":
-        PartServer(Path(), str(task)).start()
     if feed:
         feed.wait()
     server.join()

@@ -6,7 +6,9 @@ answers for both in the working folder of the test.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def variables(step: int = 10, value: float = 1.0, **shapes: list[int]) -> dict[s
     }
     counter = tf.Variable(step, dtype=tf.int64, name="on-0")
     return {**made, "global_step": counter}
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Let this process write no larger file, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def number(variable: tf.Variable) -> int:

@@ -93,6 +93,19 @@ def test_a_base_stays_as_long_as_a_difference_names_it(run):
     assert storage.names(made.uri) == ["step-00000040", "step-00000100"]
 
 
+def test_a_damaged_base_is_not_the_end_of_all_that_is_kept(run, tmp_path, two_servers):
+    made, held = run
+    move(held, list(range(600)), 4.0)
+    save(made, held, 40)
+    for step in (50, 60):
+        move(held, [step], 5.0)
+        save(made, held, step)
+    assert storage.name_of(contents(made.uri).base) == "step-00000040"
+    part = tmp_path / "checkpoints/step-00000040/variables.data-00001-of-00002"
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    assert opened(tmp_path, two_servers).newest().global_step == 30
+
+
 def test_a_base_that_is_gone_is_one_line(run, tmp_path, two_servers, caplog):
     made, _ = run
     storage.delete(storage.join(made.uri, "step-00000010"))
@@ -180,13 +193,61 @@ def test_what_ends_between_its_parts_and_its_manifest_is_nothing(
     assert opened(tmp_path, two_servers).newest().global_step == 30
 
 
-def test_a_base_that_is_deleted_meanwhile_is_noticed(run, tmp_path, two_servers, caplog):
+def test_a_save_whose_base_was_deleted_is_whole(run, tmp_path, two_servers, caplog):
     made, held = run
     storage.delete(storage.join(made.uri, "step-00000010"))
     save(made, held, 40)
-    assert "step-00000040 is not published: its base" in caplog.text
+    assert "step-00000040 will be whole: its base" in caplog.text
+    assert contents(made.uri).base == ""
+    fresh = variables(0, 0.0)
+    restore(opened(tmp_path, two_servers).newest(), fresh, io_device=None, servers=two_servers)
+    assert_same(held, fresh)
+
+
+def test_a_store_that_does_not_answer_is_no_deleted_base(run, monkeypatch):
+    made, held = run
+
+    def down(*_, is_there=bases.is_there):
+        monkeypatch.setattr(bases, "is_there", is_there)
+        raise storage.Unavailable("the store does not answer")
+
+    monkeypatch.setattr(bases, "is_there", down)
+    save(made, held, 40)
+    assert storage.name_of(contents(made.uri).base) == "step-00000010"
+
+
+def deletes_base(made, monkeypatch):
+    """Delete the base as soon as a difference of it is about to be published."""
+
+    def delete():
+        storage.delete(storage.join(made.uri, "step-00000010"))
+
+    monkeypatch.setattr(made, "before_publication", delete)
+
+
+def test_the_last_one_is_not_given_up_in_silence(run, monkeypatch):
+    made, held = run
+    deletes_base(made, monkeypatch)
+    with pytest.raises(UserError, match=r"step-00000040 is not published: its base .*00010 was de"):
+        save(made, held, 40)
     assert storage.names(made.uri) == ["step-00000020", "step-00000030"]
-    save(made, held, 50)
+
+
+def test_a_base_that_is_deleted_meanwhile_is_noticed(
+    run, tmp_path, two_servers, caplog, monkeypatch
+):
+    made, held = run
+    deletes_base(made, monkeypatch)
+    held["global_step"].assign(40)
+    with made.flushed():
+        made.save(held, io_device=None, fields={})
+        made.parts.settle()
+        made.uploads.flush()
+        # Training goes on: what is saved next is whole.
+        held["global_step"].assign(50)
+        made.save(held, io_device=None, fields={})
+    assert "step-00000040 is not published: its base" in caplog.text
+    assert storage.names(made.uri) == ["step-00000030", "step-00000050"]
     assert contents(made.uri).base == ""
     move(held, [1], 8.0)
     save(made, held, 60)

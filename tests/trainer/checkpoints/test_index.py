@@ -25,8 +25,8 @@ from trainer.checkpoints.index import (
 from trainer.errors import UserError
 
 
-def row(step, loss=None):
-    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss)
+def row(step, loss=None, base=""):
+    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss, base=base)
 
 
 def left(found, **how):
@@ -47,6 +47,25 @@ def left(found, **how):
 )
 def test_the_newest_and_the_best_stay(losses, keep, expected):
     assert left([row(step, loss) for step, loss in losses.items()], keep=keep) == expected
+
+
+@pytest.mark.parametrize(
+    ("on", "keep", "expected"),
+    [
+        ({10: 0, 20: 10, 30: 10, 40: 10}, 3, [10, 20, 30, 40]),
+        # The newest on another base stays, with its base.
+        ({10: 0, 20: 10, 30: 10, 40: 0, 50: 40, 60: 40}, 2, [10, 30, 40, 50, 60]),
+        ({10: 0, 20: 0, 40: 0, 50: 40, 60: 40}, 2, [20, 40, 50, 60]),
+        ({10: 0, 20: 10, 40: 0, 50: 40}, 1, [40, 50]),
+        ({10: 0, 20: 0, 40: 0, 50: 40}, 3, [20, 40, 50]),
+        # Nobody reads those whose base is gone.
+        ({10: 0, 30: 20, 40: 0, 50: 40}, 2, [10, 40, 50]),
+        ({10: 0, 30: 20, 40: 0}, 2, [10, 20, 30, 40]),
+    ],
+)
+def test_not_all_hang_on_one_base(on, keep, expected):
+    found = [row(step, base=f"file:///step-{base}" if base else "") for step, base in on.items()]
+    assert left(found, keep=keep) == [step for step in expected if step in on]
 
 
 def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.checkpoints.by_parts import ON_FIRST, opened, saved, two_servers, variables
+from tests.trainer.checkpoints.by_parts import (
+    ON_FIRST,
+    opened,
+    room_for,
+    saved,
+    two_servers,
+    variables,
+)
 from trainer import storage
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import contents
@@ -127,6 +134,31 @@ def test_a_server_that_cannot_publish_says_why(tmp_path, two_servers, monkeypatc
     with pytest.raises(UserError, match="no space on the disk of the server"), made.flushed():
         made.save(variables(20), io_device=None, fields={})
     assert storage.names(made.uri) == ["step-00000010"]
+
+
+@pytest.mark.parametrize("of", ["parts", "whole"])
+def test_a_chief_whose_disk_is_full_says_so(tmp_path, two_servers, monkeypatch, of):
+    made = opened(tmp_path, two_servers)
+
+    def add_small(save, add_small=made.parts._add_small):
+        # The index of a part may fit, and that of the whole not.
+        largest = max(len(each.index) * 3 // 4 for each in save.replies.values())
+        with room_for(largest if of == "whole" else 0):
+            return add_small(save)
+
+    monkeypatch.setattr(made.parts, "_add_small", add_small)
+    expected = {"parts": "cannot save file:.*: File too large; raise", "whole": "cannot write a ch"}
+    with pytest.raises(UserError, match=expected[of]), made.flushed():
+        made.save(variables(10), io_device=None, fields={})
+    assert storage.names(made.uri) == []
+
+
+def test_no_place_for_a_draft_is_one_line(tmp_path, two_servers):
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    made = opened(tmp_path, two_servers)
+    made.save(variables(10), io_device=None, fields={})
+    with pytest.raises(UserError, match=r"cannot write next to .*; there is a file where a folder"):
+        made.flush()
 
 
 def test_retention_holds_for_parts(tmp_path, two_servers):

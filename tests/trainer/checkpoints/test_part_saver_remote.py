@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import contents
 from trainer.cluster.lease import LeaseLostError, NoLease
+from trainer.errors import UserError
 
 __all__ = ["in_bucket", "two_servers"]
 
@@ -51,6 +53,16 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
 
 def saved_during_an_upload(made, gcs, *steps):
     """Save the first, and the others while it is uploaded."""
+    with uploading(made, gcs, steps[0]) as free, made.flushed():
+        for step in steps[1:]:
+            made.save(variables(step), io_device=None, fields={})
+        made.parts.settle()
+        free.set()
+
+
+@contextmanager
+def uploading(made, gcs, step):
+    """Save one, whose upload goes on when the event is set."""
     free, came = threading.Event(), threading.Event()
 
     def before(request):
@@ -59,15 +71,10 @@ def saved_during_an_upload(made, gcs, *steps):
             assert free.wait(60)
 
     gcs.plan.before = before
-    first, *others = steps
     try:
-        with made.flushed():
-            made.save(variables(first), io_device=None, fields={})
-            assert came.wait(60)
-            for step in others:
-                made.save(variables(step), io_device=None, fields={})
-            made.parts.settle()
-            free.set()
+        made.save(variables(step), io_device=None, fields={})
+        assert came.wait(60)
+        yield free
     finally:
         free.set()
         gcs.plan.before = None
@@ -97,6 +104,65 @@ def test_what_could_not_be_removed_from_a_server_is_removed_later(
     saved_during_an_upload(made, gcs, 10, 20, 30, 40)
     assert len(refused) == 1
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
+    assert left(tmp_path) == ["ready.json"]
+
+
+@pytest.mark.parametrize("history", ["as ever", "refused"])
+def test_a_save_that_fails_does_not_stop_an_upload(in_bucket, gcs, monkeypatch, history):
+    made = in_bucket()
+    with uploading(made, gcs, 10) as free:
+
+        def flush(flush=made.uploads.flush):
+            free.set()
+            flush()
+
+        def put(slot, upload, put=made.uploads.put):
+            if (slot, history) == ("history", "refused"):
+                raise UserError("an upload has failed for good")
+            put(slot, upload)
+
+        monkeypatch.setattr(made.uploads, "flush", flush)
+        monkeypatch.setattr(made.uploads, "put", put)
+        made.save(variables(20, float("nan")), io_device=None, fields={})
+        with pytest.raises(UserError, match="is not finite at global step 20"):
+            made.flush()
+        assert storage.names(made.uri) == ["step-00000010"]
+
+
+class Watched:
+    """A mutex that does something each time that it is free again."""
+
+    def __init__(self, freed):
+        self._mutex = threading.Lock()
+        self._freed = freed
+
+    def __enter__(self):
+        return self._mutex.__enter__()
+
+    def __exit__(self, *raised):
+        self._mutex.__exit__(*raised)
+        self._freed()
+
+
+def test_one_that_fails_while_a_newer_one_is_saved_is_removed(in_bucket, tmp_path, monkeypatch):
+    made = in_bucket()
+    refused = []
+
+    def refuse(*_, add_file=storage.add_file):
+        refused.append(1)
+        monkeypatch.setattr(storage, "add_file", add_file)
+        raise storage.Unavailable("the store does not answer")
+
+    def save_newer():
+        if refused and threading.current_thread().name == "uploads":
+            refused.clear()
+            made.save(variables(20), io_device=None, fields={})
+            made.parts.settle()
+
+    made.parts._mutex = Watched(save_newer)
+    monkeypatch.setattr(storage, "add_file", refuse)
+    saved(made, 10)
+    assert storage.names(made.uri)[-1] == "step-00000020"
     assert left(tmp_path) == ["ready.json"]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 
+import pytest
+
+from tests.trainer.checkpoints.by_parts import room_for
 from trainer import storage
 from trainer.checkpoints.part_server import KEPT_REPLIES, PartServer, Reply, Request
 
@@ -35,6 +38,54 @@ def test_a_part_is_published_and_its_index_returned(tmp_path):
     assert not list((tmp_path / "parts").glob("one*"))
 
 
+@pytest.mark.parametrize("size", [0, 1000])
+def test_what_is_done_is_answered_when_there_is_room_again(tmp_path, size):
+    server = waiting(tmp_path)
+    index = b"index" * 1000
+    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
+    (tmp_path / "parts/one.index").write_bytes(index)
+    uri = storage.uri_of(tmp_path / "there")
+    with storage.draft(uri) as draft:
+        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
+        asked, there = (tmp_path / "parts" / each / "a.json" for each in ("requests", "replies"))
+        asked.write_text(request.to_json(), encoding="utf-8")
+        with room_for(size):
+            assert server.answer_next()
+            assert not server.answer_next()
+        if size:
+            reply = Reply.from_json(there.read_bytes())
+            assert reply.transient
+            assert reply.error.startswith("ps-0: cannot write its answer: File too large; free")
+        else:
+            assert there.read_text() == request.to_json()
+        reply = answered(server, tmp_path, "b", request)
+        storage.commit(draft, uri, kind="checkpoint", files=[reply.entry], fields={})
+    assert base64.b64decode(reply.index) == index
+    assert storage.read_file(uri, "data") == b"values"
+
+
+def test_what_is_not_done_is_done_again(tmp_path):
+    server = waiting(tmp_path)
+    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
+    uri = storage.uri_of(tmp_path / "there")
+    with storage.draft(uri) as draft:
+        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
+        assert "one.index" in answered(server, tmp_path, "a", request).error
+        (tmp_path / "parts/one.index").write_bytes(b"index")
+        assert not answered(server, tmp_path, "b", request).error
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", ".", "parts", "parts/..", "parts/../x", "x", "parts/replies"]
+)
+def test_only_parts_are_removed(tmp_path, prefix):
+    server = waiting(tmp_path)
+    (tmp_path / "x").mkdir()
+    reply = answered(server, tmp_path, "a", Request(action="discard", prefix=prefix))
+    assert reply.error == f"ps-0: {prefix!r} is no part of a checkpoint: it is not removed"
+    assert (tmp_path / "x").is_dir()
+
+
 def test_what_a_chief_has_left_goes_when_another_one_begins(tmp_path):
     server = waiting(tmp_path)
     answered(server, tmp_path, "a", Request(action="discard", prefix="parts/none"))
@@ -53,7 +104,7 @@ def test_what_fails_is_an_answer(tmp_path):
     lacking = answered(
         server, tmp_path, "a", Request(action="publish", uri="file:///x", prefix="y")
     )
-    assert lacking.error
+    assert lacking.error.startswith("ps-0: ")
     assert "KeyError" in answered(server, tmp_path, "b", Request(action="else")).error
 
 

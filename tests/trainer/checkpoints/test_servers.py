@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import tensorflow as tf
 
-from tests.trainer.checkpoints.by_parts import ON_FIRST, saved, two_servers, variables
+from tests.trainer.checkpoints.by_parts import (
+    ON_FIRST,
+    opened,
+    room_for,
+    saved,
+    two_servers,
+    variables,
+)
+from trainer import storage
+from trainer.checkpoints import part_server
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import Request
-from trainer.checkpoints.servers import PartServers
+from trainer.checkpoints.servers import Layout, PartServers
 from trainer.errors import UserError
 
 __all__ = ["two_servers"]
@@ -39,9 +50,33 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
 
 
+def test_a_chief_whose_disk_is_full_says_so(tmp_path):
+    with (
+        room_for(0),
+        pytest.raises(UserError, match=r"^cannot write a checkpoint to /.*: File too"),
+    ):
+        Layout.of(("model/table",), None, tmp_path)
+
+
 def test_what_a_server_cannot_do_is_an_error_here(two_servers):
     with pytest.raises(UserError, match="is not published"):
         two_servers.ask(0, Request(action="fetch", uri="file:///nowhere", prefix="parts/x"))
+
+
+def test_a_server_without_room_for_its_answer_is_asked_again(tmp_path, two_servers, monkeypatch):
+    full = []
+
+    def write(*args, write=part_server._write):
+        full.append(1)
+        if len(full) <= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(part_server, "_write", write)
+    made = opened(tmp_path, two_servers)
+    with made.flushed():
+        made.save(variables(10), io_device=None, fields={})
+    assert storage.names(made.uri) == ["step-00000010"]
 
 
 def test_a_misfit_names_the_variable(tmp_path, two_servers):

@@ -56,6 +56,19 @@ def test_what_a_dead_writer_left_is_not_taken_for_ours(
     assert fetched(uri, tmp_path) == {"a": b"all of it"}
 
 
+def test_what_another_writer_of_a_draft_added_is_not_overwritten(
+    bucket: BucketPlace, uri: str, tmp_path: Path
+) -> None:
+    bucket.put(storage.join(uri, "a"), b"of another attempt")
+    path = tmp_path / "a"
+    path.write_bytes(b"ours")
+    with storage.draft(uri) as draft:
+        entry = storage.add_file(draft, path, "a")
+        assert bucket.get(storage.join(uri, "a")) == b"of another attempt"
+        storage.commit(draft, uri, kind="x", files=[entry], fields={})
+    assert fetched(uri, tmp_path / "there") == {"a": b"ours"}
+
+
 def test_another_refusal_stays_one(make: Make, bucket: BucketPlace, uri: str) -> None:
     bucket.plan.clear()
     bucket.plan.add(Fault(501, method="PUT", times=-1))
