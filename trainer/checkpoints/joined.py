@@ -102,6 +102,10 @@ def save(  # noqa: PLR0913
     by_parts = bool(checkpoints.parts and checkpoints.parts.takes(variables))
     if by_parts:
         checkpoints.without_lost()
+    else:
+        # An upload that ends while the newest one is looked for deletes its copy on this machine.
+        with suppress(UserError):
+            checkpoints.uploads.flush()
     gone = {path: each for path, each in variables.items() if server_of(each) in lost}
     step = read_step if STEP in gone else int(variables[STEP].numpy())
     found = _before(checkpoints, step)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.stores.fixtures import bucket_name
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
     number,
@@ -22,6 +23,7 @@ from trainer import storage
 from trainer.checkpoints import bases, joined
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import RECOVERED, contents
+from trainer.checkpoints.remote import checkpoints_of
 from trainer.errors import ClusterLostError, UserError
 
 __all__ = ["two_servers"]
@@ -99,6 +101,35 @@ def test_what_is_lost_again_is_of_the_step_it_went_back_to_before(tmp_path, writ
         "ps-1": {"global_step": 10, "variables": sorted(ON_SECOND)},
     }
     assert older == {f"ps-{each}": expected[f"ps-{each}"] for each in lost}
+
+
+@pytest.mark.usefixtures("by_name")
+def test_an_upload_that_ends_meanwhile_hides_no_checkpoint(gcs, tmp_path, monkeypatch):
+    bucket, free = bucket_name(), threading.Event()
+    gcs.create_bucket(bucket)
+    made = checkpoints_of(f"gs://{bucket}/run/checkpoints", keep=2, scratch=tmp_path, alone=True)
+    listed, flush = made._candidates, made.uploads.flush
+
+    def flushed():
+        free.set()
+        flush()
+
+    def candidates():
+        found = listed()
+        flushed()
+        return found
+
+    monkeypatch.setattr(made.uploads, "flush", flushed)
+    with made.flushed():
+        made.save(variables(10), io_device=None, fields={})
+    upload = made._upload
+    monkeypatch.setattr(made, "_upload", lambda name: free.wait(60) and upload(name))
+    free.clear()
+    made.save(variables(20), io_device=None, fields={})
+    monkeypatch.setattr(made, "_candidates", candidates)
+    done = save(made, variables(30), {1})
+    assert (done.global_step, done.back_to) == (30, 20)
+    made.flush()
 
 
 def test_without_an_earlier_checkpoint_nothing_is_saved(tmp_path, writers):
