@@ -20,6 +20,7 @@ import tensorflow as tf
 from trainer import events
 from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
 from trainer.cluster.lease import NoLease
 from trainer.config.data import DYNAMIC
@@ -146,7 +147,7 @@ class _Recovery:
         metrics = {
             name: each
             for name, each in fields["metrics"].items()
-            if not name.startswith("validation_")
+            if not name.startswith(VALIDATION)
         }
         return joined.save(
             self._checkpoints,
