@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.contents import RECOVERED, of_field
+from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.events import AttemptBegin, Saved, ServersLost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
@@ -44,7 +45,7 @@ def fields(checkpoints, step):
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 @pytest.mark.parametrize("parts_mb", [64, 0])
 def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, parts_mb):
-    config = settings(training={"checkpoint_parts_mb": parts_mb})
+    config = settings(training={"checkpoint_parts_mb": parts_mb, "validate_every": EVERY})
     with launched(config, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 100)
         run.kill(lost)
@@ -69,6 +70,9 @@ def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, 
             assert went_back is (path in older["variables"]), path
     assert run.newest() == STEPS
     assert RECOVERED not in fields(run.checkpoints, STEPS)
+    # Also where the server died at a boundary, before the validation.
+    validated = [row["global_step"] // EVERY for row in run.history() if VALIDATION_LOSS in row]
+    assert validated == [1, 2, 3, 4]
 
 
 def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_path):
@@ -92,16 +96,18 @@ def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_pat
 
 
 def test_a_chief_that_is_killed_in_a_recovery_begins_from_what_is_whole(dataset, tmp_path):
-    by_parts = {"checkpoint_parts_mb": 0}
-    with launched(settings(training=by_parts), dataset, tmp_path) as run:
-        run.wait_for_step(EVERY + 100)
+    # So many steps that no boundary is reached before the server is dead.
+    every, steps = 4000, 8000
+    by_parts = {"checkpoint_parts_mb": 0, "checkpoint_every": every, "steps": steps}
+    with launched(settings(training=by_parts, recovery="partial"), dataset, tmp_path) as run:
+        run.wait_for_step(every + 100)
         run.kill("ps-1")
         # Of parts this comes before they are written.
-        saved = run.wait_for(lambda each: isinstance(each, Saved) and each.global_step % EVERY)
+        saved = run.wait_for(lambda each: isinstance(each, Saved) and each.global_step % every)
         run.kill("chief-0")
         code, said = run.end()
     assert code == 0, said
-    before = saved.global_step // EVERY * EVERY
+    before = saved.global_step // every * every
     begun = [each.global_step for each in run.events(AttemptBegin)]
     assert begun[1] in {before, saved.global_step}
-    assert run.newest() == STEPS
+    assert run.newest() == steps

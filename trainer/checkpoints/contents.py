@@ -20,8 +20,8 @@ from trainer.errors import UserError
 from trainer.json_records import from_tree
 
 PREFIX = "variables"
-# The field of a manifest that says which variables are of an earlier global step than the others,
-# by the server that has lost them; see `trainer.checkpoints.joined`.
+# The field of a manifest that has an `Older` for each server that was lost, by its name; see
+# `trainer.checkpoints.joined`.
 RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
 # How TensorFlow escapes a path in the keys of a checkpoint.
@@ -59,6 +59,14 @@ class StoredVariable:
     def is_possible(self) -> bool:
         """Whether there can be such a variable."""
         return min((*self.shape, self.part)) >= 0 and math.prod(self.shape) < _MOST_NUMBERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Older:
+    """The variables of a lost server, by path, and the earlier global step of their values."""
+
+    global_step: int
+    variables: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +133,16 @@ def of_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
         for path, each in (tree.items() if isinstance(tree, dict) else ())
     }
     return {path: each for path, each in found.items() if each and each.is_possible}
+
+
+def older_of(fields: Mapping[str, Any]) -> dict[str, Older]:
+    """Return what the fields of a manifest say of lost servers, without what is damaged."""
+    tree = fields.get(RECOVERED)
+    found = {
+        server: from_tree(Older, each)
+        for server, each in (tree.items() if isinstance(tree, dict) else ())
+    }
+    return {server: each for server, each in found.items() if each}
 
 
 def parts_of(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:

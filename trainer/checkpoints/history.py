@@ -3,7 +3,8 @@
 `history.jsonl` is the chief's: one row for each inner loop. A new attempt drops the rows after its
 checkpoint, as it repeats those steps. `validation.jsonl` is the evaluator's: one row a checkpoint,
 identified by its global step and the time at which it was published; of two of one step the later
-one counts. Each file has one writer; see `trainer.checkpoints.rows`.
+one counts. Where there is no evaluator, the chief writes to it what it measures of a checkpoint
+that is published already. So each file has one writer; see `trainer.checkpoints.rows`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from trainer.storage import Manifest
 
 HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
-VALIDATION_LOSS = "validation_loss"
+# What the names of the metrics of a validation begin with in a row.
+VALIDATION = "validation_"
+VALIDATION_LOSS = f"{VALIDATION}loss"
 
 
 class History:
@@ -97,7 +100,7 @@ class Validations:
     def add(self, manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Record the finite metrics of a checkpoint; return its row."""
         step = int(manifest.fields["global_step"])
-        named = {f"validation_{name}": value for name, value in metrics.items()}
+        named = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
         row = {"global_step": step, "created": manifest.created, **named}
         self._rows[step] = row
         if self._begun:

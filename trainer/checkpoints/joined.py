@@ -19,10 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, restore
-from trainer.checkpoints.contents import RECOVERED
+from trainer.checkpoints.contents import RECOVERED, Older, older_of
 from trainer.checkpoints.part_saver import size_of
 from trainer.checkpoints.servers import Variables, operating_on, server_of
 from trainer.errors import UserError
+from trainer.json_records import tree_of
 from trainer.strategies.placement import server_device
 
 STEP = "global_step"
@@ -34,7 +35,7 @@ class NothingSavedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A joined checkpoint: its own global step, and that of the values of the lost servers."""
+    """A joined checkpoint: its own global step, and that of the oldest of its values."""
 
     uri: str
     global_step: int
@@ -101,6 +102,10 @@ def save(  # noqa: PLR0913
     by_parts = bool(checkpoints.parts and checkpoints.parts.takes(variables))
     if by_parts:
         checkpoints.without_lost()
+    else:
+        # An upload that ends while the newest one is looked for deletes its copy on this machine.
+        with suppress(UserError):
+            checkpoints.uploads.flush()
     gone = {path: each for path, each in variables.items() if server_of(each) in lost}
     step = read_step if STEP in gone else int(variables[STEP].numpy())
     found = _before(checkpoints, step)
@@ -111,15 +116,31 @@ def save(  # noqa: PLR0913
         variables[STEP], min({*held_by(variables)} - lost) if by_parts else None, io_device
     )
     stand_ins[STEP].assign(step)
-    older = {
-        f"ps-{server}": {STEP: found.global_step, "variables": sorted(paths)}
-        for server, paths in sorted(held_by(gone).items())
-    }
+    older = _older(gone, found)
+    recovered = {server: tree_of(each) for server, each in older.items()}
     everything = {**variables, **stand_ins}
-    uri = checkpoints.save(everything, io_device=io_device, fields={**fields, RECOVERED: older})
+    uri = checkpoints.save(everything, io_device=io_device, fields={**fields, RECOVERED: recovered})
     if by_parts:
         checkpoints.flush()
-    return Joined(uri=uri, global_step=step, back_to=found.global_step)
+    back_to = min(each.global_step for each in older.values())
+    return Joined(uri=uri, global_step=step, back_to=back_to)
+
+
+def _older(gone: Variables, found: RestoredCheckpoint) -> dict[str, Older]:
+    """Return what each lost server goes back to, by its name, from the checkpoint before.
+
+    Where that is a joined one too, what had gone back in it is of an even earlier global step.
+    """
+    earlier = older_of(found.fields).values()
+    older = {}
+    for server, held in sorted(held_by(gone).items()):
+        # The counter does not go back.
+        paths = sorted({*held} - {STEP})
+        steps = [each.global_step for each in earlier if not set(paths).isdisjoint(each.variables)]
+        older[f"ps-{server}"] = Older(
+            global_step=min([found.global_step, *steps]), variables=tuple(paths)
+        )
+    return older
 
 
 def _before(checkpoints: Checkpoints, step: int) -> RestoredCheckpoint:

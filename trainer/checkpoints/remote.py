@@ -109,6 +109,8 @@ class RemoteCheckpoints(Checkpoints):
         return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+        # What is on this machine alone is resumed from as well.
+        self.lease.require()
         name = storage.name_of(uri)
         here = storage.join(self._pending, name)
         publish_anew(folder, here, fields)

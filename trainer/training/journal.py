@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import events
+from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.history import History
+from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS, History, Validations
 from trainer.cluster.launcher import run_of
 from trainer.config.schema import Config
 from trainer.tensorboard.scalars import TensorBoardLog
@@ -85,11 +85,30 @@ class Journal:
         attempt and each report reads all of them.
         """
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
-        asked_for = "validation_loss" in row or row["global_step"] >= self._steps
+        asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:
             self._history.add(row)
             self._board.add(row)
         self._newest = row
+
+    def add_of_last_checkpoint(self, row: dict[str, Any]) -> None:
+        """Add the row of a validation of the newest checkpoint, which was published without it.
+
+        Raises:
+            UserError: the row cannot be written, or the checkpoint is not published.
+        """
+        # The copy of a checkpoint that is on this machine alone is published with another time.
+        self._checkpoints.flush()
+        self._checkpoints.lease.check()
+        manifest = storage.read_manifest(self.last_checkpoint)
+        metrics = {
+            name.removeprefix(VALIDATION): each
+            for name, each in row.items()
+            if name.startswith(VALIDATION)
+        }
+        Validations(self._checkpoints.uri).add(manifest, metrics)
+        # A row says to the next attempt that nothing is left to do.
+        self.add(row)
 
     def fields(self) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says, with the metrics of the newest row."""
@@ -126,6 +145,10 @@ class UnpublishedJournal(Journal):
     def add(self, row: dict[str, Any]) -> None:
         """Keep one row in memory."""
         self._history.rows.append(row)
+
+    def add_of_last_checkpoint(self, row: dict[str, Any]) -> None:
+        """Keep one row in memory."""
+        self.add(row)
 
     def save(
         self,

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 from trainer.checkpoints import checkpoints as checkpointing
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from trainer.checkpoints.contents import RECOVERED
+from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS
 from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
@@ -155,7 +157,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     with recovery.of_lost_servers(
         config, strategy, checkpoints, journal.fields, lambda: not loop.has_exchanged
     ):
-        return loop.run()
+        return loop.run(found)
 
 
 def _stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
@@ -215,8 +217,10 @@ class _OuterLoop:
         for row in journal.rows:
             self._note_validation(row)
 
-    def run(self) -> int:
+    def run(self, found: RestoredCheckpoint | None) -> int:
         try:
+            if found and RECOVERED in found.fields:
+                self._make_up_validation()
             return self._run()
         finally:
             self._profiler.end()
@@ -328,6 +332,22 @@ class _OuterLoop:
         self._note_validation(row)
         self._journal.add(row)
 
+    def _make_up_validation(self) -> None:
+        """Validate what a joined checkpoint holds, where a boundary before it has no validation.
+
+        A server died in that validation, or workers reached the boundary while they were halted.
+        """
+        step, training = self._strategy.global_step(), self._training
+        rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
+        before = rows[-1]["global_step"] if rows else 0
+        if not _crossed(before, step, training.validate_every, training.steps):
+            return
+        if metrics := self._validate(step):
+            row = {"global_step": step, "seconds": self._seconds, **metrics}
+            self._note_validation(row)
+            self._journal.add_of_last_checkpoint(row)
+        self._stepped_at = time.monotonic()
+
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
             return {}
@@ -339,11 +359,11 @@ class _OuterLoop:
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)
         self._journal.validated(step, metrics)
-        return {f"validation_{name}": value for name, value in metrics.items()}
+        return {f"{VALIDATION}{name}": value for name, value in metrics.items()}
 
     def _note_validation(self, row: dict[str, Any]) -> None:
-        if "validation_loss" in row:
-            self._stop_early = self._early_stopping.update(row["validation_loss"])
+        if VALIDATION_LOSS in row:
+            self._stop_early = self._early_stopping.update(row[VALIDATION_LOSS])
 
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         last, at_once = self._journal.last_checkpoint, not self._journal.rows

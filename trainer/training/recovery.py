@@ -20,6 +20,7 @@ import tensorflow as tf
 from trainer import events
 from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
 from trainer.cluster.lease import NoLease
 from trainer.config.data import DYNAMIC
@@ -44,6 +45,10 @@ _LOST = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
+# What it says of a server that was restarted, and connected again with a worker that was restarted:
+# to the chief itself, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
+_RESTARTED = "some remote workers have been restarted"
+_WITHOUT_VALUES = ("unable to find the relevant tensor remote_handle", "unknown device")
 
 
 def is_lost(error: Exception) -> bool:
@@ -51,6 +56,10 @@ def is_lost(error: Exception) -> bool:
     if isinstance(error, tf.errors.InternalError):
         # A message that was damaged on its way, so that the server cannot parse it.
         return "Unable to parse request" in str(error)
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        text = str(error).lower()
+        of_server = "remote target /job:ps" in text
+        return _RESTARTED in text or (of_server and any(each in text for each in _WITHOUT_VALUES))
     return isinstance(error, (ClusterLostError, *_LOST))
 
 
@@ -146,7 +155,7 @@ class _Recovery:
         metrics = {
             name: each
             for name, each in fields["metrics"].items()
-            if not name.startswith("validation_")
+            if not name.startswith(VALIDATION)
         }
         return joined.save(
             self._checkpoints,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.stores.fixtures import bucket_name
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
     number,
@@ -22,6 +23,7 @@ from trainer import storage
 from trainer.checkpoints import bases, joined
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import RECOVERED, contents
+from trainer.checkpoints.remote import checkpoints_of
 from trainer.errors import ClusterLostError, UserError
 
 __all__ = ["two_servers"]
@@ -77,10 +79,57 @@ def test_what_a_lost_server_held_goes_back_and_nothing_else(tmp_path, writers, l
         np.testing.assert_array_equal(
             value, np.full(value.shape, 1.0 if path in went_back else 3.0)
         )
-    older = {"global_step": 10, "variables": sorted(went_back)}
+    # The counter does not go back.
+    older = {"global_step": 10, "variables": sorted(went_back - {"global_step"})}
     assert fields[RECOVERED] == {f"ps-{lost}": older}
     assert contents(made.uri).global_step == reached
     storage.verify(done.uri)
+
+
+@pytest.mark.parametrize(("lost", "back_to"), [({1}, 10), ({0}, 25), ({0, 1}, 10)])
+def test_what_is_lost_again_is_of_the_step_it_went_back_to_before(tmp_path, writers, lost, back_to):
+    # Of three servers one is left.
+    held = {**variables(25, 3.0), "model/bias": tf.Variable(3.0, name="on-2")}
+    made = saved(tmp_path, writers, {**held, "global_step": tf.Variable(10, name="on-0")})
+    save(made, held, {1})
+    held["global_step"].assign(40)
+    done = save(made, held, lost, read_step=40)
+    assert done.back_to == back_to
+    older = storage.verify(done.uri).fields[RECOVERED]
+    expected = {
+        "ps-0": {"global_step": 25, "variables": [ON_FIRST]},
+        "ps-1": {"global_step": 10, "variables": sorted(ON_SECOND)},
+    }
+    assert older == {f"ps-{each}": expected[f"ps-{each}"] for each in lost}
+
+
+@pytest.mark.usefixtures("by_name")
+def test_an_upload_that_ends_meanwhile_hides_no_checkpoint(gcs, tmp_path, monkeypatch):
+    bucket, free = bucket_name(), threading.Event()
+    gcs.create_bucket(bucket)
+    made = checkpoints_of(f"gs://{bucket}/run/checkpoints", keep=2, scratch=tmp_path, alone=True)
+    listed, flush = made._candidates, made.uploads.flush
+
+    def flushed():
+        free.set()
+        flush()
+
+    def candidates():
+        found = listed()
+        flushed()
+        return found
+
+    monkeypatch.setattr(made.uploads, "flush", flushed)
+    with made.flushed():
+        made.save(variables(10), io_device=None, fields={})
+    upload = made._upload
+    monkeypatch.setattr(made, "_upload", lambda name: free.wait(60) and upload(name))
+    free.clear()
+    made.save(variables(20), io_device=None, fields={})
+    monkeypatch.setattr(made, "_candidates", candidates)
+    done = save(made, variables(30), {1})
+    assert (done.global_step, done.back_to) == (30, 20)
+    made.flush()
 
 
 def test_without_an_earlier_checkpoint_nothing_is_saved(tmp_path, writers):

@@ -23,6 +23,17 @@ MANGLED = (
     "Unable to parse request\nAdditional GRPC error information from remote target "
     "/job:worker/task:0:\n:UNKNOWN:Error received from peer {grpc_status:13}"
 )
+NO_HANDLE = (
+    "Graph execution error:\n\nUnable to find the relevant tensor remote_handle: Op ID: 2, Output "
+    "num: 0. One possible cause is that the tensor was accessed after deallocation in a "
+    "distributed worker setup.\nAdditional GRPC error information from remote target "
+)
+NO_DEVICE = "Unknown device: /job:ps/replica:0/task:0\nfrom remote target "
+ON_SERVER, ON_WORKER = (f"/job:{role}/replica:0/task:0/device:CPU:0" for role in ("ps", "worker"))
+RESTARTED = (
+    "Resource input tensor contains an invalid device. This might happen when the client has "
+    "connected to a different cluster, or some remote workers have been restarted."
+)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +44,10 @@ MANGLED = (
         (tf.errors.InternalError(None, None, MANGLED), True),
         (tf.errors.InternalError(None, None, "a kernel failed"), False),
         (tf.errors.InvalidArgumentError(None, None, "id 7 is outside of the table"), False),
+        (tf.errors.InvalidArgumentError(None, None, NO_HANDLE + ON_SERVER), True),
+        (tf.errors.InvalidArgumentError(None, None, NO_HANDLE + ON_WORKER), False),
+        (tf.errors.InvalidArgumentError(None, None, NO_DEVICE + ON_SERVER), True),
+        (tf.errors.InvalidArgumentError(None, None, RESTARTED), True),
         (tf.errors.ResourceExhaustedError(None, None, "out of memory"), False),
     ],
     ids=lambda value: type(value).__name__,

@@ -6,6 +6,9 @@ import pytest
 
 from tests.trainer.counting import Counting, Run, nothing
 from trainer import events
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.contents import RECOVERED
+from trainer.checkpoints.index import handed_on, index_of
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import AttemptBegin, CheckpointPassedOver
 
@@ -152,6 +155,75 @@ def test_early_stopping_counts_over_attempts(run, until):
         run.train(Counting(lost_at(until)), steps=90, **given)
     assert run.train(steps=90, **given) == 50
     assert run.rows("validation_loss") == [3, 4, 2, 5, 6]
+
+
+@pytest.fixture
+def joined(run):
+    """Lose a server at a global step, in its validation, and publish what is left at another."""
+
+    def publish(lost_at, step, **training):
+        def validate(strategy):
+            if strategy.global_step() >= lost_at:
+                raise ClusterLostError("a parameter server is gone")
+            return {"loss": 50.0 - strategy.global_step()}
+
+        with pytest.raises(ClusterLostError):
+            run.train(validate=validate, keep=100, **training)
+        held = Counting()
+        held.build(None)
+        held.counter.assign(step)
+        held.weight.assign(0.5 * step)
+        older = {"ps-1": {"global_step": 10, "variables": ["model/weight"]}}
+        kept = Checkpoints(run.uri, keep=100, scratch=run.folder / "scratch")
+        fields = {"metrics": {"loss": 1.0}, RECOVERED: older}
+        kept.save(held.variables(), io_device=None, fields=fields)
+
+    return publish
+
+
+@pytest.mark.parametrize("step", [20, 23])
+def test_a_validation_that_was_lost_with_a_server_is_made_up_once(run, joined, step):
+    joined(20, step, steps=40)
+    validated = []
+
+    def validate(strategy):
+        validated.append(strategy.global_step())
+        # The cluster is lost once more.
+        return lost_at(30)(strategy) and {"loss": 50.0 - validated[-1]}
+
+    with pytest.raises(ClusterLostError):
+        run.train(steps=40, keep=100, validate=validate)
+    assert validated == [step, 30]
+    run.train(steps=40, keep=100, validate=lambda strategy: {"loss": 50.0 - strategy.global_step()})
+    assert run.rows("validation_loss") == [40.0, 50.0 - step, 20.0, 10.0]
+    losses = {each.global_step: each.loss for each in index_of(run.uri)}
+    assert losses == {0: None, 10: 40.0, step: 50.0 - step, 30: 20.0, 40: 10.0}
+
+
+def test_a_run_that_lost_a_server_at_its_end_ends_with_a_validation(run, joined):
+    joined(20, 20, steps=20)
+    assert run.train(steps=20, validate=lambda _strategy: {"loss": 30.0}) == 20
+    assert run.rows("validation_loss") == [40.0, 30.0]
+    assert handed_on(run.uri, "best").global_step == 20
+
+
+def test_a_validation_that_is_made_up_counts_for_early_stopping(run, joined):
+    joined(20, 20, steps=90, patience=1)
+    assert run.train(steps=90, patience=1, validate=lambda _strategy: {"loss": 45.0}) == 20
+
+
+@pytest.mark.parametrize("given", [{"validate_every": 0}, {"validate_every": 50}])
+def test_no_validation_is_made_up_where_none_was_due(run, joined, given):
+    joined(20, 20, steps=90)
+    (run.folder / "checkpoints/history.jsonl").unlink()
+    validated = []
+
+    def validate(strategy):
+        validated.append(strategy.global_step())
+        return {"loss": 1.0}
+
+    run.train(steps=90, validate=validate, **given)
+    assert validated == ([50, 90] if given["validate_every"] else [])
 
 
 def test_a_run_that_stopped_early_stays_stopped(run):

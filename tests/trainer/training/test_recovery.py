@@ -9,9 +9,11 @@ from unittest.mock import create_autospec
 import pytest
 import tensorflow as tf
 
+from tests.stores.fixtures import bucket_name
 from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.joined import Joined
+from trainer.checkpoints.remote import checkpoints_of
 from trainer.cluster.lease import NoLease
 from trainer.config.load import parse_config
 from trainer.errors import ClusterLostError, UserError
@@ -147,6 +149,30 @@ def test_what_takes_too_long_is_given_up_and_publishes_nothing(lose, monkeypatch
     with pytest.raises(UserError, match="too late"):
         lose.checkpoints.lease.check()
     again.set()
+
+
+def test_what_is_saved_too_late_is_not_found_on_this_machine_either(
+    lose, monkeypatch, gcs, tmp_path
+):
+    bucket, again, ended = bucket_name(), threading.Event(), threading.Event()
+    gcs.create_bucket(bucket)
+    uri = f"gs://{bucket}/run/checkpoints"
+
+    def save(checkpoints, *_, **__):
+        remote = checkpoints_of(uri, keep=2, scratch=tmp_path, alone=True)
+        again.wait(60)
+        remote.lease = checkpoints.lease
+        try:
+            counter = tf.Variable(510, dtype=tf.int64)
+            remote.save({"global_step": counter}, io_device=None, fields={})
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(recovery, "LIMIT_SECONDS", 0.0)
+    assert said(lose.lose(save=save))[0] == "full"
+    again.set()
+    assert ended.wait(60)
+    assert checkpoints_of(uri, keep=2, scratch=tmp_path, alone=True).newest() is None
 
 
 def test_a_store_that_does_not_answer_is_no_other_error(lose):
