@@ -130,7 +130,9 @@ class Shard:
         found = self._find(asked.keys)
         slots = self._verified(found, asked.checks)
         # Before rows are evicted: those of this batch stay.
-        _put(self.noted.used.value, self._none_to_last(slots), tf.fill(tf.shape(slots), now))
+        used, places = self.noted.used.value, self._none_to_last(slots)
+        # A slow worker's step may be lower than that of another one's lookup.
+        _put(used, places, tf.maximum(used.sparse_read(places), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)

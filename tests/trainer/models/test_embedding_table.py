@@ -162,6 +162,28 @@ def test_ages_are_those_of_the_counter_that_a_strategy_has():
         assert known(layer, [1]) == [step == 100]
 
 
+def test_a_lookup_of_an_earlier_step_makes_no_row_older():
+    layer, steps = table(8), tf.Variable(50, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    trained(layer, [1])
+    steps.assign(10)
+    trained(layer, [1, 2])
+    (shard,) = layer._parts
+    places = [shard.noted.ids.numpy().tolist().index(each) for each in (1, 2)]
+    assert shard.noted.used.numpy()[places].tolist() == [50, 10]
+
+
+def test_the_step_is_read_when_the_ids_are_there():
+    layer, steps = table(8, shards=2), tf.Variable(0, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    step = tf.function(lambda ids: layer(ids, training=True))
+    graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
+    handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
+    reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
+    # One for all shards.
+    assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
+
+
 def test_ids_beyond_a_batch_that_fills_the_table_get_the_common_row():
     layer = table(4)
     found = trained(layer, range(10))
