@@ -119,7 +119,8 @@ class Shard:
         with tf.control_dependencies([lock]):
             slots = self._changed(Asked(keys=keys, checks=checks, counts=counts), step)
         with tf.control_dependencies([slots]):
-            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        _run_unordered(released)
         return slots
 
     def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
@@ -321,6 +322,18 @@ def mixed(keys: tf.Tensor, below: int) -> tf.Tensor:
         bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, np.uint64(shift)))
         bits *= np.uint64(factor)
     return tf.cast(tf.bitwise.right_shift(bits, np.uint64(33)), tf.int64) % below
+
+
+def _run_unordered(operation: tf.Operation | None) -> None:
+    """Let a function run an operation before it ends, and wait with no other one for it.
+
+    TensorFlow runs stateful operations without a resource in the order of the program: the release
+    of one mutex would wait for that of another, which another worker may hold, and so for ever.
+    """
+    if not tf.executing_eagerly():
+        manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+        if manager is not None:
+            manager.run_independently(operation)
 
 
 def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:

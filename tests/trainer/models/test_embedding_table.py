@@ -214,6 +214,49 @@ def test_threads_that_bring_the_same_new_ids_make_one_row_of_each(keys):
     assert len(np.unique(rows, axis=0)) == 180
 
 
+def test_no_mutex_is_released_after_another_one():
+    layer = table(40, shards=2)
+    step = tf.function(lambda ids: layer(ids, training=True) + layer(ids + 1, training=True))
+    graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64)).graph
+    found = [op for op in graph.get_operations() if op.type == "ConsumeMutexLock"]
+    assert len(found) == 4
+    for op in found:
+        assert not {each.type for each in op.control_inputs} & {"ConsumeMutexLock", "MutexLock"}
+        # Of its lookup, which has ended then; and the function ends after it.
+        assert op.control_inputs
+        assert op in graph.control_outputs
+
+
+def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
+    one, other = table(4000, shards=2), table(4000, shards=2)
+
+    def step_of(first, second):
+        def looked_up(history, item):
+            found = [layer(history, training=True) for layer in (first, second)]
+            again = [layer(item, training=True) for layer in (first, second)]
+            return tf.add_n([tf.reduce_sum(each) for each in (*found, *again)])
+
+        return tf.function(looked_up, reduce_retracing=True)
+
+    steps = [step_of(one, other), step_of(other, one)]
+    ids = np.random.default_rng(0).integers(0, 1000, (100, 2, 40))
+    for step in steps:
+        step(*tf.constant(ids[0]))
+    ended = [threading.Event() for _ in steps]
+
+    def work(step, end):
+        for batch in ids:
+            step(*tf.constant(batch))
+        end.set()
+
+    for step, end in zip(steps, ended, strict=True):
+        # A process ends with it where it waits for ever.
+        threading.Thread(target=work, args=(step, end), daemon=True).start()
+    assert all(end.wait(60) for end in ended)
+    known_ids = len(np.unique(ids))
+    assert [layer.metrics()["rows"] for layer in (one, other)] == [known_ids] * 2
+
+
 def test_a_text_that_shares_only_its_key_has_no_row(monkeypatch):
     monkeypatch.setattr(
         tf.strings, "to_hash_bucket_fast", lambda each, _: tf.ones_like(each, tf.int64)
