@@ -76,7 +76,8 @@ class Shard:
         self._rules, self._draw = rules, draw
         #: The counter of steps, where a strategy has one; lookups are counted otherwise.
         self.steps: tf.Variable | None = None
-        #: Slots of the optimizer, and what a new row has there; None is the row itself.
+        #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
+        #: row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
             self.free = tf.Variable(np.arange(capacity)[::-1], dtype=tf.int64, trainable=False)
@@ -252,7 +253,8 @@ class Shard:
         rows = self._draw(tf.cast(count, tf.int32), given)
         _put(self.noted.rows.value, places, rows)
         for slot, value in self.slots:
-            new = rows if value is None else tf.fill(tf.shape(rows), tf.cast(value, slot.dtype))
+            shape = [count, *slot.shape[1:]]
+            new = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
             _put(slot, places, tf.cast(new, slot.dtype))
 
     def restored(self) -> None:

@@ -103,8 +103,9 @@ def _slots(
         slot = slots[index]
         if not isinstance(slot, keras.Variable) or slot is variable:
             continue
-        if slot.shape != variable.shape:
+        # Adafactor has a number of each row in one list, and of each column in another.
+        if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
             continue
         with tf.device(slot.value.device):
-            first = slot.value.sparse_read([0])[0, 0]
-        yield slot.value, None if slots is averages or "average" in name else float(first)
+            first = tf.reshape(slot.value.sparse_read([0]), [-1])[0]
+        yield slot.value, None if slots is averages else float(first)
