@@ -263,7 +263,10 @@ class Shard:
             used = self.noted.used.value.read_value()[: self.capacity]
             if self.steps is not None:
                 # Those of another run may be of later steps than this one has had.
-                used = tf.minimum(used, tf.identity(self.steps.read_value()))
+                now = tf.identity(self.steps.read_value())
+                used, tally = tf.minimum(used, now), self.noted.tally.value
+                swept = tf.minimum(tally[SWEPT], now)
+                tally.assign(tf.tensor_scatter_nd_update(tally, [[SWEPT]], [swept]))
                 last = self.noted.used.value.read_value()[self.capacity :]
                 self.noted.used.value.assign(tf.concat([used, last], 0))
             live, free = tf.where(used >= 0)[:, 0], tf.where(used < 0)[::-1, 0]

@@ -162,6 +162,18 @@ def test_ages_are_those_of_the_counter_that_a_strategy_has():
         assert known(layer, [1]) == [step == 100]
 
 
+def test_rows_of_a_longer_run_grow_old_in_this_one():
+    layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    trained(layer, [1, 2])
+    # As at a warm start.
+    steps.assign(0)
+    layer.restored()
+    steps.assign(112)
+    trained(layer, [2])
+    assert known(layer, [1, 2]) == [False, True]
+
+
 def test_a_lookup_of_an_earlier_step_makes_no_row_older():
     layer, steps = table(8), tf.Variable(50, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
