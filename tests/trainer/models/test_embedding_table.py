@@ -89,6 +89,20 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
     assert layer.metrics() == {"rows": 1, "evicted": 0, "turned_away": 3}
 
 
+@pytest.mark.parametrize("min_count", [2, 3, 10])
+def test_of_ids_that_come_once_few_get_a_row(min_count):
+    layer = table(8000, min_count=min_count)
+    step = tf.function(lambda ids: layer(ids, training=True))
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (100, 500))
+    for batch in tf.constant(ids):
+        step(batch)
+    assert layer.metrics()["rows"] < 0.05 * ids.size
+    # Those that come again do.
+    for batch in tf.constant(np.tile(ids[-1], (min_count - 1, 1))):
+        step(batch)
+    assert all(known(layer, ids[-1]))
+
+
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
     monkeypatch.setattr("trainer.models.table_shard.FEWEST_CELLS", 1)
     layer = table(1, min_count=5)
