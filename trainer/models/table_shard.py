@@ -158,14 +158,14 @@ class Shard:
         taken = tf.minimum(room, tf.size(absent, tf.int64))
         absent = absent[:taken]
         places = tf.gather(self.free, room - 1 - tf.range(taken))
-        self.room.assign(room - taken)
-        self._give(places, taken, counted[GIVEN])
-        keys = tf.gather(asked.keys, absent)
-        _put(self.noted.ids.value, places, keys)
-        if self.noted.checks is not None:
-            _put(self.noted.checks.value, places, tf.gather(asked.checks, absent))
-        _put(self.noted.used.value, places, tf.fill(tf.shape(places), now))
-        tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=keys, values=places)
+        chosen = Asked(
+            keys=tf.gather(asked.keys, absent),
+            checks=tf.gather(asked.checks, absent)
+            if self.noted.checks is not None
+            else asked.checks,
+            counts=asked.counts,
+        )
+        self._give(chosen, places, now, counted[GIVEN])
         away = tf.math.count_nonzero(slots < 0) - taken
         change = tf.stack([np.int64(0), taken, evicted, away, halved, swept])
         total = self.noted.tally.value.assign_add(change, read_value=True)
@@ -243,21 +243,37 @@ class Shard:
         keys = tf.gather(self.noted.ids.value, slots)
         # Not where another slot has the id: a step that ended halfway may have left it two.
         keys = tf.boolean_mask(keys, tf.equal(self._find(keys), slots))
-        tf.raw_ops.LookupTableRemoveV2(table_handle=self._map, keys=keys)
         count = tf.size(slots, tf.int64)
-        _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
-        _put(self.free, tf.range(room, room + count), slots)
-        with tf.control_dependencies([self.room.assign_add(count, read_value=True)]):
+        # A worker may die at any place: a slot is free only after no id has it.
+        last = tf.raw_ops.LookupTableRemoveV2(table_handle=self._map, keys=keys)
+        with tf.control_dependencies([last]):
+            last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
+        with tf.control_dependencies([last]):
+            last = _put(self.free, tf.range(room, room + count), slots)
+        with tf.control_dependencies([last]):
+            total = self.room.assign_add(count, read_value=True)
+        with tf.control_dependencies([total]):
             return tf.identity(count)
 
-    def _give(self, places: tf.Tensor, count: tf.Tensor, given: tf.Tensor) -> None:
-        """Make new rows, with new slots of the optimizer."""
+    def _give(self, asked: Asked, places: tf.Tensor, now: tf.Tensor, given: tf.Tensor) -> None:
+        """Give ids the first free slots, with new rows and new slots of the optimizer."""
+        count = tf.size(places, tf.int64)
         rows = self._draw(tf.cast(count, tf.int32), given)
-        _put(self.noted.rows.value, places, rows)
+        noted, used = self.noted, tf.fill(tf.shape(places), now)
+        new = [(noted.rows.value, rows), (noted.ids.value, asked.keys), (noted.used.value, used)]
+        if noted.checks is not None:
+            new.append((noted.checks.value, asked.checks))
         for slot, value in self.slots:
             shape = [count, *slot.shape[1:]]
-            new = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
-            _put(slot, places, tf.cast(new, slot.dtype))
+            first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
+            new.append((slot, tf.cast(first, slot.dtype)))
+        # A worker may die at any place: a slot that an id has is not free, and all of it is new.
+        with tf.control_dependencies([places]):
+            room = self.room.assign_sub(count, read_value=True)
+        with tf.control_dependencies([room]):
+            written = [_put(variable, places, values) for variable, values in new]
+        with tf.control_dependencies(written):
+            tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=asked.keys, values=places)
 
     def restored(self) -> None:
         """Make the map, and the list of free slots, of what the variables say."""
@@ -271,10 +287,14 @@ class Shard:
                 tally.assign(tf.tensor_scatter_nd_update(tally, [[SWEPT]], [swept]))
                 last = self.noted.used.value.read_value()[self.capacity :]
                 self.noted.used.value.assign(tf.concat([used, last], 0))
-            live, free = tf.where(used >= 0)[:, 0], tf.where(used < 0)[::-1, 0]
-            tf.raw_ops.LookupTableImportV2(
-                table_handle=self._map, keys=tf.gather(self.noted.ids.value, live), values=live
-            )
+            live = tf.where(used >= 0)[:, 0]
+            # Of two slots of one id, as a worker that died may have left them, the later one stays.
+            live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
+            keys = tf.gather(self.noted.ids.value, live)
+            tf.raw_ops.LookupTableImportV2(table_handle=self._map, keys=keys, values=live)
+            twice = tf.boolean_mask(live, tf.not_equal(self._find(keys), live))
+            _put(self.noted.used.value, twice, tf.fill(tf.shape(twice), _NEVER))
+            free = tf.where(self.noted.used.value.read_value()[: self.capacity] < 0)[::-1, 0]
             _put(self.free, tf.range(tf.size(free)), free)
             self.room.assign(tf.size(free, tf.int64))
 
@@ -343,8 +363,10 @@ def _run_unordered(operation: tf.Operation | None) -> None:
             manager.run_independently(operation)
 
 
-def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:
-    variable.scatter_update(tf.IndexedSlices(values, places))
+def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=places, updates=values
+    )
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:

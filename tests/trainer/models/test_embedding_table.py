@@ -343,6 +343,70 @@ def test_it_is_found_again_by_its_variables(keys):
     assert second.metrics() == first.metrics()
 
 
+def test_of_two_slots_of_an_id_the_later_one_stays():
+    layer = table(6)
+    for ids in ([1], [2], [3]):
+        trained(layer, ids)
+    (shard,) = layer._parts
+    first, _, later = (shard.noted.ids.numpy().tolist().index(each) for each in (1, 2, 3))
+    expected = shard.noted.rows.numpy()[first]
+    # As a worker leaves it that died before the map had the slot of 3.
+    shard.noted.ids.value.scatter_nd_update([[later]], [1])
+    trained(layer, [1])
+    layer.restored()
+    np.testing.assert_array_equal(layer(tf.constant([1])).numpy()[0], expected)
+    assert shard.noted.used.numpy()[later] == -1
+    trained(layer, [4, 5, 6, 7])
+    assert known(layer, [1, 2, 4, 5, 6, 7]) == [True] * 6
+    layer.shrink()
+    np.testing.assert_array_equal(layer(tf.constant([1])).numpy()[0], expected)
+
+
+def beside(graph, kind):
+    """Return the operations by their kinds of the branch that has one of `kind`."""
+    graphs = [graph]
+    for each in graphs:
+        graphs.extend(inner.graph for inner in each._functions.values())
+        found = {}
+        for op in each.get_operations():
+            found.setdefault(op.type, []).append(op)
+        if kind in found:
+            return found
+    raise AssertionError(kind)
+
+
+def before(op):
+    """Return the names of all operations of its graph that an operation waits for."""
+    found, left = set(), [op]
+    while left:
+        each = left.pop()
+        for one in (*each.control_inputs, *(given.op for given in each.inputs)):
+            if one.name not in found:
+                found.add(one.name)
+                left.append(one)
+    return found
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
+    layer, slot = table(8, keys=keys), tf.Variable(tf.zeros([9, DIMENSION]))
+    layer.connect(tf.Variable(0, dtype=tf.int64), lambda _: [(slot, 0.0)])
+    step = tf.function(lambda ids: layer(ids, training=True))
+    graph = step.get_concrete_function(tf.TensorSpec([None], keys)).graph
+
+    found = beside(graph, "LookupTableInsertV2")
+    (insert,), (room,) = found["LookupTableInsertV2"], found["AssignSubVariableOp"]
+    written = found["ResourceScatterUpdate"]
+    assert len(written) == (5 if keys == "string" else 4)
+    assert all(op.name in before(insert) and room.name in before(op) for op in written)
+    found = beside(graph, "LookupTableRemoveV2")
+    (removed,), (room,) = found["LookupTableRemoveV2"], found["AssignAddVariableOp"]
+    used, free = found["ResourceScatterUpdate"]
+    assert removed.name in before(used)
+    assert used.name in before(free)
+    assert free.name in before(room)
+
+
 def model_of(layer):
     given = keras.Input((2,), dtype=layer.keys, name="ids")
     return keras.Model(given, layer(given))
