@@ -80,7 +80,10 @@ class Shard:
         #: row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            self.free = tf.Variable(np.arange(capacity)[::-1], dtype=tf.int64, trainable=False)
+            # Made where it is placed, and not sent there.
+            self.free = tf.Variable(
+                lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64), trainable=False
+            )
             self.room = tf.Variable(capacity, dtype=tf.int64, trainable=False)
             # Servers outlive a process: a number would be that of a table of another one.
             name = uuid.uuid4().hex

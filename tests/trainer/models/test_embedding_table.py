@@ -283,6 +283,21 @@ def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
     assert [layer.metrics()["rows"] for layer in (one, other)] == [known_ids] * 2
 
 
+def test_its_variables_are_made_where_they_are_placed():
+    given = []
+
+    def create(next_creator, **kwargs):
+        given.append(kwargs["initial_value"])
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(create):
+        (shard,) = table(5)._parts
+    large = [each for each in given if not np.isscalar(each)]
+    assert len(large) == 5
+    assert all(map(callable, large))
+    assert shard.free.numpy().tolist() == [4, 3, 2, 1, 0]
+
+
 def test_a_text_that_shares_only_its_key_has_no_row(monkeypatch):
     monkeypatch.setattr(
         tf.strings, "to_hash_bucket_fast", lambda each, _: tf.ones_like(each, tf.int64)
