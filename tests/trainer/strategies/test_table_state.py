@@ -156,6 +156,23 @@ def test_what_cannot_train_a_table_is_refused(training, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("needed", [0, 1, 2])
+def test_a_table_waits_for_every_worker(needed):
+    config = parse_config(
+        {
+            "training": {"strategy": "sync_parameter_server", "replicas_to_aggregate": needed},
+            "cluster": {"workers": 2},
+        }
+    )
+    if needed != 1:
+        table_state.require(config, model_of())
+        return
+    with pytest.raises(ConfigError) as caught:
+        table_state.require(config, model_of())
+    assert str(caught.value).startswith("training.replicas_to_aggregate: with 1 of 2 workers")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_model_without_tables_is_left_alone():
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
     assert table_state.metrics(model) == {}
