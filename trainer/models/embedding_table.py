@@ -152,8 +152,9 @@ class EmbeddingTable(keras.layers.Layer):
         with tf.device("/device:CPU:0"):
             parts, places, asked = self._split(tf.reshape(ids, [-1]))
         admits = bool(training) and self.trainable and not self._is_sorted
+        step = self._step(ids) if admits else None
         found = [
-            self._rows_of(shard, each, admits=admits)
+            self._rows_of(shard, each, step, admits=admits)
             for shard, each in zip(self._parts, asked, strict=True)
         ]
         unique = tf.dynamic_stitch(parts, found)
@@ -186,14 +187,21 @@ class EmbeddingTable(keras.layers.Layer):
         ]
         return parts, places, asked
 
-    def _rows_of(self, shard: Shard, asked: Asked, *, admits: bool) -> tf.Tensor:
+    def _step(self, ids: tf.Tensor) -> tf.Tensor | None:
+        """Return the count of steps as it is when `ids` are there, where a strategy has one."""
+        steps = self._parts[0].steps
+        if steps is None:
+            return None
+        # It would be read otherwise while the input still waits for its batch.
+        with tf.control_dependencies([ids]), tf.device(steps.device):
+            return steps.read_value()
+
+    def _rows_of(
+        self, shard: Shard, asked: Asked, step: tf.Tensor | None, *, admits: bool
+    ) -> tf.Tensor:
         rows = shard.noted.rows
         if self._is_sorted:
             return tf.gather(rows.value, shard.found_sorted(asked))
-        step = None
-        if admits and rows.trainable and shard.steps is not None:
-            with tf.device(shard.steps.device):
-                step = shard.steps.read_value()
         with tf.device(shard.device):
             slots = shard.admitted(asked, step) if admits and rows.trainable else shard.found(asked)
             return tf.gather(rows.value, slots)

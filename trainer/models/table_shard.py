@@ -76,10 +76,14 @@ class Shard:
         self._rules, self._draw = rules, draw
         #: The counter of steps, where a strategy has one; lookups are counted otherwise.
         self.steps: tf.Variable | None = None
-        #: Slots of the optimizer, and what a new row has there; None is the row itself.
+        #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
+        #: row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            self.free = tf.Variable(np.arange(capacity)[::-1], dtype=tf.int64, trainable=False)
+            # Made where it is placed, and not sent there.
+            self.free = tf.Variable(
+                lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64), trainable=False
+            )
             self.room = tf.Variable(capacity, dtype=tf.int64, trainable=False)
             # Servers outlive a process: a number would be that of a table of another one.
             name = uuid.uuid4().hex
@@ -119,7 +123,8 @@ class Shard:
         with tf.control_dependencies([lock]):
             slots = self._changed(Asked(keys=keys, checks=checks, counts=counts), step)
         with tf.control_dependencies([slots]):
-            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        _run_unordered(released)
         return slots
 
     def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
@@ -130,7 +135,9 @@ class Shard:
         found = self._find(asked.keys)
         slots = self._verified(found, asked.checks)
         # Before rows are evicted: those of this batch stay.
-        _put(self.noted.used.value, self._none_to_last(slots), tf.fill(tf.shape(slots), now))
+        used, places = self.noted.used.value, self._none_to_last(slots)
+        # A slow worker's step may be lower than that of another one's lookup.
+        _put(used, places, tf.maximum(used.sparse_read(places), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
@@ -154,14 +161,14 @@ class Shard:
         taken = tf.minimum(room, tf.size(absent, tf.int64))
         absent = absent[:taken]
         places = tf.gather(self.free, room - 1 - tf.range(taken))
-        self.room.assign(room - taken)
-        self._give(places, taken, counted[GIVEN])
-        keys = tf.gather(asked.keys, absent)
-        _put(self.noted.ids.value, places, keys)
-        if self.noted.checks is not None:
-            _put(self.noted.checks.value, places, tf.gather(asked.checks, absent))
-        _put(self.noted.used.value, places, tf.fill(tf.shape(places), now))
-        tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=keys, values=places)
+        chosen = Asked(
+            keys=tf.gather(asked.keys, absent),
+            checks=tf.gather(asked.checks, absent)
+            if self.noted.checks is not None
+            else asked.checks,
+            counts=asked.counts,
+        )
+        self._give(chosen, places, now, counted[GIVEN])
         away = tf.math.count_nonzero(slots < 0) - taken
         change = tf.stack([np.int64(0), taken, evicted, away, halved, swept])
         total = self.noted.tally.value.assign_add(change, read_value=True)
@@ -175,7 +182,8 @@ class Shard:
 
         Two cells count each id, which is as frequent as the smaller one says (Cormode and
         Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). All are halved
-        when as many ids were counted as there are cells (Einziger et al. 2017, "TinyLFU").
+        when so many ids were counted (Einziger et al. 2017, "TinyLFU") that a few of a hundred
+        pass by the counts of others.
         """
         if self.noted.seen is None:
             return tf.ones_like(keys, tf.bool), tf.constant(0, tf.int64)
@@ -187,7 +195,8 @@ class Shard:
             seen.scatter_add(tf.IndexedSlices(counts, each))
         often = tf.minimum(*(tf.gather(seen, each) for each in places))
         total = sieved + tf.cast(tf.reduce_sum(counts), tf.int64)
-        full = total > cells
+        # At a quarter of a count in each cell one id in twenty finds both of its cells counted.
+        full = total > min(cells, cells * (self._rules.min_count - 1) // 8)
 
         def halve() -> tf.Tensor:
             with tf.control_dependencies([seen.assign(seen // 2, read_value=True)]):
@@ -237,20 +246,37 @@ class Shard:
         keys = tf.gather(self.noted.ids.value, slots)
         # Not where another slot has the id: a step that ended halfway may have left it two.
         keys = tf.boolean_mask(keys, tf.equal(self._find(keys), slots))
-        tf.raw_ops.LookupTableRemoveV2(table_handle=self._map, keys=keys)
         count = tf.size(slots, tf.int64)
-        _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
-        _put(self.free, tf.range(room, room + count), slots)
-        with tf.control_dependencies([self.room.assign_add(count, read_value=True)]):
+        # A worker may die at any place: a slot is free only after no id has it.
+        last = tf.raw_ops.LookupTableRemoveV2(table_handle=self._map, keys=keys)
+        with tf.control_dependencies([last]):
+            last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
+        with tf.control_dependencies([last]):
+            last = _put(self.free, tf.range(room, room + count), slots)
+        with tf.control_dependencies([last]):
+            total = self.room.assign_add(count, read_value=True)
+        with tf.control_dependencies([total]):
             return tf.identity(count)
 
-    def _give(self, places: tf.Tensor, count: tf.Tensor, given: tf.Tensor) -> None:
-        """Make new rows, with new slots of the optimizer."""
+    def _give(self, asked: Asked, places: tf.Tensor, now: tf.Tensor, given: tf.Tensor) -> None:
+        """Give ids the first free slots, with new rows and new slots of the optimizer."""
+        count = tf.size(places, tf.int64)
         rows = self._draw(tf.cast(count, tf.int32), given)
-        _put(self.noted.rows.value, places, rows)
+        noted, used = self.noted, tf.fill(tf.shape(places), now)
+        new = [(noted.rows.value, rows), (noted.ids.value, asked.keys), (noted.used.value, used)]
+        if noted.checks is not None:
+            new.append((noted.checks.value, asked.checks))
         for slot, value in self.slots:
-            new = rows if value is None else tf.fill(tf.shape(rows), tf.cast(value, slot.dtype))
-            _put(slot, places, tf.cast(new, slot.dtype))
+            shape = [count, *slot.shape[1:]]
+            first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
+            new.append((slot, tf.cast(first, slot.dtype)))
+        # A worker may die at any place: a slot that an id has is not free, and all of it is new.
+        with tf.control_dependencies([places]):
+            room = self.room.assign_sub(count, read_value=True)
+        with tf.control_dependencies([room]):
+            written = [_put(variable, places, values) for variable, values in new]
+        with tf.control_dependencies(written):
+            tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=asked.keys, values=places)
 
     def restored(self) -> None:
         """Make the map, and the list of free slots, of what the variables say."""
@@ -258,13 +284,20 @@ class Shard:
             used = self.noted.used.value.read_value()[: self.capacity]
             if self.steps is not None:
                 # Those of another run may be of later steps than this one has had.
-                used = tf.minimum(used, tf.identity(self.steps.read_value()))
+                now = tf.identity(self.steps.read_value())
+                used, tally = tf.minimum(used, now), self.noted.tally.value
+                swept = tf.minimum(tally[SWEPT], now)
+                tally.assign(tf.tensor_scatter_nd_update(tally, [[SWEPT]], [swept]))
                 last = self.noted.used.value.read_value()[self.capacity :]
                 self.noted.used.value.assign(tf.concat([used, last], 0))
-            live, free = tf.where(used >= 0)[:, 0], tf.where(used < 0)[::-1, 0]
-            tf.raw_ops.LookupTableImportV2(
-                table_handle=self._map, keys=tf.gather(self.noted.ids.value, live), values=live
-            )
+            live = tf.where(used >= 0)[:, 0]
+            # Of two slots of one id, as a worker that died may have left them, the later one stays.
+            live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
+            keys = tf.gather(self.noted.ids.value, live)
+            tf.raw_ops.LookupTableImportV2(table_handle=self._map, keys=keys, values=live)
+            twice = tf.boolean_mask(live, tf.not_equal(self._find(keys), live))
+            _put(self.noted.used.value, twice, tf.fill(tf.shape(twice), _NEVER))
+            free = tf.where(self.noted.used.value.read_value()[: self.capacity] < 0)[::-1, 0]
             _put(self.free, tf.range(tf.size(free)), free)
             self.room.assign(tf.size(free, tf.int64))
 
@@ -321,8 +354,22 @@ def mixed(keys: tf.Tensor, below: int) -> tf.Tensor:
     return tf.cast(tf.bitwise.right_shift(bits, np.uint64(33)), tf.int64) % below
 
 
-def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:
-    variable.scatter_update(tf.IndexedSlices(values, places))
+def _run_unordered(operation: tf.Operation | None) -> None:
+    """Let a function run an operation before it ends, and wait with no other one for it.
+
+    TensorFlow runs stateful operations without a resource in the order of the program: the release
+    of one mutex would wait for that of another, which another worker may hold, and so for ever.
+    """
+    if not tf.executing_eagerly():
+        manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+        if manager is not None:
+            manager.run_independently(operation)
+
+
+def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=places, updates=values
+    )
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:

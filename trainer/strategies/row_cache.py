@@ -46,6 +46,8 @@ SLOWER = (
     "that hot rows learn more slowly: take adagrad or sgd, or a smaller training.cache_staleness"
 )
 _LAZY = ("adam", "adamw", "adagrad", "ftrl", "sgd")
+# A sum of many gradients would be clipped as one.
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 def require(config: Config, model: keras.Model) -> None:
@@ -54,6 +56,7 @@ def require(config: Config, model: keras.Model) -> None:
     if not training.cached_rows:
         return
     optimizer = training.optimizer
+    clips = [name for name in _CLIPPING if optimizer.args.get(name) is not None]
     remedies = {
         "take training.strategy async_parameter_server": training.strategy
         != "async_parameter_server",
@@ -65,6 +68,7 @@ def require(config: Config, model: keras.Model) -> None:
         "leave out training.ema": training.ema > 0,
         "leave out training.optimizer.dense_updates": optimizer.dense_updates,
         f"take one of {', '.join(_LAZY)} as training.optimizer.name": optimizer.name not in _LAZY,
+        f"leave out training.optimizer.args.{', '.join(clips)}": bool(clips),
         "give each worker one GPU at most": config.cluster.gpus_per_worker > 1,
         "take a model whose tables are all of Keras's Embedding or ShardedEmbedding, trained, "
         "without regularizer": not tables_of(model),

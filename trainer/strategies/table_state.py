@@ -19,6 +19,8 @@ from trainer.errors import ConfigError
 
 # Where each worker has a copy of all variables.
 _COPIES = "multi_worker_mirrored"
+# Where a worker whose gradient is not waited for may still look up, after all others have ended.
+_SYNCHRONOUS = "sync_parameter_server"
 # Where a gradient is of an earlier step than that of its update.
 _ASYNCHRONOUS = "async_parameter_server"
 log = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ def require(config: Config, model: keras.Model) -> None:
 
     A line warns of a row that may be given to another id while a gradient of it is on its way.
     """
-    workers = config.cluster.workers
+    workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
     for table in tables_of(model):
         if config.training.strategy == _ASYNCHRONOUS and table.min_age <= workers > 1:
             log.warning(
@@ -77,6 +79,11 @@ def require(config: Config, model: keras.Model) -> None:
             raise ConfigError(
                 f"training.pull_every: the table {table.name} grows at every step, and is never "
                 "pulled whole; leave the key out"
+            )
+        if config.training.strategy == _SYNCHRONOUS and 0 < needed < workers:
+            raise ConfigError(
+                f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late one "
+                f"changes the table {table.name} while a checkpoint is saved; leave the key out"
             )
         if config.training.strategy == _COPIES:
             raise ConfigError(
@@ -103,8 +110,9 @@ def _slots(
         slot = slots[index]
         if not isinstance(slot, keras.Variable) or slot is variable:
             continue
-        if slot.shape != variable.shape:
+        # Adafactor has a number of each row in one list, and of each column in another.
+        if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
             continue
         with tf.device(slot.value.device):
-            first = slot.value.sparse_read([0])[0, 0]
-        yield slot.value, None if slots is averages or "average" in name else float(first)
+            first = tf.reshape(slot.value.sparse_read([0]), [-1])[0]
+        yield slot.value, None if slots is averages else float(first)

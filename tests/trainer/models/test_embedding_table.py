@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import keras
 import numpy as np
@@ -167,29 +166,6 @@ def test_ids_beyond_a_batch_that_fills_the_table_get_the_common_row():
     found = trained(layer, range(10))
     assert found.any(axis=1).sum() == 4
     assert layer.metrics() == {"rows": 4, "evicted": 0, "turned_away": 6}
-
-
-@pytest.mark.parametrize("keys", KEYS)
-def test_threads_that_bring_the_same_new_ids_make_one_row_of_each(keys):
-    layer = table(400, shards=2, keys=keys)
-    step = tf.function(lambda ids: layer(ids, training=True))
-    batches = [ids_of(layer, np.arange(n, n + 100)) for n in range(0, 100, 20)]
-    step(batches[0])
-    begun = threading.Barrier(2)
-
-    def work():
-        begun.wait()
-        for batch in batches:
-            step(batch)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert layer.metrics() == {"rows": 180, "evicted": 0, "turned_away": 0}
-    rows = layer(ids_of(layer, range(180))).numpy()
-    assert len(np.unique(rows, axis=0)) == 180
 
 
 def test_a_text_that_shares_only_its_key_has_no_row(monkeypatch):

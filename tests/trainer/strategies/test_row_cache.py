@@ -198,6 +198,12 @@ def test_two_caches_have_nothing_in_common():
         ({"jit_compile": True}, "leave out training.jit_compile"),
         ({"ema": 0.9}, "leave out training.ema"),
         ({"optimizer": {"name": "rmsprop"}}, "take one of adam, adamw, adagrad, ftrl, sgd"),
+        # That of a compiled model, whatever it is and clips.
+        ({"optimizer": {"name": "model"}}, "take one of adam, adamw, adagrad, ftrl, sgd as"),
+        *(
+            ({"optimizer": {"args": {name: 1.0}}}, f"leave out training.optimizer.args.{name}, or")
+            for name in ("clipnorm", "global_clipnorm", "clipvalue")
+        ),
         ({"optimizer": {"dense_updates": True}}, "leave out training.optimizer.dense_updates"),
     ],
 )

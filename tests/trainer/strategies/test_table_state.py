@@ -120,6 +120,29 @@ def test_new_rows_begin_their_averages_with_themselves():
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "ranks"),
+    [
+        # A mean of gradients is none of weights.
+        ({"name": "rmsprop", "args": {"centered": True, "momentum": 0.9}}, [2, 2, 2]),
+        # Of each row a number, and of each number one.
+        ({"name": "adafactor"}, [1, 2]),
+    ],
+)
+def test_new_rows_begin_with_what_the_optimizer_began_with(optimizer, ranks):
+    strategy, _ = built(optimizer=optimizer)
+    table = strategy.model.get_layer("table")
+    before = [[slot.numpy() for slot, _ in shard.slots] for shard in table._parts]
+    for shard in table._parts:
+        assert [len(slot.shape) for slot, _ in shard.slots] == ranks
+        for slot, _ in shard.slots:
+            slot.assign(tf.ones_like(slot))
+    table(tf.constant(np.arange(1000)), training=True)
+    for shard, expected in zip(table._parts, before, strict=True):
+        for (slot, _), first in zip(shard.slots, expected, strict=True):
+            np.testing.assert_array_equal(slot.numpy()[:-1], first[:-1])
+
+
+@pytest.mark.parametrize(
     ("training", "words"),
     [
         ({"strategy": "async_parameter_server", "pull_every": 5}, "training.pull_every: the table"),
@@ -130,6 +153,23 @@ def test_what_cannot_train_a_table_is_refused(training, words):
     with pytest.raises(ConfigError) as caught:
         require_updates(config_of(**training), model_of())
     assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("needed", [0, 1, 2])
+def test_a_table_waits_for_every_worker(needed):
+    config = parse_config(
+        {
+            "training": {"strategy": "sync_parameter_server", "replicas_to_aggregate": needed},
+            "cluster": {"workers": 2},
+        }
+    )
+    if needed != 1:
+        table_state.require(config, model_of())
+        return
+    with pytest.raises(ConfigError) as caught:
+        table_state.require(config, model_of())
+    assert str(caught.value).startswith("training.replicas_to_aggregate: with 1 of 2 workers")
     assert "\n" not in str(caught.value)
 
 

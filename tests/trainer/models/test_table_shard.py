@@ -1,0 +1,204 @@
+"""A shard of a table that grows: many workers at once, their steps, and what one leaves behind."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer.models.test_embedding_table import DIMENSION, KEYS, ids_of, known, table, trained
+
+
+@pytest.mark.parametrize("min_count", [2, 3, 10])
+def test_of_ids_that_come_once_few_get_a_row(min_count):
+    layer = table(8000, min_count=min_count)
+    step = tf.function(lambda ids: layer(ids, training=True))
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (100, 500))
+    for batch in tf.constant(ids):
+        step(batch)
+    assert layer.metrics()["rows"] < 0.05 * ids.size
+    # Those that come again do.
+    for batch in tf.constant(np.tile(ids[-1], (min_count - 1, 1))):
+        step(batch)
+    assert all(known(layer, ids[-1]))
+
+
+def test_rows_of_a_longer_run_grow_old_in_this_one():
+    layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    trained(layer, [1, 2])
+    # As at a warm start.
+    steps.assign(0)
+    layer.restored()
+    steps.assign(112)
+    trained(layer, [2])
+    assert known(layer, [1, 2]) == [False, True]
+
+
+def test_a_lookup_of_an_earlier_step_makes_no_row_older():
+    layer, steps = table(8), tf.Variable(50, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    trained(layer, [1])
+    steps.assign(10)
+    trained(layer, [1, 2])
+    (shard,) = layer._parts
+    places = [shard.noted.ids.numpy().tolist().index(each) for each in (1, 2)]
+    assert shard.noted.used.numpy()[places].tolist() == [50, 10]
+
+
+def test_the_step_is_read_when_the_ids_are_there():
+    layer, steps = table(8, shards=2), tf.Variable(0, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    step = tf.function(lambda ids: layer(ids, training=True))
+    graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
+    handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
+    reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
+    # One for all shards.
+    assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_threads_that_bring_the_same_new_ids_make_one_row_of_each(keys):
+    layer = table(400, shards=2, keys=keys)
+    step = tf.function(lambda ids: layer(ids, training=True))
+    batches = [ids_of(layer, np.arange(n, n + 100)) for n in range(0, 100, 20)]
+    step(batches[0])
+    begun = threading.Barrier(2)
+
+    def work():
+        begun.wait()
+        for batch in batches:
+            step(batch)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert layer.metrics() == {"rows": 180, "evicted": 0, "turned_away": 0}
+    rows = layer(ids_of(layer, range(180))).numpy()
+    assert len(np.unique(rows, axis=0)) == 180
+
+
+def test_no_mutex_is_released_after_another_one():
+    layer = table(40, shards=2)
+    step = tf.function(lambda ids: layer(ids, training=True) + layer(ids + 1, training=True))
+    graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64)).graph
+    found = [op for op in graph.get_operations() if op.type == "ConsumeMutexLock"]
+    assert len(found) == 4
+    for op in found:
+        assert not {each.type for each in op.control_inputs} & {"ConsumeMutexLock", "MutexLock"}
+        # Of its lookup, which has ended then; and the function ends after it.
+        assert op.control_inputs
+        assert op in graph.control_outputs
+
+
+def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
+    one, other = table(4000, shards=2), table(4000, shards=2)
+
+    def step_of(first, second):
+        def looked_up(history, item):
+            found = [layer(history, training=True) for layer in (first, second)]
+            again = [layer(item, training=True) for layer in (first, second)]
+            return tf.add_n([tf.reduce_sum(each) for each in (*found, *again)])
+
+        return tf.function(looked_up, reduce_retracing=True)
+
+    steps = [step_of(one, other), step_of(other, one)]
+    ids = np.random.default_rng(0).integers(0, 1000, (100, 2, 40))
+    for step in steps:
+        step(*tf.constant(ids[0]))
+    ended = [threading.Event() for _ in steps]
+
+    def work(step, end):
+        for batch in ids:
+            step(*tf.constant(batch))
+        end.set()
+
+    for step, end in zip(steps, ended, strict=True):
+        # A process ends with it where it waits for ever.
+        threading.Thread(target=work, args=(step, end), daemon=True).start()
+    assert all(end.wait(60) for end in ended)
+    known_ids = len(np.unique(ids))
+    assert [layer.metrics()["rows"] for layer in (one, other)] == [known_ids] * 2
+
+
+def test_its_variables_are_made_where_they_are_placed():
+    given = []
+
+    def create(next_creator, **kwargs):
+        given.append(kwargs["initial_value"])
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(create):
+        (shard,) = table(5)._parts
+    large = [each for each in given if not np.isscalar(each)]
+    assert len(large) == 5
+    assert all(map(callable, large))
+    assert shard.free.numpy().tolist() == [4, 3, 2, 1, 0]
+
+
+def test_of_two_slots_of_an_id_the_later_one_stays():
+    layer = table(6)
+    for ids in ([1], [2], [3]):
+        trained(layer, ids)
+    (shard,) = layer._parts
+    first, _, later = (shard.noted.ids.numpy().tolist().index(each) for each in (1, 2, 3))
+    expected = shard.noted.rows.numpy()[first]
+    # As a worker leaves it that died before the map had the slot of 3.
+    shard.noted.ids.value.scatter_nd_update([[later]], [1])
+    trained(layer, [1])
+    layer.restored()
+    np.testing.assert_array_equal(layer(tf.constant([1])).numpy()[0], expected)
+    assert shard.noted.used.numpy()[later] == -1
+    trained(layer, [4, 5, 6, 7])
+    assert known(layer, [1, 2, 4, 5, 6, 7]) == [True] * 6
+    layer.shrink()
+    np.testing.assert_array_equal(layer(tf.constant([1])).numpy()[0], expected)
+
+
+def branch_with(graph, kind):
+    """Return the operations by their kinds of the branch that has one of `kind`."""
+    graphs = [graph]
+    for each in graphs:
+        graphs.extend(inner.graph for inner in each._functions.values())
+        found = {}
+        for op in each.get_operations():
+            found.setdefault(op.type, []).append(op)
+        if kind in found:
+            return found
+    raise AssertionError(kind)
+
+
+def before(op):
+    """Return the names of all operations of its graph that an operation waits for."""
+    found, left = set(), [op]
+    while left:
+        each = left.pop()
+        for one in (*each.control_inputs, *(given.op for given in each.inputs)):
+            if one.name not in found:
+                found.add(one.name)
+                left.append(one)
+    return found
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
+    layer, slot = table(8, keys=keys), tf.Variable(tf.zeros([9, DIMENSION]))
+    layer.connect(tf.Variable(0, dtype=tf.int64), lambda _: [(slot, 0.0)])
+    step = tf.function(lambda ids: layer(ids, training=True))
+    graph = step.get_concrete_function(tf.TensorSpec([None], keys)).graph
+
+    found = branch_with(graph, "LookupTableInsertV2")
+    (insert,), (room,) = found["LookupTableInsertV2"], found["AssignSubVariableOp"]
+    written = found["ResourceScatterUpdate"]
+    assert len(written) == (5 if keys == "string" else 4)
+    assert all(op.name in before(insert) and room.name in before(op) for op in written)
+    found = branch_with(graph, "LookupTableRemoveV2")
+    (removed,), (room,) = found["LookupTableRemoveV2"], found["AssignAddVariableOp"]
+    used, free = found["ResourceScatterUpdate"]
+    assert removed.name in before(used)
+    assert used.name in before(free)
+    assert free.name in before(room)
