@@ -182,8 +182,7 @@ class Shard:
 
         Two cells count each id, which is as frequent as the smaller one says (Cormode and
         Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). All are halved
-        when so many ids were counted (Einziger et al. 2017, "TinyLFU") that a few of a hundred
-        pass by the counts of others.
+        when as many ids were counted as there are cells (Einziger et al. 2017, "TinyLFU").
         """
         if self.noted.seen is None:
             return tf.ones_like(keys, tf.bool), tf.constant(0, tf.int64)
@@ -195,8 +194,7 @@ class Shard:
             seen.scatter_add(tf.IndexedSlices(counts, each))
         often = tf.minimum(*(tf.gather(seen, each) for each in places))
         total = sieved + tf.cast(tf.reduce_sum(counts), tf.int64)
-        # At a quarter of a count in each cell one id in twenty finds both of its cells counted.
-        full = total > min(cells, cells * (self._rules.min_count - 1) // 8)
+        full = total > cells
 
         def halve() -> tf.Tensor:
             with tf.control_dependencies([seen.assign(seen // 2, read_value=True)]):
