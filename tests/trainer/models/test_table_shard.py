@@ -11,20 +11,6 @@ import tensorflow as tf
 from tests.trainer.models.test_embedding_table import DIMENSION, KEYS, ids_of, known, table, trained
 
 
-@pytest.mark.parametrize("min_count", [2, 3, 10])
-def test_of_ids_that_come_once_few_get_a_row(min_count):
-    layer = table(8000, min_count=min_count)
-    step = tf.function(lambda ids: layer(ids, training=True))
-    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (100, 500))
-    for batch in tf.constant(ids):
-        step(batch)
-    assert layer.metrics()["rows"] < 0.05 * ids.size
-    # Those that come again do.
-    for batch in tf.constant(np.tile(ids[-1], (min_count - 1, 1))):
-        step(batch)
-    assert all(known(layer, ids[-1]))
-
-
 def test_rows_of_a_longer_run_grow_old_in_this_one():
     layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
