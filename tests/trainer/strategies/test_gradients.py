@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import dense, examples
+from tests.trainer.strategies.traced import ancestors
 from trainer.config.optimizer import OptimizerConfig
 from trainer.config.schema import TrainingConfig
 from trainer.strategies.async_parameter_server import local_steps_of
@@ -62,17 +63,6 @@ def test_a_loss_for_the_server_of_the_variables_is_part_of_the_message_of_their_
     assert weights not in of_sent
     (loss, found), (expected, same) = sent(examples()), stays(examples())
     close([loss, *found], [expected, *same, expected])
-
-
-def ancestors(of):
-    """Return all operations that an operation waits for."""
-    found, left = set(), [of]
-    while left:
-        operation = left.pop()
-        new = {*(each.op for each in operation.inputs), *operation.control_inputs} - found
-        found |= new
-        left += new
-    return found
 
 
 def test_an_update_is_counted_after_its_gradient_has_come():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from tests.trainer.strategies.traced import ancestors
 from trainer.strategies import sync_parameter_server
 from trainer.strategies.sync_parameter_server import (
     TURN,
@@ -97,17 +98,6 @@ class Worker(SyncParameterServer):
             return loss, [loss, loss]
 
         return gradient
-
-
-def ancestors(of):
-    """Return all operations that an operation waits for."""
-    found, left = set(), [of]
-    while left:
-        operation = left.pop()
-        new = {*(each.op for each in operation.inputs), *operation.control_inputs} - found
-        found |= new
-        left += new
-    return found
 
 
 def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(request):

@@ -1,0 +1,14 @@
+"""What a graph says that was traced."""
+
+from __future__ import annotations
+
+
+def ancestors(of):
+    """Return all operations that an operation waits for."""
+    found, left = set(), [of]
+    while left:
+        operation = left.pop()
+        new = {*(each.op for each in operation.inputs), *operation.control_inputs} - found
+        found |= new
+        left += new
+    return found
