@@ -143,10 +143,13 @@ class Run:
 
 
 def events_of(
-    process: subprocess.Popen[bytes], workdir: Path, read: dict[Path, int]
+    process: subprocess.Popen[bytes],
+    workdir: Path,
+    read: dict[Path, int],
+    seconds: float = SECONDS,
 ) -> Iterator[Event]:
     """Yield the events of a run as they come, to its end; `read` counts the bytes of each file."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     ended = False
     while not ended:
         ended = process.poll() is not None
@@ -159,7 +162,7 @@ def events_of(
             yield from filter(None, (parse(line.decode("utf-8", "replace")) for line in whole))
         if time.monotonic() > deadline:
             process.kill()
-            raise TimeoutError(f"the run has not ended after {SECONDS} s; see {workdir}")
+            raise TimeoutError(f"the run has not ended after {seconds:g} s; see {workdir}")
         time.sleep(0.1)
 
 
