@@ -65,7 +65,7 @@ class Dispatch:
     closure: float = 0.0
     look: float = 0.0
     turn: int = 20
-    turns_from: int = 80
+    turns_from: int = 40
     long_run: int = 2000
 
     def of_run(self, steps: int) -> Dispatch:

@@ -63,15 +63,20 @@ def turn_of(steps: int, *, whole: bool) -> int:
     return TURN if whole and steps >= LONG_RUN else 1
 
 
-def unit_of(steps: int, workers: int, turn: int, now: int = 1) -> int:
-    """Return how many updates a turn has: `turn`, or 1 for few steps.
+def unit_of(steps: int, workers: int, turn: int) -> int:
+    """Return how many updates are made at once of so many that are left: `turn`, or 1 of few."""
+    # With fewer turns the wait for the last of them would take most of the time.
+    return turn if steps >= 4 * turn * workers else 1
 
-    `steps` are those of about a second, or of all that is left. `now` is the unit so far, which is
-    changed only where it pays: all workers rest meanwhile.
+
+def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
+    """Return how many updates workers that go on make at once, at `steps` of all in a second.
+
+    `now` is how many they make so far, which is changed only where it pays: all rest meanwhile.
     """
-    # With fewer turns the wait for the last of them would take most of the time, and a worker that
-    # is asked to stop would not for long.
-    fewest = 1 if now == turn else 4
+    # One by one an update takes about twice as long as in a turn. A turn is to end within a second,
+    # so that a worker which is asked to stop does.
+    fewest = 1 if now == turn else 2
     return turn if steps >= fewest * turn * workers else 1
 
 
@@ -163,7 +168,7 @@ class AsyncParameterServer(Served):
 
     def _go_on(self, steps: int, boundary: int) -> None:
         """Deal turns for the next seconds, and wait until some are reported."""
-        unit = unit_of(steps, self._workers, self._turn, self._unit)
+        unit = unit_of_speed(steps, self._workers, self._turn, self._unit)
         if self._unit not in {0, unit}:
             self._end()
         self._deal(max(AHEAD_SECONDS * steps // unit, 2 * self._workers), boundary, unit)

@@ -17,10 +17,10 @@ def run(work=WORK, fleet=ALONE, dispatch=FREE, **more):
 
 def test_one_worker_is_the_sum_of_its_phases():
     # Two round trips, both services, both ways on the wire, one computation.
-    found = run()
-    assert found.cycle == pytest.approx(0.018)
+    found = run(replace(WORK, compute=0.030))
+    assert found.cycle == pytest.approx(0.038)
     # And a round trip more to take a turn.
-    assert found.rate == pytest.approx(1 / 0.019, rel=0.01)
+    assert found.rate == pytest.approx(1 / 0.039, rel=0.01)
     assert found.limit == "workers"
 
 
@@ -118,8 +118,8 @@ def test_a_chief_sends_workers_into_a_stretch_one_after_the_other():
 
 
 def test_updates_are_taken_one_by_one_where_they_are_slow():
-    assert FREE.unit(160, 2) == FREE.turn
-    assert FREE.unit(159, 2) == 1
+    assert FREE.unit(80, 2) == FREE.turn
+    assert FREE.unit(79, 2) == 1
     assert FREE.of_run(FREE.long_run - 1).unit(10**3, 2) == 1
     assert FREE.steps(1000) == 3000
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from tests.trainer.strategies.fleet import LOSS, Fleet, Led
 from trainer.strategies import async_parameter_server
-from trainer.strategies.async_parameter_server import LOOK_SECONDS, TURN, turn_of, unit_of
+from trainer.strategies.async_parameter_server import (
+    LOOK_SECONDS,
+    TURN,
+    turn_of,
+    unit_of_speed,
+)
 from trainer.strategies.parameter_server import LONG_RUN
 
 FAST = 100 * TURN
@@ -50,10 +55,10 @@ def test_long_runs_of_what_is_pulled_whole_make_turns(steps, whole, turn):
 
 @pytest.mark.parametrize(
     ("steps", "now", "unit"),
-    [(159, 1, 1), (160, 1, TURN), (160, TURN, TURN), (40, TURN, TURN), (39, TURN, 1)],
+    [(79, 1, 1), (80, 1, TURN), (80, TURN, TURN), (40, TURN, TURN), (39, TURN, 1)],
 )
 def test_turns_are_unrolled_for_fast_workers_until_they_are_slow(steps, now, unit):
-    assert unit_of(steps, 2, TURN, now) == unit
+    assert unit_of_speed(steps, 2, TURN, now) == unit
 
 
 @given(
