@@ -51,7 +51,7 @@ STEPS, JUDGED = (100, 300, 750, 1500), 300
 
 def checkpoint_parts() -> Comparison:
     """Seconds for which a save holds training up, over those of a copy in the servers' memory."""
-    seen = _led("parts")
+    seen = led("parts")
     return Comparison(
         name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
         rounds=tuple(
@@ -64,7 +64,7 @@ def checkpoint_parts() -> Comparison:
 
 def checkpoint_differences() -> Comparison:
     """Bytes of a checkpoint that is a difference, over those of a whole one of the same values."""
-    seen = _led("differences")
+    seen = led("differences")
     return Comparison(
         name=f"bytes of a difference after {JUDGED} steps of Zipf {hot_rows.EXPONENT}, over whole",
         rounds=tuple(each["share"] for each in seen if each["steps"] == JUDGED),
@@ -73,14 +73,17 @@ def checkpoint_differences() -> Comparison:
     )
 
 
-def _led(what: str) -> Any:
-    """Return what a chief sees, which two servers and a worker of a cluster serve."""
+def led(*words: str, module: str = "benchmarks.checkpoint_parts") -> Any:
+    """Return what a chief sees, which two servers and a worker of a cluster serve.
+
+    It is a module, which is called with a folder for checkpoints and these words.
+    """
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         with held_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:
             serving = [Task(role="ps", index=index) for index in range(SERVERS)]
             with _started(folder, cluster, [*serving, Task(role="worker", index=0)]):
-                chief = _process(folder, cluster, CHIEF, subprocess.PIPE, what)
+                chief = _process(folder, cluster, CHIEF, subprocess.PIPE, module, *words)
                 text, _ = chief.communicate()
         if chief.returncode:
             raise RuntimeError(f"the chief has failed with {chief.returncode}")
@@ -99,7 +102,12 @@ def _started(folder: Path, cluster: Cluster, tasks: list[Task]) -> Iterator[None
 
 
 def _process(
-    folder: Path, cluster: Cluster, task: Task, output: int, what: str = ""
+    folder: Path,
+    cluster: Cluster,
+    task: Task,
+    output: int,
+    module: str = "benchmarks.checkpoint_parts",
+    *words: str,
 ) -> subprocess.Popen[str]:
     own = folder / str(task)
     own.mkdir()
@@ -112,8 +120,7 @@ def _process(
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "TF_CONFIG": cluster.tf_config(task),
     }
-    command = [sys.executable, "-m", "benchmarks.checkpoint_parts", str(folder / "checkpoints")]
-    command += [what] if what else []
+    command = [sys.executable, "-m", module, str(folder / "checkpoints"), *words]
     return subprocess.Popen(command, cwd=own, env=settings, stdout=output, text=True)
 
 
@@ -188,27 +195,30 @@ def _lead_differences(cluster: Cluster, task: Task, folder: Path) -> list[dict[s
         )
         servers = PartServers(SERVERS, strategy.io_device)
         made[name].by_parts(servers, 0, share=share, last_step=2 * STEPS[-1])
-    serving = [
-        psutil.Process(int((folder.parent / f"ps-{n}" / "pid").read_text(encoding="utf-8")))
-        for n in range(SERVERS)
-    ]
+    serving = servers_of(folder)
     seen: list[dict[str, Any]] = []
     for steps in (0, *STEPS):
         if left := steps - strategy.global_step():
             strategy.run(left)
         row: dict[str, Any] = {"steps": steps}
         for name in made if len(seen) % 2 else reversed(made):
-            began = _cpu(serving)
+            began = cpu(serving)
             with made[name].flushed():
                 made[name].save(strategy.variables(), io_device=strategy.io_device, fields={})
-            row[f"{name}_cpu_seconds"] = round(_cpu(serving) - began, 2)
+            row[f"{name}_cpu_seconds"] = round(cpu(serving) - began, 2)
             row[f"{name}_megabytes"] = round(contents(made[name].last).bytes / 1e6, 1)
         row["share"] = round(row["difference_megabytes"] / row["whole_megabytes"], 4)
         seen.append(row)
     return seen
 
 
-def _cpu(others: list[psutil.Process]) -> float:
+def servers_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes of the servers, by the folder of the chief's checkpoints."""
+    own = [folder.parent / f"ps-{n}" / "pid" for n in range(SERVERS)]
+    return [psutil.Process(int(each.read_text(encoding="utf-8"))) for each in own]
+
+
+def cpu(others: list[psutil.Process]) -> float:
     """Return the processor seconds of this process and of others so far."""
     times = [each.cpu_times() for each in others]
     return time.process_time() + sum(each.user + each.system for each in times)

@@ -240,15 +240,20 @@ def _plan(
         examples=outcome.rate * training.pull_every * training.step_examples,
         seconds=seconds,
         limit=outcome.limit,
-        memory=_memory(costs, calibration, held),
+        memory=_memory(costs, calibration, held, is_copied=config.cluster.snapshot_seconds > 0),
         cost=hourly * seconds / 3600,
     )
 
 
-def _memory(costs: Costs, calibration: Mapping[str, Any], held: Sequence[int]) -> dict[str, int]:
+def _memory(
+    costs: Costs, calibration: Mapping[str, Any], held: Sequence[int], *, is_copied: bool
+) -> dict[str, int]:
     size, slots = calibration["bytes"], calibration["slots"]
     part = max(held)
     holds = {"chief": size + slots, "ps": part + slots * part / max(1, size), "worker": size}
+    if is_copied:
+        # Each server has the variables of another one too; those of a single one, the chief.
+        holds["ps" if sum(map(bool, held)) > 1 else "chief"] *= 2
     found = {role: base + each * holds[role] for role, (base, each) in costs.memory.items()}
     # Activations, and copies of the model.
     found["worker"] = found.get("worker", 0.0) + calibration["step_bytes"]

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
-from trainer.checkpoints import bases, differences
+from trainer.checkpoints import bases
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import (
@@ -33,7 +33,7 @@ from trainer.checkpoints.index import (
 )
 from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.rows import RowFile
-from trainer.checkpoints.servers import UNWRITABLE, Layout, PartServers, unwritable
+from trainer.checkpoints.servers import UNWRITABLE, Layout, PartServers, assign_changed, unwritable
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
@@ -334,7 +334,7 @@ def restore(
         _read(found.folder / PREFIX, whole, io_device)
         for path, variable in below.items():
             with tf.device(io_device):
-                differences.assign(variable, str(found.folder / PREFIX), layout.keys[path])
+                assign_changed(variable, str(found.folder / PREFIX), layout.keys[path])
     except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(

@@ -63,10 +63,15 @@ class StoredVariable:
 
 @dataclass(frozen=True, kw_only=True)
 class Older:
-    """The variables of a lost server, by path, and the earlier global step of their values."""
+    """The variables of a lost server, by path, and the earlier global step of their values.
+
+    `age` is in seconds how old they were as the loss was noticed, where they are of a snapshot;
+    None of a checkpoint.
+    """
 
     global_step: int
     variables: tuple[str, ...]
+    age: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,20 +30,28 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from trainer import storage
-from trainer.checkpoints import bases, contents, differences, part_server
+from trainer.checkpoints import bases, contents, part_server
 from trainer.checkpoints.contents import PREFIX, StoredVariable
 from trainer.checkpoints.index import KIND
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.checkpoints.servers import (
+    CHANGED_ROWS,
+    CHANGED_VALUES,
     GRAPH,
     UNWRITABLE,
     Layout,
+    Marked,
     PartServers,
     Variables,
+    bytes_of,
+    changed_rows,
+    fingerprints,
+    is_large,
     lost,
     operating_on,
     server_of,
     side_by_side,
+    size_of,
     unwritable,
 )
 from trainer.checkpoints.uploads import UploadQueue
@@ -69,11 +77,6 @@ class Owner(Protocol):
         """Return the error of a variable that is not finite."""
 
 
-def size_of(variables: Variables) -> int:
-    """Return the bytes of the values of variables."""
-    return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
-
-
 @dataclass(eq=False, kw_only=True)
 class _Save:
     """One checkpoint on its way; `snapshot` is empty as soon as it is written.
@@ -91,7 +94,7 @@ class _Save:
     layout: Layout
     token: str
     snapshot: dict[str, tf.Tensor] = field(default_factory=dict)
-    base: differences.Marked | None = None
+    base: Marked | None = None
     # Of all large variables, and of those of which it holds changed rows alone.
     marks: dict[str, tf.Tensor] = field(default_factory=dict)
     rows: dict[str, tf.Tensor] = field(default_factory=dict)
@@ -132,7 +135,7 @@ class PartSaver:
         # Those in whose place a newer one is published.
         self._replaced: list[_Save] = []
         # The newest whole checkpoint, and all that are not published yet.
-        self._base: differences.Marked | None = None
+        self._base: Marked | None = None
         self._pending: list[_Save] = []
         self._failure: BaseException | None = None
         # Why the newest one is not going to be published.
@@ -235,7 +238,7 @@ class PartSaver:
             save.snapshot.clear()
             self._written.set()
 
-    def _require_base(self, save: _Save, base: differences.Marked) -> None:
+    def _require_base(self, save: _Save, base: Marked) -> None:
         """Make a save whole whose base was deleted, as long as there is a snapshot to write."""
         try:
             with shorter_retry(ASK_SECONDS):
@@ -257,15 +260,15 @@ class PartSaver:
             self._require_finite(own, save.step)
             if not self.share or save.step >= self.last_step:
                 return
-            for path in (path for path, value in own.items() if differences.is_large(value)):
-                save.marks[path] = differences.marks(own[path])
+            for path in (path for path, value in own.items() if is_large(value)):
+                save.marks[path] = fingerprints(own[path])
                 before = save.base.marks.get(path) if save.base else None
                 if before is not None and before.shape == save.marks[path].shape:
-                    save.rows[path] = differences.changed(save.marks[path], before)
+                    save.rows[path] = changed_rows(save.marks[path], before)
 
     def _choose(self, save: _Save) -> None:
         """Decide whether this is a difference, and which variables it holds rows of."""
-        size = differences.bytes_of
+        size = bytes_of
         gains = {
             path: size(save.snapshot[path]) - size(save.snapshot[path], rows)
             for path, rows in save.rows.items()
@@ -300,7 +303,7 @@ class PartSaver:
                 if rows is None:
                     names, values = [*names, key], [*values, value]
                     continue
-                names += [f"{differences.ROWS}{key}", f"{differences.VALUES}{key}"]
+                names += [f"{CHANGED_ROWS}{key}", f"{CHANGED_VALUES}{key}"]
                 with lost(server):
                     values += [rows, tf.gather(value, rows)]
             # The first has what belongs to no variable.
@@ -351,15 +354,12 @@ class PartSaver:
             )
             with self._mutex:
                 if save.marks:
-                    self._base = differences.Marked(
-                        uri=save.uri, created=made.created, marks=save.marks
-                    )
+                    self._base = Marked(uri=save.uri, created=made.created, marks=save.marks)
                 save.running, save.over = False, True
             save.opened.close()
         except BaseException:
             with self._mutex:
                 # At once: a newer one leaves what still runs to its end, and removes all else.
-                save.running = False
                 save.running = False
                 # A newer one was waiting for its end.
                 save.over = self._last is not save
@@ -392,7 +392,7 @@ class PartSaver:
             merge([save.replies[server] for server in save.parts], folder, self.servers)
             return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
 
-    def _drop(self, save: _Save, base: differences.Marked) -> None:
+    def _drop(self, save: _Save, base: Marked) -> None:
         """Do not publish a difference that nobody could read; what is saved next is whole."""
         reason = f"{save.uri} is not published: its base {base.uri} was deleted"
         log.warning("%s", reason)

@@ -2,17 +2,23 @@
 
 An operation that is placed on a server reads and writes files in the server's working folder. What
 needs more than an operation is asked for; see `trainer.checkpoints.part_server`.
+
+A part may have only the rows that changed since the base of a checkpoint. Of each row of the base
+its server keeps a fingerprint of 64 bits: a difference needs no hook in any update, and is exact
+for every optimizer and layer. That a changed row keeps its fingerprint has a probability of 2^-64
+at each save.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +27,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context, executor
 
 from trainer import storage
-from trainer.checkpoints import bases, contents, differences, part_server
+from trainer.checkpoints import bases, contents, part_server
 from trainer.checkpoints.contents import INDEX_FILE, PREFIX
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.errors import ClusterLostError, UserError
@@ -29,6 +35,11 @@ from trainer.json_records import parse
 from trainer.strategies.placement import server_device
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+# In front of the key of a variable, of which a difference holds rows: int64 [n], and their values.
+CHANGED_ROWS, CHANGED_VALUES = "changed/rows/", "changed/values/"
+# A variable with fewer rows is written whole.
+FEWEST_ROWS = 512
+_ROW_BYTES = 8
 # Between two looks for an answer: first and last.
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5
 # A full disk, a folder that may not be written, a file over the limit of its size.
@@ -46,6 +57,11 @@ def server_of(variable: tf.Variable) -> int | None:
     """Return the number of the parameter server that holds a variable; None elsewhere."""
     device = tf.DeviceSpec.from_string(variable.device)
     return device.task if device.job == "ps" else None
+
+
+def size_of(variables: Variables) -> int:
+    """Return the bytes of the values of variables."""
+    return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
 
 
 class PartServers:
@@ -136,7 +152,7 @@ class PartServers:
             # One after the other: no more than one value is there twice.
             for path, variable in own.items():
                 if path in layout.changed:
-                    differences.assign(variable, prefix, layout.keys[path])
+                    assign_changed(variable, prefix, layout.keys[path])
                     continue
                 (value,) = tf.raw_ops.RestoreV2(
                     prefix=prefix,
@@ -174,11 +190,16 @@ def unwritable(error: tf.errors.OpError, where: object) -> UserError:
 
 
 @contextmanager
-def operating_on(server: int) -> Iterator[None]:
-    """Run operations on a server, not in line with those of other threads."""
+def operating_at(device: str) -> Iterator[None]:
+    """Run operations on a device, not in line with those of other threads."""
     own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
-    with context.executor_scope(own), tf.device(server_device(server)):
+    with context.executor_scope(own), tf.device(device):
         yield
+
+
+def operating_on(server: int) -> AbstractContextManager[None]:
+    """Run operations on a server, not in line with those of other threads."""
+    return operating_at(server_device(server))
 
 
 @contextmanager
@@ -230,9 +251,9 @@ class Layout:
             shapes={path: shapes[key] for path, key in keys.items()},
             types={path: types[key] for path, key in keys.items()},
             changed=frozenset(
-                contents.path_of(key.removeprefix(differences.ROWS))
+                contents.path_of(key.removeprefix(CHANGED_ROWS))
                 for key in shapes
-                if key.startswith(differences.ROWS)
+                if key.startswith(CHANGED_ROWS)
             ),
         )
 
@@ -264,3 +285,47 @@ class Layout:
             if self.shapes[path] != shape or self.types[path] != variable.dtype:
                 there = f"{self.types[path].name} {self.shapes[path]}"
                 raise ValueError(f"{path} is {there} there and {variable.dtype.name} {shape} here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked:
+    """A whole checkpoint that is published, and the fingerprints of its rows by path."""
+
+    uri: str
+    created: str
+    marks: Mapping[str, tf.Tensor]
+
+
+def is_large(value: tf.Tensor) -> bool:
+    """Say whether a difference may hold rows of a value."""
+    return bool(value.shape.rank) and value.shape[0] >= FEWEST_ROWS
+
+
+def fingerprints(value: tf.Tensor) -> tf.Tensor:
+    """Return the fingerprint of each row: int64 [rows]."""
+    return tf.bitcast(tf.raw_ops.Fingerprint(data=value, method="farmhash64"), tf.int64)
+
+
+def changed_rows(now: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
+    """Return the rows [n] whose fingerprints differ."""
+    return tf.where(tf.not_equal(now, before))[:, 0]
+
+
+def bytes_of(value: tf.Tensor, rows: tf.Tensor | None = None) -> int:
+    """Return the size of a value, or of some rows of it with their numbers."""
+    if rows is None:
+        return int((value.shape.num_elements() or 0) * value.dtype.size)
+    row = math.prod(value.shape[1:]) * value.dtype.size
+    return int(rows.shape[0] * (row + _ROW_BYTES))
+
+
+def assign_changed(variable: tf.Variable, prefix: str, key: str) -> None:
+    """Assign the rows that a difference has to a variable that has the values of the base."""
+    rows, values = tf.raw_ops.RestoreV2(
+        prefix=prefix,
+        tensor_names=[f"{CHANGED_ROWS}{key}", f"{CHANGED_VALUES}{key}"],
+        shape_and_slices=["", ""],
+        dtypes=[tf.int64, variable.dtype],
+    )
+    # A scatter into the variable would make each later read of it a copy.
+    variable.assign(tf.tensor_scatter_nd_update(variable.read_value(), rows[:, None], values))

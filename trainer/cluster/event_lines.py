@@ -40,6 +40,8 @@ def _lost(event: ServersLost) -> str:
     back = "to the newest checkpoint"
     if event.back_to >= 0:
         back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
+    if event.snapshot_age:
+        back += f", to a snapshot {event.snapshot_age:.1f} s old"
     if event.recovery == "partial":
         whose = "their" if len(event.servers) > 1 else "its"
         return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"

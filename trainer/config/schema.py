@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.base import MOST, Free, Section, key
-from trainer.config.cluster import ClusterConfig, server_number
+from trainer.config.cluster import ClusterConfig
 from trainer.config.data import DYNAMIC, DataConfig
 from trainer.config.initial_weights import WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
@@ -362,16 +362,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _servers_of_placement(self) -> Config:
         """`cluster.placement` names servers that are among `cluster.parameter_servers`."""
-        cluster, servers = self.cluster, self.cluster.parameter_servers
         # Servers that run already are counted where they are joined.
-        if not topology_of(self.training.strategy).servers or cluster.existing_servers:
-            return self
-        for glob, server in cluster.placement.items():
-            if server_number(server) >= servers:
-                raise ValueError(
-                    f"cluster.placement: {glob!r} is on {server!r}; it has to be ps:0 to "
-                    f"ps:{servers - 1}"
-                )
+        if topology_of(self.training.strategy).servers and not self.cluster.existing_servers:
+            self.cluster.refuse_placement()
+        return self
+
+    @model_validator(mode="after")
+    def _snapshots_that_are_used(self) -> Config:
+        """`cluster.snapshot_seconds` is for `async_parameter_server`, and where not all go back.
+
+        So it is neither for `cluster.recovery: full` nor for `data.partition: dynamic`.
+        """
+        if self.cluster.snapshot_seconds:
+            self.cluster.refuse_snapshots(self.training.strategy, self.data.partition)
         return self
 
     @model_validator(mode="after")

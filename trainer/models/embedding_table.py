@@ -233,6 +233,10 @@ class EmbeddingTable(keras.layers.Layer):
         for shard in self._parts:
             shard.restored()
 
+    def parts(self) -> list[Shard]:
+        """Return the shards."""
+        return list(self._parts)
+
     def together(self) -> list[list[tf.Variable]]:
         """Return the variables of each shard, which have to be on one server."""
         return [

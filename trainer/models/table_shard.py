@@ -79,6 +79,9 @@ class Shard:
         #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
         #: row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
+        #: Slots that may have changed since a reader has cleared them, where that is noted: bool
+        #: [capacity + 1].
+        self.changed: tf.Variable | None = None
         with tf.init_scope():
             # Made where it is placed, and not sent there.
             self.free = tf.Variable(
@@ -117,15 +120,34 @@ class Shard:
         here = [tf.identity(each) for each in (asked.keys, asked.checks, asked.counts)]
         keys, checks, counts = here
         step = None if step is None else tf.identity(step)
+        asked = Asked(keys=keys, checks=checks, counts=counts)
         # Nobody waits for a message while it is locked.
         with tf.control_dependencies([*here, *([] if step is None else [step])]):
-            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+            (slots,) = self.locked(lambda: [self._changed(asked, step)])
+        return slots
+
+    def locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+        """Return tensors that `work` makes while no id gets or loses a slot; of a graph."""
+        lock = tf.raw_ops.MutexLock(mutex=self._mutex)
         with tf.control_dependencies([lock]):
-            slots = self._changed(Asked(keys=keys, checks=checks, counts=counts), step)
-        with tf.control_dependencies([slots]):
+            made = work()
+        with tf.control_dependencies(made):
             released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         _run_unordered(released)
-        return slots
+        return made
+
+    def note_changes(self) -> tf.Variable:
+        """Note from now on which slots change by lookups; at first all of them."""
+        with tf.device(self.device):
+            marks = tf.ones([self.capacity + 1], tf.bool)
+            self.changed = tf.Variable(marks, trainable=False)
+        return self.changed
+
+    def by_slots(self) -> list[tf.Variable]:
+        """Return all variables that have one row for each slot."""
+        noted = (self.noted.rows, self.noted.ids, self.noted.used, self.noted.checks)
+        own = [each.value for each in noted if each is not None]
+        return [*own, *(slot for slot, _ in self.slots)]
 
     def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
         tally = self.noted.tally.value
@@ -145,8 +167,10 @@ class Shard:
             changes, lambda: self._with_new(asked, slots, now, counted), lambda: tf.identity(slots)
         )
         slots = self._none_to_last(slots)
+        # New ids were at the last place before.
+        noted = self._note(tf.concat([places, slots], 0))
         # So that all of it has happened before the mutex is free.
-        with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
+        with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1]), *noted]):
             return tf.identity(slots)
 
     def _with_new(
@@ -251,10 +275,16 @@ class Shard:
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
         with tf.control_dependencies([last]):
             last = _put(self.free, tf.range(room, room + count), slots)
-        with tf.control_dependencies([last]):
+        with tf.control_dependencies([last, *self._note(slots)]):
             total = self.room.assign_add(count, read_value=True)
         with tf.control_dependencies([total]):
             return tf.identity(count)
+
+    def _note(self, slots: tf.Tensor) -> list[tf.Operation]:
+        """Note that slots change, where it is noted; while they are locked."""
+        if self.changed is None:
+            return []
+        return [_put(self.changed, slots, tf.fill(tf.shape(slots), True))]
 
     def _give(self, asked: Asked, places: tf.Tensor, now: tf.Tensor, given: tf.Tensor) -> None:
         """Give ids the first free slots, with new rows and new slots of the optimizer."""

@@ -173,12 +173,17 @@ class Lookups:
 
 def tables_of(model: keras.Model) -> list[Table]:
     """Return the tables of a built model; none where one of them has to be used in its place."""
+    tables = plain_tables_of(model)
+    return tables if len(tables) == sum(map(_is_table, model._flatten_layers())) else []
+
+
+def plain_tables_of(model: keras.Model) -> list[Table]:
+    """Return the tables of a built model whose rows only the optimizer changes."""
     layers = model._flatten_layers()
     if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
         return []
     found = [_table_of(each) for each in layers if _is_table(each)]
-    tables = [each for each in found if each is not None]
-    return tables if len(tables) == len(found) else []
+    return [each for each in found if each is not None]
 
 
 def lookups_of(model: keras.Model) -> Lookups | None:

@@ -33,6 +33,7 @@ from trainer.strategies.strategy import (
 )
 from trainer.strategies.towers import towers_of
 from trainer.strategies.updates import touched_rows
+from trainer.strategies.updates.touched_rows import RowGroup
 from trainer.strategies.visits import plan_of
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Served(KerasStrategy):
     io_device = "/job:chief/task:0"
     #: Where all rows of a batch are known before the model is computed.
     lookups: Lookups | None = None
+    #: Of which a snapshot copies the rows that have changed; empty without snapshots.
+    row_groups: Sequence[RowGroup] = ()
     _tally: Tally
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
@@ -114,6 +117,10 @@ class Served(KerasStrategy):
         self.lookups = None if whole else lookups_of(self.model)
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
+        if self.config.cluster.snapshot_seconds:
+            self.row_groups = touched_rows.row_groups(
+                self.model, self.optimizer, training, pulled=whole
+            )
 
     def tally(self) -> Tally:
         """Return a tally of local steps, each with a batch for every device of a worker."""

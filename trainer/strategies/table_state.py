@@ -45,7 +45,7 @@ def together(model: keras.Model) -> list[list[tf.Variable]]:
 def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
     """Give the tables of a built model the counter of steps, and the slots of their rows."""
     for table in tables_of(model):
-        table.connect(steps, lambda variable: list(_slots(optimizer, variable)))
+        table.connect(steps, lambda variable: list(slots_of(optimizer, variable)))
 
 
 def restored(model: keras.Model) -> None:
@@ -92,7 +92,7 @@ def require(config: Config, model: keras.Model) -> None:
             )
 
 
-def _slots(
+def slots_of(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
     """Return what an optimizer has for a variable, and what it begins with: None for its value.

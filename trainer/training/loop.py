@@ -8,6 +8,7 @@ outer loop does all of that between two inner loops, in this order:
 2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
    `validate_every`. Short of a boundary, workers of an asynchronous strategy go on meanwhile.
 3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
+4. A snapshot of the parameter servers, if it is time for one; workers go on meanwhile.
 
 Whatever is saved or validated has all workers at rest (`Strategy.rest`). A checkpoint ends with a
 barrier of its own: no task continues or leaves before it is written. A request to stop is noticed
@@ -152,10 +153,11 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     journal = journal_type(config, checkpoints, strategy.global_step())
     journal.begin(strategy.global_step(), begun)
     loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
+    loop.snapshots = recovery.ServerSnapshots(config, strategy)
     if not found:
         loop.save()
     with recovery.of_lost_servers(
-        config, strategy, checkpoints, journal.fields, lambda: not loop.has_exchanged
+        config, strategy, checkpoints, journal.fields, loop.is_whole, loop.snapshots
     ):
         return loop.run(found)
 
@@ -190,6 +192,8 @@ class _InnerResult(NamedTuple):
 
 
 class _OuterLoop:
+    snapshots: recovery.ServerSnapshots
+
     def __init__(
         self,
         training: TrainingConfig,
@@ -207,8 +211,8 @@ class _OuterLoop:
         self._pace = Pace(training=training)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
-        #: Whether averages are in the place of weights; it stays where a task is lost meanwhile.
-        self.has_exchanged = False
+        # Whether averages are in the place of weights; it stays where a task is lost meanwhile.
+        self._has_exchanged = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
         self._stepped_at = time.monotonic()
@@ -216,6 +220,10 @@ class _OuterLoop:
         self._goes_on_since: float | None = None
         for row in journal.rows:
             self._note_validation(row)
+
+    def is_whole(self) -> bool:
+        """Say whether the variables have values that training may begin with."""
+        return not self._has_exchanged
 
     def run(self, found: RestoredCheckpoint | None) -> int:
         try:
@@ -246,6 +254,8 @@ class _OuterLoop:
             boundary = self._pace.boundary(step)
             advance = partial(self._strategy.advance, decision.steps, boundary)
             step = self._after(step, self._inner_loop(step, advance))
+            if step < self._training.steps:
+                self.snapshots.take_if_due(step, rests=self._goes_on_since is None)
         # Its files go with the last checkpoint.
         self._profiler.end()
         self.save()
@@ -351,10 +361,10 @@ class _OuterLoop:
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
             return {}
-        self.has_exchanged = self._training.ema > 0
+        self._has_exchanged = self._training.ema > 0
         with averaged(self._strategy.variables()):
             metrics = self._hooks.validate(self._strategy)
-        self.has_exchanged = False
+        self._has_exchanged = False
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)

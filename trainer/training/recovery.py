@@ -3,15 +3,17 @@
 The chief that loses a server ends, and its next attempt begins from the newest checkpoint. Before
 it ends, it publishes one of what is left (`trainer.checkpoints.joined`), so that only the variables
 of the lost server go back: "partial recovery" (Maeng et al. 2020, "CPR: Understanding and Improving
-Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). Where that is
-not wanted, not possible, or takes too long, all variables go back as they did: full recovery.
+Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). With
+`cluster.snapshot_seconds` they go back to the newest snapshot and not to the checkpoint. Where that
+is not wanted, not possible, or takes too long, all variables go back as they did: full recovery.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,10 +24,12 @@ from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
+from trainer.checkpoints.snapshots import Copied, Snapshots
 from trainer.cluster.lease import NoLease
 from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.errors import ClusterLostError, UserError
+from trainer.strategies.parameter_server import Served
 from trainer.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ _LOST = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
+_NO_OTHER = "no other server has variables"
 # What it says of a server that was restarted, and connected again with a worker that was restarted:
 # to the chief itself, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
 _RESTARTED = "some remote workers have been restarted"
@@ -63,18 +68,65 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, (ClusterLostError, *_LOST))
 
 
+class ServerSnapshots:
+    """The snapshots of an attempt, where `cluster.snapshot_seconds` asks for them."""
+
+    def __init__(self, config: Config, strategy: Strategy) -> None:
+        """Take memory for them on the tasks of a strategy that is built; a line says how much."""
+        self._made: Snapshots | None = None
+        seconds = config.cluster.snapshot_seconds
+        held = joined.held_by(strategy.variables()) if seconds and strategy.publishes else {}
+        if not held:
+            return
+        groups = strategy.row_groups if isinstance(strategy, Served) else ()
+        with self._or_without():
+            self._made = Snapshots(held, groups, strategy.io_device, seconds)
+            sizes = self._made.sizes().items()
+            log.warning(
+                "cluster.snapshot_seconds: a snapshot of the servers every %g s needs memory: %s",
+                seconds,
+                ", ".join(f"{size / 1e6:,.1f} MB on {task}" for task, size in sorted(sizes)),
+            )
+
+    def take_if_due(self, global_step: int, *, rests: bool) -> None:
+        """Take a snapshot between two inner loops, if it is time.
+
+        Raises:
+            OpError: a task is gone. What else fails ends the snapshots, and not training.
+        """
+        if self._made and self._made.is_due(rests=rests):
+            with self._or_without():
+                self._made.take(global_step)
+
+    def of(self, lost: set[int], noticed: float) -> dict[int, Copied]:
+        """Return the newest copies of lost servers, as far as they are left; see `Snapshots.of`."""
+        return self._made.of(lost, noticed) if self._made else {}
+
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if is_lost(error):
+                raise
+            log.warning("no more snapshots of the servers are taken: %s", _line(error))
+            self._made = None
+
+
 @contextmanager
-def of_lost_servers(
+def of_lost_servers(  # noqa: PLR0913, PLR0917
     config: Config,
     strategy: Strategy,
     checkpoints: Checkpoints,
     fields: Callable[[], Mapping[str, Any]],
     is_whole: Callable[[], bool],
+    snapshots: ServerSnapshots,
 ) -> Iterator[None]:
     """Keep what is left where the block ends as parameter servers are lost; its error is raised.
 
     `fields` returns those of the manifest of a checkpoint, and `is_whole` says whether the
-    variables have values that training may begin with.
+    variables have values that training may begin with. What is lost is taken of `snapshots` where
+    these have it.
     """
     try:
         yield
@@ -82,7 +134,7 @@ def of_lost_servers(
         if is_lost(error) and strategy.publishes:
             # A checkpoint is published that the next attempt begins from, whatever fails here.
             try:
-                _Recovery(config, strategy, checkpoints, fields).run(is_whole())
+                _Recovery(config, strategy, checkpoints, fields, snapshots).run(is_whole())
             except Exception as failure:
                 log.warning("nothing is known of the servers: %s", _line(failure))
         raise
@@ -95,42 +147,60 @@ class _Recovery:
         strategy: Strategy,
         checkpoints: Checkpoints,
         fields: Callable[[], Mapping[str, Any]],
+        snapshots: ServerSnapshots,
     ) -> None:
         self._config, self._strategy = config, strategy
         self._checkpoints, self._fields = checkpoints, fields
+        self._snapshots = snapshots
         self._variables = strategy.variables()
         self._held = joined.held_by(self._variables)
 
     def run(self, is_whole: bool) -> None:
         """Keep what is left, and emit what goes back."""
+        noticed = time.monotonic()
         lost = joined.lost_of(self._held, ANSWER_SECONDS)
         if not lost:
             # It was a worker, or training stands still for another reason.
             return
         # A read of the counter could fail now, or wait without end.
         reached, newest = self._strategy.read_step, self._newest()
-        reason, done = self._reason(lost, is_whole, reached, newest), None
+        copies = {
+            server: each
+            for server, each in self._snapshots.of(lost, noticed).items()
+            if each.global_step > newest
+        }
+        steps = [each.global_step for each in copies.values()]
+        back_to = min(steps) if copies.keys() == lost else newest
+        reason, done = self._reason(lost, copies.keys(), is_whole, (reached, back_to)), None
         if not reason:
             try:
-                done = self._within_limit(lambda: self._partial(lost))
+                done = self._within_limit(lambda: self._partial(lost, copies))
             except Exception as error:
                 reason = _line(error)
-        step, back_to = (done.global_step, done.back_to) if done else (reached, newest)
+        is_partial = done and lost != set(self._held)
         events.emit(
             events.ServersLost(
                 servers=tuple(f"ps-{number}" for number in sorted(lost)),
-                recovery="partial" if done else "full",
-                global_step=max(step, back_to),
-                back_to=back_to,
-                reason=reason,
+                recovery="partial" if is_partial else "full",
+                global_step=max(reached, done.global_step if done else newest),
+                back_to=done.back_to if done else newest,
+                snapshot_age=done.age if done else 0.0,
+                reason=_NO_OTHER if done and not is_partial else reason,
             )
         )
 
-    def _reason(self, lost: set[int], is_whole: bool, reached: int, newest: int) -> str:
-        """Return why the recovery cannot be partial, or an empty text."""
+    def _reason(
+        self, lost: set[int], copied: Collection[int], is_whole: bool, steps: tuple[int, int]
+    ) -> str:
+        """Return why nothing but the newest checkpoint is left, or an empty text.
+
+        `steps` are the global step that was reached, and that of the values which would go back.
+        """
         wanted = self._config.cluster.recovery
         is_auto = wanted == "auto"
+        reached, back_to = steps
         left = self._config.training.steps - reached
+        is_all = lost == set(self._held)
         reasons = {
             "cluster.recovery is full": wanted == "full",
             "cluster.recovery is auto, and training is synchronous": is_auto
@@ -138,14 +208,15 @@ class _Recovery:
             "data.partition is dynamic: no example may count twice": self._config.data.partition
             == DYNAMIC,
             "averages were in the place of weights, for a validation": not is_whole,
-            "no other server has variables": lost == set(self._held),
+            _NO_OTHER: is_all and not lost <= set(copied),
             # What the lost server held would end with fewer updates than it had.
             "cluster.recovery is auto, and fewer steps are left than its values go back": is_auto
-            and left < reached - newest,
+            and not is_all
+            and left < reached - back_to,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
-    def _partial(self, lost: set[int]) -> Joined:
+    def _partial(self, lost: set[int], copies: Mapping[int, Copied]) -> Joined:
         # TensorFlow waits for a worker that looks lost until all servers are there again.
         halted = threading.Thread(target=self._strategy.halt, name="halt", daemon=True)
         halted.start()
@@ -164,6 +235,7 @@ class _Recovery:
             io_device=self._strategy.io_device,
             fields={**fields, "metrics": metrics},
             read_step=self._strategy.read_step,
+            copies=copies,
         )
 
     def _within_limit(self, work: Callable[[], Joined]) -> Joined:

@@ -81,6 +81,18 @@ def test_memory_is_that_of_the_process_and_of_what_it_holds():
     assert one["worker"] > costs.memory["worker"][0]
 
 
+def test_memory_of_snapshots_is_that_of_another_server_or_on_the_chief():
+    plain, copied = plans(), plans("cluster.snapshot_seconds=1")
+    costs = measured()
+    for before, after in zip(plain.plans, copied.plans, strict=True):
+        role = "ps" if before.servers > 1 else "chief"
+        _, each = costs.memory[role]
+        more = each * (3_000_000 if role == "ps" else 12_000_000)
+        assert after.memory[role] - before.memory[role] == pytest.approx(more, abs=1)
+        others = before.memory.keys() - {role}
+        assert all(after.memory[each] == before.memory[each] for each in others)
+
+
 def test_one_machine_is_not_faster_with_more_workers_than_cores():
     found = plans(cores=2, servers="1")
     by_workers = {p.workers: p.rate for p in found.plans}

@@ -111,7 +111,8 @@ TREE = {
         "placement": {f"möbel/*{AWKWARD}": "ps:1"},
         "in_process": True,
         "max_restarts": 0,
-        "recovery": "full",
+        "recovery": "partial",
+        "snapshot_seconds": 1.5,
         "kubernetes": {
             "namespace": "models",
             "pod": {

@@ -22,8 +22,9 @@ from tests.trainer.checkpoints.by_parts import (
 from trainer import storage
 from trainer.checkpoints import bases, joined
 from trainer.checkpoints.checkpoints import restore
-from trainer.checkpoints.contents import RECOVERED, contents
+from trainer.checkpoints.contents import RECOVERED, contents, older_of
 from trainer.checkpoints.remote import checkpoints_of
+from trainer.checkpoints.snapshots import Copied
 from trainer.errors import ClusterLostError, UserError
 
 __all__ = ["two_servers"]
@@ -52,10 +53,26 @@ def writers(request, by_name):
     return by_name if request.param else None
 
 
-def save(made, held, lost, *, read_step=25):
+def save(made, held, lost, *, read_step=25, copies=None):
     return joined.save(
-        made, held, lost, io_device=None, fields={"strategy": "async"}, read_step=read_step
+        made,
+        held,
+        lost,
+        io_device=None,
+        fields={"strategy": "async"},
+        read_step=read_step,
+        copies=copies,
     )
+
+
+def copied(step, value, server=1, *, on=0, age=0.75):
+    """Return the copy of a server's variables, as a snapshot has it on another task."""
+    own = {
+        path: tf.Variable(each.read_value(), trainable=False, name=f"on-{on}")
+        for path, each in variables(step, value).items()
+        if number(each) == server
+    }
+    return Copied(global_step=step, age=age, variables=own)
 
 
 def values(made):
@@ -84,6 +101,78 @@ def test_what_a_lost_server_held_goes_back_and_nothing_else(tmp_path, writers, l
     assert fields[RECOVERED] == {f"ps-{lost}": older}
     assert contents(made.uri).global_step == reached
     storage.verify(done.uri)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_was_copied_goes_back_to_the_snapshot(tmp_path, writers, lost):
+    made = saved(tmp_path, writers, variables(10, 1.0))
+    copies = {lost: copied(20, 2.0, lost, on=1 - lost)}
+    done = save(made, variables(30, 3.0), {lost}, copies=copies)
+    reached = 30 if lost else 25
+    assert (done.global_step, done.back_to, done.age) == (reached, 20, 0.75)
+    went_back = ON_SECOND if lost else {ON_FIRST}
+    found, fields = values(opened(tmp_path, writers))
+    assert found.pop("global_step") == reached
+    for path, value in found.items():
+        np.testing.assert_array_equal(
+            value, np.full(value.shape, 2.0 if path in went_back else 3.0)
+        )
+    older = {"global_step": 20, "variables": sorted(went_back), "age": 0.75}
+    assert fields[RECOVERED] == {f"ps-{lost}": older}
+    assert older_of(fields)[f"ps-{lost}"].age == 0.75
+
+
+def test_a_checkpoint_that_is_as_new_as_the_snapshot_is_taken(tmp_path, writers):
+    made = saved(tmp_path, writers, variables(20, 1.0))
+    done = save(made, variables(30, 3.0), {1}, copies={1: copied(20, 2.0)})
+    assert (done.back_to, done.age) == (20, 0.0)
+    found, fields = values(opened(tmp_path, writers))
+    assert found["optimizer/m"][0, 0] == 1.0
+    assert "age" not in fields[RECOVERED]["ps-1"]
+
+
+def test_of_two_servers_only_the_one_with_a_copy_goes_back_to_it(tmp_path, writers):
+    # Of three servers one is left.
+    held = {**variables(10, 3.0), "model/bias": tf.Variable(3.0, name="on-2")}
+    made = saved(tmp_path, writers, held)
+    for path, each in held.items():
+        if path != "global_step":
+            each.assign(tf.fill(each.shape, 5.0))
+    copies = {1: copied(20, 2.0, on=2)}
+    done = save(made, held, {0, 1}, read_step=30, copies=copies)
+    # What is said is of the oldest values.
+    assert (done.global_step, done.back_to, done.age) == (30, 10, 0.0)
+    fields = storage.verify(done.uri).fields
+    steps = {server: each["global_step"] for server, each in fields[RECOVERED].items()}
+    assert steps == {"ps-0": 10, "ps-1": 20}
+    fresh = {
+        path: tf.Variable(tf.zeros_like(each), name=each.name[:4]) for path, each in held.items()
+    }
+    again = opened(tmp_path, writers)
+    restore(again.newest(), fresh, io_device=None, servers=again.servers)
+    found = {path: float(tf.reshape(each, [-1])[0]) for path, each in fresh.items()}
+    assert found.pop("global_step") == 30
+    assert found == {ON_FIRST: 3.0, "model/bias": 5.0, **dict.fromkeys(ON_SECOND, 2.0)}
+
+
+def test_where_all_are_lost_and_were_copied_training_goes_back_to_the_snapshot(tmp_path, writers):
+    made = saved(tmp_path, writers, variables(10, 1.0))
+    copies = {server: copied(20, 2.0, server) for server in (0, 1)}
+    if writers:
+        # On the chief, as no server is left to write.
+        made.by_parts(writers, 1 << 40)
+    done = save(made, variables(30, 3.0), {0, 1}, copies=copies)
+    assert (done.global_step, done.back_to, done.age) == (20, 20, 0.75)
+    found, _ = values(opened(tmp_path, None))
+    assert found.pop("global_step") == 20
+    assert {float(each[0, 0]) for each in found.values()} == {2.0}
+
+
+def test_where_all_are_lost_and_one_was_not_copied_nothing_is_saved(tmp_path, writers):
+    made = saved(tmp_path, writers, variables(10, 1.0))
+    with pytest.raises(joined.NothingSavedError, match="no server is left"):
+        save(made, variables(30, 3.0), {0, 1}, copies={1: copied(20, 2.0)})
+    assert storage.names(made.uri) == ["step-00000010"]
 
 
 @pytest.mark.parametrize(("lost", "back_to"), [({1}, 10), ({0}, 25), ({0, 1}, 10)])

@@ -10,6 +10,7 @@ from tests.trainer.counting import Counting, Run
 from trainer import events
 from trainer.errors import RunInterruptedError
 from trainer.strategies.strategy import Report
+from trainer.training import recovery
 
 
 class GoingOn(Counting):
@@ -118,3 +119,14 @@ def test_the_seconds_of_rows_go_on_with_them(run):
     seconds = run.rows("seconds")
     assert all(before <= after for before, after in pairwise(seconds))
     assert all(value > 0 for value in run.rows("steps_per_second"))
+
+
+def test_snapshots_are_taken_between_inner_loops_and_none_at_the_end(run, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        recovery.ServerSnapshots,
+        "take_if_due",
+        lambda _self, step, *, rests: taken.append((step, rests)),
+    )
+    run.train(GoingOn(), steps=16, checkpoint_every=10, validate_every=0)
+    assert taken == [(3, False), (6, False), (9, False), (10, True), (13, False)]

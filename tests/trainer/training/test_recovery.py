@@ -10,10 +10,11 @@ import pytest
 import tensorflow as tf
 
 from tests.stores.fixtures import bucket_name
-from trainer.checkpoints import joined
+from trainer.checkpoints import joined, snapshots
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.joined import Joined
 from trainer.checkpoints.remote import checkpoints_of
+from trainer.checkpoints.snapshots import Copied
 from trainer.cluster.lease import NoLease
 from trainer.config.load import parse_config
 from trainer.errors import ClusterLostError, UserError
@@ -21,6 +22,13 @@ from trainer.events import ServersLost, heard_by
 from trainer.strategies.strategy import Strategy
 from trainer.training import recovery
 from trainer.training.recovery import of_lost_servers
+
+
+def snapshots_of(copies):
+    """Return the snapshots of an attempt that has these copies of servers."""
+    made = create_autospec(recovery.ServerSnapshots, instance=True)
+    made.of.side_effect = lambda lost, _noticed: {n: copies[n] for n in lost if n in copies}
+    return made
 
 
 @pytest.fixture
@@ -33,7 +41,15 @@ def lose(monkeypatch):
         return Joined(uri="file:///step-510", global_step=510, back_to=400)
 
     def lost(  # noqa: PLR0913
-        tree=None, *, gone=(1,), mixes=True, whole=True, save=save, steps=(500, 400), halt=None
+        tree=None,
+        *,
+        gone=(1,),
+        mixes=True,
+        whole=True,
+        save=save,
+        steps=(500, 400),
+        halt=None,
+        copies=None,
     ):
         read_step, newest = steps
         strategy = create_autospec(Strategy, instance=True)
@@ -55,6 +71,7 @@ def lose(monkeypatch):
                 seen.checkpoints,
                 lambda: fields,
                 lambda: whole,
+                snapshots_of(copies or {}),
             ),
         ):
             raise tf.errors.UnavailableError(None, None, "it is gone")
@@ -113,6 +130,116 @@ def test_near_the_end_all_go_back_so_that_no_server_ends_behind(lose):
     near = {"steps": (1000, 400)}
     assert "fewer steps are left" in said(lose.lose(**near))[3]
     assert said(lose.lose({"cluster": {"recovery": "partial"}}, **near))[0] == "partial"
+
+
+def copied(step, *servers):
+    return {each: Copied(global_step=step, age=0.5, variables={}) for each in servers}
+
+
+def saving(step=510, back_to=490, age=0.75):
+    seen = []
+
+    def save(*_, copies, **__):
+        seen.append(copies)
+        return Joined(uri="file:///step", global_step=step, back_to=back_to, age=age)
+
+    return seen, save
+
+
+def test_a_snapshot_that_is_newer_than_the_checkpoint_is_taken_and_said(lose):
+    seen, save = saving()
+    (event,) = lose.lose(save=save, copies=copied(490, 1))
+    assert seen == [copied(490, 1)]
+    assert (event.recovery, event.back_to, event.snapshot_age) == ("partial", 490, 0.75)
+    lose.lose(save=save, copies=copied(400, 1))
+    assert seen[1:] == [{}]
+
+
+def test_near_the_end_what_goes_back_a_little_is_partial_all_the_same(lose):
+    _, save = saving(step=1010, back_to=990)
+    near = {"save": save, "steps": (1000, 400)}
+    assert said(lose.lose(**near, copies=copied(990, 1)))[0] == "partial"
+    assert "fewer steps" in said(lose.lose(**near, gone=(1, 2), copies=copied(990, 1)))[3]
+
+
+def test_where_no_server_is_left_all_go_back_to_the_snapshot(lose):
+    _, save = saving(step=490, back_to=490)
+    every = {"save": save, "gone": (0, 1, 2)}
+    (event,) = lose.lose(**every, copies=copied(490, 0, 1, 2))
+    assert (event.recovery, event.global_step, event.back_to) == ("full", 500, 490)
+    assert (event.snapshot_age, event.reason) == (0.75, "no other server has variables")
+    (event,) = lose.lose(**every, copies=copied(490, 0, 1))
+    assert (event.recovery, event.back_to, event.snapshot_age) == ("full", 400, 0.0)
+
+
+class Servers(Strategy):
+    """One whose variables are on two servers."""
+
+    publishes = True
+    build = run = global_step = learning_rate = None
+
+    def __init__(self):
+        """Need no cluster."""
+
+    def variables(self):
+        """Return one for each server."""
+        return {"a": tf.Variable(1.0), "b": tf.Variable([2.0, 3.0])}
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Return the snapshots of two servers, which are this process, each time one is due."""
+    monkeypatch.setattr(recovery.joined, "server_of", lambda each: int(each.shape.rank))
+    monkeypatch.setattr(snapshots, "server_device", lambda _: "/device:CPU:0")
+    monkeypatch.setattr(snapshots.Snapshots, "is_due", lambda *_, **__: True)
+
+    def made(seconds=1.5):
+        config = parse_config({"cluster": {"snapshot_seconds": seconds}})
+        return recovery.ServerSnapshots(config, Servers())
+
+    return made
+
+
+def test_their_memory_is_said_at_the_start(copying, caplog):
+    copying()
+    assert "snapshot of the servers every 1.5 s needs memory: " in caplog.text
+    assert "MB on ps-0" in caplog.text
+    assert "MB on ps-1" in caplog.text
+
+
+def test_without_the_key_there_are_none(copying, caplog):
+    found = copying(0)
+    found.take_if_due(10, rests=False)
+    assert (found.of({0, 1}, 0.0), caplog.text) == ({}, "")
+
+
+def test_a_lost_server_ends_the_attempt_with_what_was_copied(copying, monkeypatch):
+    found = copying()
+    found.take_if_due(10, rests=False)
+
+    def gone(*_):
+        raise tf.errors.UnavailableError(None, None, "ps-1 is gone")
+
+    monkeypatch.setattr(found._made._copies[1], "take", gone)
+    with pytest.raises(tf.errors.UnavailableError):
+        found.take_if_due(20, rests=False)
+    assert found.of({1}, 0.0)[1].global_step == 10
+
+
+def test_a_snapshot_that_fails_otherwise_ends_snapshots_and_not_training(
+    copying, monkeypatch, caplog
+):
+    found = copying()
+    found.take_if_due(10, rests=False)
+
+    def fails(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, "no memory is left")
+
+    monkeypatch.setattr(found._made._copies[1], "take", fails)
+    found.take_if_due(20, rests=False)
+    assert "no more snapshots of the servers are taken: ResourceExhaustedError: no" in caplog.text
+    found.take_if_due(30, rests=False)
+    assert found.of({0, 1}, 0.0) == {}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,12 @@ from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.strategy import Problem, create
 from trainer.strategies.updates import touched_rows
 from trainer.strategies.updates.fused_updates import fuse
-from trainer.strategies.updates.touched_rows import read_rows, update_touched_rows, whole_tables
+from trainer.strategies.updates.touched_rows import (
+    read_rows,
+    row_groups,
+    update_touched_rows,
+    whole_tables,
+)
 from trainer.training.optimizers import build_optimizer
 
 ROWS, DIMENSION = 8, 3
@@ -316,3 +321,103 @@ def test_a_wrong_key_is_one_line(optimizer, message):
         parse_config(json.loads(json.dumps({"training": {"optimizer": optimizer}})))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def noting(monkeypatch, optimizer="adam", **training):
+    """Return the groups of a trained model, and a function that makes an update of a batch."""
+    monkeypatch.setattr(touched_rows, "SMALL", 0)
+    dense, regularizer = training.pop("dense_updates", False), training.pop("regularizer", None)
+    tree = {"optimizer": {"name": optimizer, "dense_updates": dense}, **training}
+    config = parse_config({"training": tree}).training
+    model = tables(regularizer)
+    made = build_optimizer(config)
+    made.build(model.trainable_variables)
+    touched_rows.use(made, model, config)
+    groups = row_groups(model, made, config, pulled=False)
+
+    @tf.function
+    def update(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids)) + sum(model.losses)
+        weights = [each.value for each in model.trainable_variables]
+        made.apply(tape.gradient(loss, weights), model.trainable_variables)
+
+    return groups, lambda *ids: update(tf.constant(ids, tf.int64))
+
+
+def marked(groups):
+    """Return the marked rows of each table, and clear the marks."""
+    found = []
+    for group in groups:
+        found.append(np.flatnonzero(group.marks.numpy()).tolist())
+        group.marks.assign(tf.zeros_like(group.marks))
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("adagrad", 1), ("sgd", 0)])
+def test_rows_that_an_update_moves_are_marked(monkeypatch, optimizer, slots):
+    groups, update = noting(monkeypatch, optimizer)
+    assert [len(each.variables) for each in groups] == [1 + slots] * 3
+    assert [each.rows for each in groups] == [ROWS, ROWS // 2, ROWS // 2]
+    assert {each.row_bytes for each in groups} == {(1 + slots) * 4 * DIMENSION}
+    # At first nothing was copied.
+    assert marked(groups) == [list(range(each.rows)) for each in groups]
+    before = [[each.numpy() for each in group.variables] for group in groups]
+    update(1, 4, 4)
+    found = marked(groups)
+    assert found == [[1, 4], [2], [0]]
+    for group, rows, values in zip(groups, found, before, strict=True):
+        for each, value in zip(group.variables, values, strict=True):
+            moved = np.flatnonzero((each.numpy() != value).any(axis=1)).tolist()
+            assert moved == rows
+    update(0)
+    assert marked(groups) == [[0], [0], []]
+
+
+def test_a_gradient_of_all_rows_marks_all_of_them(monkeypatch):
+    groups, _ = noting(monkeypatch)
+    marked(groups)
+    (group, *_) = groups
+    touched_rows._note(group, group.marks, tf.zeros([ROWS, DIMENSION]))
+    assert marked(groups) == [list(range(ROWS)), [], []]
+
+
+def test_rows_are_marked_after_they_were_written(monkeypatch):
+    groups, _ = noting(monkeypatch)
+    (group, *_) = groups
+
+    def note():
+        gradient = tf.IndexedSlices(tf.zeros([1, DIMENSION]), tf.constant([1]))
+        touched_rows._note(group, group.marks, gradient)
+
+    graph = tf.function(note).get_concrete_function().graph
+    (scatter,) = (each for each in graph.get_operations() if "Scatter" in each.type)
+    # Of the table and its two slots.
+    assert sum(each.type == "ResourceGather" for each in scatter.control_inputs) == 3
+
+
+@pytest.mark.parametrize(
+    "training", [{"dense_updates": True}, {"ema": 0.5}, {"optimizer": "rmsprop"}]
+)
+def test_where_each_update_moves_all_rows_no_group_is_made(monkeypatch, training):
+    assert noting(monkeypatch, **training)[0] == []
+
+
+def test_a_table_that_is_used_otherwise_or_is_small_is_in_no_group(monkeypatch):
+    assert [each.rows for each in noting(monkeypatch, regularizer="l2")[0]] == [ROWS // 2] * 2
+    groups, _ = noting(monkeypatch)
+    assert len(groups) == 3
+    monkeypatch.undo()
+    model = tables()
+    config = training_of("adam")
+    optimizer = build_optimizer(config)
+    optimizer.build(model.trainable_variables)
+    assert row_groups(model, optimizer, config, pulled=False) == []
+
+
+def test_tables_that_are_pulled_whole_are_in_no_group(monkeypatch):
+    monkeypatch.setattr(touched_rows, "SMALL", 0)
+    model, config = tables(), training_of("adam")
+    optimizer = build_optimizer(config)
+    optimizer.build(model.trainable_variables)
+    assert row_groups(model, optimizer, config, pulled=True) == []
