@@ -230,6 +230,8 @@ class PartSaver:
         # The thread that trains has to end, as if it had saved itself.
         except BaseException as error:
             self._failure = error
+            save.marks.clear()
+            save.rows = {}
         save.snapshot.clear()
         try:
             # What is replaced and cannot be removed now is, before the next one is published.

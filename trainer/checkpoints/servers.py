@@ -12,6 +12,7 @@ import os
 import secrets
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -183,10 +184,29 @@ class PartServers:
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return what `work` returns for each of these servers."""
+    """Return what `work` returns for each of these servers.
+
+    An error of it may be kept, and holds nothing that `work` had of a server.
+    """
+
+    def of_one(server: int) -> Result:
+        try:
+            return work(server)
+        except BaseException as error:
+            _drop_locals(error)
+            raise
+
     wanted = list(servers)
     with ThreadPoolExecutor(max(1, len(wanted))) as pool:
-        return list(pool.map(work, wanted))
+        return list(pool.map(of_one, wanted))
+
+
+def _drop_locals(error: BaseException) -> None:
+    """Drop the local variables of the functions that an error came through, also as a cause."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def unwritable(error: tf.errors.OpError, where: object) -> UserError:
