@@ -249,7 +249,7 @@ class AsyncParameterServer(Served):
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
             # It stays on the server, whatever turn it is.
             own = turns.begin(closure)
-            self._open_cache()
+            self._open_cache(own)
             worker, found = worker_number(), turns.take(own)
             # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
             while found:
@@ -341,9 +341,9 @@ class AsyncParameterServer(Served):
 
         return self._of_rows(problem, partial(self._cache.sent, rate))
 
-    def _open_cache(self) -> None:
+    def _open_cache(self, own: tf.Tensor) -> None:
         if self._cache:
-            self._cache.open()
+            self._cache.open(own[1])
 
     def _push_cache(self) -> None:
         """Push what a worker has summed up, before it rests; it is no update of its own."""
