@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +109,10 @@ class Pod:
     address: str
     process: subprocess.Popen[bytes]
 
+    def link(self, end: str) -> str:
+        """Return the name of an end of its link: "v" of the bridge, "w" in the namespace."""
+        return self.namespace.replace(f"{PREFIX}n", f"{PREFIX}{end}")
+
 
 @dataclass
 class Pods:
@@ -177,6 +182,21 @@ class Pods:
         _remove(pod)
         _later(BACK_SECONDS, lambda: self.start(task))
         return gone
+
+    def cut_off(self, task: Task, other: Task | None = None) -> Callable[[], None]:
+        """Cut the network of a pod, whose process goes on; return what connects it again.
+
+        No connection is closed. Where there is another task, only what goes there is lost.
+        """
+        pod = self.pods[task]
+        if other:
+            lost = ("route", "add", "blackhole", self.pods[other].address)
+            back = ("route", "del", "blackhole", self.pods[other].address)
+        else:
+            link = ("link", "set", pod.link("w"))
+            lost, back = (*link, "down"), (*link, "up")
+        _ip("-n", pod.namespace, *lost)
+        return partial(_ip, "-n", pod.namespace, *back)
 
     def wait_for(self, wanted: Callable[[Event], bool], after: float = 0.0) -> tuple[float, Event]:
         """Wait until the chief has emitted an event after a time; return it with its own."""
@@ -260,6 +280,8 @@ def _later(seconds: float, act: Callable[[], object]) -> None:
 def _remove(pod: Pod) -> None:
     pod.process.kill()
     pod.process.wait()
+    # The kernel takes its time with what is left in a namespace, and names are used again.
+    _ip("link", "del", pod.link("v"))
     _ip("netns", "del", pod.namespace)
     shutil.rmtree(Path("/etc/netns") / pod.namespace, ignore_errors=True)
 

@@ -15,7 +15,6 @@ reader of checkpoints reads it as it reads one with a single file.
 
 from __future__ import annotations
 
-import base64
 import logging
 import secrets
 import tempfile
@@ -31,7 +30,7 @@ import tensorflow as tf
 
 from trainer import storage
 from trainer.checkpoints import bases, contents, part_server
-from trainer.checkpoints.contents import PREFIX, StoredVariable
+from trainer.checkpoints.contents import StoredVariable
 from trainer.checkpoints.index import KIND
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.checkpoints.servers import (
@@ -48,6 +47,7 @@ from trainer.checkpoints.servers import (
     fingerprints,
     is_large,
     lost,
+    merge,
     operating_on,
     server_of,
     side_by_side,
@@ -233,9 +233,16 @@ class PartSaver:
         # The thread that trains has to end, as if it had saved itself.
         except BaseException as error:
             self._failure = error
-            save.opened.close()
+            save.marks.clear()
+            save.rows = {}
+        save.snapshot.clear()
+        try:
+            # What is replaced and cannot be removed now is, before the next one is published.
+            with suppress(UserError):
+                if self._failure:
+                    self._discard(save)
+                self._discard_replaced()
         finally:
-            save.snapshot.clear()
             self._written.set()
 
     def _require_base(self, save: _Save, base: Marked) -> None:
@@ -317,7 +324,7 @@ class PartSaver:
                     tensors=values,
                 )
             except UNWRITABLE as error:
-                raise unwritable(error, f"ps-{server}") from None
+                raise unwritable(error, self.servers.place(server, save.prefix(server))) from None
             except tf.errors.OpError as error:
                 with lost(server):
                     raise error
@@ -333,11 +340,7 @@ class PartSaver:
                 return
             save.running = True
         try:
-            # Not when they were replaced: a server that uploads answers nothing else meanwhile.
-            while replaced := self._next_replaced():
-                self._discard(replaced)
-                with self._mutex:
-                    self._replaced.remove(replaced)
+            self._discard_replaced()
             self._owner.before_publication()
             if save.base and not bases.is_there(save.base.uri, save.base.created):
                 self._drop(save, save.base)
@@ -367,6 +370,13 @@ class PartSaver:
                 self._discard(save)
             raise
         self._owner.published(save.uri, save.step)
+
+    def _discard_replaced(self) -> None:
+        """Remove the parts of those in whose place a newer one is published."""
+        while replaced := self._next_replaced():
+            self._discard(replaced)
+            with self._mutex, suppress(ValueError):
+                self._replaced.remove(replaced)
 
     def _next_replaced(self) -> _Save | None:
         with self._mutex:
@@ -406,7 +416,7 @@ class PartSaver:
 
     def _discard(self, save: _Save) -> None:
         save.opened.close()
-        if not storage.local_path(save.draft):
+        if save.draft and not storage.local_path(save.draft):
             side_by_side(
                 save.parts,
                 lambda n: self.servers.ask(n, Request(action="discard", prefix=save.prefix(n))),
@@ -418,28 +428,3 @@ def _copies(variables: Variables, servers: Mapping[str, int], server: int) -> di
     with lost(server), operating_on(server):
         own = (path for path, at in servers.items() if at == server)
         return {path: variables[path].read_value() for path in own}
-
-
-def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write the index of a checkpoint of these parts, of whose data nothing is read.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
-    for prefix, reply in zip(prefixes, parts, strict=True):
-        Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
-        # TensorFlow renames them.
-        Path(f"{prefix}{part_server.DATA}").touch()
-    try:
-        with tf.device(servers.io_device):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=prefixes,
-                destination_prefix=str(folder / PREFIX),
-                delete_old_dirs=False,
-            )
-    except UNWRITABLE as error:
-        raise unwritable(error, folder) from None
-    for path in folder.iterdir():
-        if contents.is_data(path.name) or path.name.startswith("part-"):
-            path.unlink()

@@ -8,7 +8,8 @@ reaches the server's graphs reaches this. `parts/ready.json` says that someone a
 
 On a full disk an answer may not fit. Then a shorter one asks to try again, and without room for
 that the request itself is moved to the place of the answer, which takes no room. What was done and
-cannot be done again is remembered for the next time.
+cannot be done again is remembered for the next time. Where nothing can be written any more, there
+is no answer: the chief writes to `parts/probe` while it waits, and sees that.
 
 This file is free of TensorFlow; `trainer.checkpoints.part_saver` is the chief's side.
 """
@@ -16,6 +17,7 @@ This file is free of TensorFlow; `trainer.checkpoints.part_saver` is the chief's
 from __future__ import annotations
 
 import base64
+import glob
 import json
 import logging
 import os
@@ -34,6 +36,7 @@ FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"
 REQUESTS = f"{FOLDER}/requests"
 REPLIES = f"{FOLDER}/replies"
+PROBE = f"{FOLDER}/probe"
 SUFFIX = ".json"
 # An inquiry costs one listing of an empty folder.
 POLL_SECONDS = 0.05
@@ -105,7 +108,11 @@ class Reply:
 
 
 class PartServer:
-    """Answers the requests in the working folder of a server, one after the other."""
+    """Answers the requests in the working folder of a server, one after the other.
+
+    Only what is discarded does not wait for the others: an upload may take long, and more parts
+    are written meanwhile.
+    """
 
     def __init__(self, folder: Path, task: str) -> None:
         """Remove what a server before this one has left in the folder."""
@@ -114,26 +121,43 @@ class PartServer:
         self._replied: deque[Path] = deque()
         # By request, what could not be written and cannot be done again.
         self._unwritten: dict[Request, Reply] = {}
+        self._lock = threading.Lock()
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Answer on a thread, which ends with the process, or by `stop`."""
+        """Answer on threads, which end with the process, or by `stop`.
+
+        Where the folder cannot be written, nobody answers: the chief writes all variables.
+        """
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
-        for name in (REQUESTS, REPLIES):
-            (self._folder / name).mkdir(parents=True)
-        ready = json.dumps({"task": self._task})
-        (self._folder / READY).write_text(ready, encoding="utf-8")
-        threading.Thread(target=self._serve, name="parts", daemon=True).start()
+        ready = json.dumps({"task": self._task, "folder": str(self._folder)})
+        try:
+            for name in (REQUESTS, REPLIES):
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
+            (self._folder / READY).write_text(ready, encoding="utf-8")
+        except OSError as error:
+            log.warning(
+                "%s cannot write to %s: %s; free some space there, or make it writable. Until it "
+                "is started again, the chief writes its variables",
+                self._task,
+                self._folder / FOLDER,
+                error.strerror,
+            )
+            return
+        for is_quick in (True, False):
+            threading.Thread(
+                target=self._serve, args=(is_quick,), name="parts", daemon=True
+            ).start()
 
     def stop(self) -> None:
         """Answer no more."""
         self._ended.set()
 
-    def _serve(self) -> None:
+    def _serve(self, is_quick: bool) -> None:
         last = ""
         while not self._ended.is_set():
             try:
-                if self.answer_next():
+                if self.answer_next(is_quick):
                     last = ""
                     continue
             except OSError as error:
@@ -142,8 +166,11 @@ class PartServer:
                 last = str(error)
             self._ended.wait(POLL_SECONDS)
 
-    def answer_next(self) -> bool:
-        """Answer one request, if there is one that is whole; say whether there was."""
+    def answer_next(self, is_quick: bool | None = None) -> bool:
+        """Answer one request, if there is one that is whole; say whether there was.
+
+        Of all kinds, or only of those that do or do not wait for an upload.
+        """
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = from_tree(Request, parse(path.read_bytes()))
@@ -152,12 +179,15 @@ class PartServer:
             if request is None:
                 # It is still being written.
                 continue
+            if is_quick not in {None, request.action in _QUICK}:
+                continue
             reply = self._unwritten.get(request) or self._answer(request)
             target = self._folder / REPLIES / path.name
             self._reply(path, target, request, reply)
-            self._replied.append(target)
-            if len(self._replied) > KEPT_REPLIES:
-                self._replied.popleft().unlink(missing_ok=True)
+            with self._lock:
+                self._replied.append(target)
+                if len(self._replied) > KEPT_REPLIES:
+                    self._replied.popleft().unlink(missing_ok=True)
             return True
         return False
 
@@ -248,9 +278,11 @@ def _discard(folder: Path, request: Request) -> Reply:
     first, *below = Path(request.prefix).parts or ("",)
     if first != FOLDER or not below or ".." in below or below[0] in _OWN:
         raise UserError(f"{request.prefix!r} is no part of a checkpoint: it is not removed")
-    shutil.rmtree(folder / request.prefix, ignore_errors=True)
-    for suffix in (DATA, INDEX):
-        Path(f"{folder / request.prefix}{suffix}").unlink(missing_ok=True)
+    at = folder / request.prefix
+    shutil.rmtree(at, ignore_errors=True)
+    # What TensorFlow could not write to its end has names of its own behind the prefix.
+    for path in at.parent.glob(f"{glob.escape(at.name)}.*"):
+        path.unlink(missing_ok=True)
     return Reply()
 
 
@@ -260,3 +292,4 @@ _ACTIONS: Mapping[str, Callable[[Path, Request], Reply]] = {
     "fetch": _fetch,
     "discard": _discard,
 }
+_QUICK = {"discard"}

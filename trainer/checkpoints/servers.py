@@ -11,11 +11,14 @@ at each save.
 
 from __future__ import annotations
 
+import base64
 import logging
 import math
+import os
 import secrets
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -31,7 +34,7 @@ from trainer.checkpoints import bases, contents, part_server
 from trainer.checkpoints.contents import INDEX_FILE, PREFIX
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.errors import ClusterLostError, UserError
-from trainer.json_records import parse
+from trainer.json_records import parse_mapping
 from trainer.strategies.placement import server_device
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -40,8 +43,8 @@ CHANGED_ROWS, CHANGED_VALUES = "changed/rows/", "changed/values/"
 # A variable with fewer rows is written whole.
 FEWEST_ROWS = 512
 _ROW_BYTES = 8
-# Between two looks for an answer: first and last.
-FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5
+# Between two looks for an answer: first and last; and until a server is probed.
+FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
 # A full disk, a folder that may not be written, a file over the limit of its size.
 UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
@@ -72,6 +75,7 @@ class PartServers:
         self.count = count
         self.io_device = io_device
         self._are_ready: bool | None = None
+        self._folders: dict[int, str] = {}
 
     def are_ready(self) -> bool:
         """Say whether each server answers in a folder of its own; asked for once.
@@ -79,11 +83,11 @@ class PartServers:
         Servers outlive a chief: what another one has left with them is removed then.
         """
         if self._are_ready is None:
-            answers = [self._read(server, part_server.READY) for server in range(self.count)]
+            answers = [self._ready(server) for server in range(self.count)]
             self._are_ready = all(
-                data is not None and parse(data) == {"task": f"ps-{server}"}
-                for server, data in enumerate(answers)
+                each.get("task") == f"ps-{server}" for server, each in enumerate(answers)
             )
+            self._folders = {n: str(each.get("folder", "")) for n, each in enumerate(answers)}
             if self._are_ready:
                 side_by_side(
                     range(self.count), lambda server: self.ask(server, Request(action="begin"))
@@ -100,22 +104,27 @@ class PartServers:
             ClusterLostError: it is gone.
         """
         name = f"{secrets.token_hex(8)}{part_server.SUFFIX}"
-        with lost(server), operating_on(server):
-            try:
-                tf.io.write_file(f"{part_server.REQUESTS}/{name}", request.to_json())
-            except UNWRITABLE as error:
-                raise unwritable(error, f"ps-{server}") from None
-        pause = FIRST_SECONDS
+        self._write(server, f"{part_server.REQUESTS}/{name}", request.to_json())
+        pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
+            if time.monotonic() - probed >= PROBE_SECONDS:
+                # A server that can write nothing any more cannot say so.
+                self._write(server, part_server.PROBE, "")
+                probed = time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, LAST_SECONDS)
         if data == request.to_json().encode():
+            where = self.place(server, f"{part_server.REPLIES}/{name}")
             reason = "its disk is full, or cannot be written; see its log"
-            raise storage.Unavailable(f"ps-{server}: {part_server.UNWRITTEN}: {reason}")
+            raise storage.Unavailable(f"{where}: {part_server.UNWRITTEN}: {reason}")
         reply = Reply.from_json(data)
         if reply.error:
             raise (storage.Unavailable if reply.transient else UserError)(reply.error)
         return reply
+
+    def place(self, server: int, path: str) -> str:
+        """Return the words for the folder of a file that a server writes."""
+        return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
     def restore(self, folder: Path, uri: str, fields: Mapping[str, Any], wanted: Variables) -> None:
         """Assign values of the checkpoint at `uri`, whose index is in `folder`, on the servers.
@@ -165,6 +174,21 @@ class PartServers:
         if not shared:
             self.ask(server, Request(action="discard", prefix=fetched))
 
+    def _ready(self, server: int) -> dict[str, Any]:
+        """Return what a server says of itself; nothing where it does not answer."""
+        data = self._read(server, part_server.READY)
+        try:
+            return parse_mapping(data) if data else {}
+        except ValueError:
+            return {}
+
+    def _write(self, server: int, path: str, data: str) -> None:
+        with lost(server), operating_on(server):
+            try:
+                tf.io.write_file(path, data)
+            except UNWRITABLE as error:
+                raise unwritable(error, self.place(server, path)) from None
+
     def _read(self, server: int, path: str) -> bytes | None:
         """Return the content of a file in the folder of a server; None where there is none."""
         with lost(server), operating_on(server):
@@ -176,17 +200,38 @@ class PartServers:
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return what `work` returns for each of these servers."""
+    """Return what `work` returns for each of these servers.
+
+    An error of it may be kept, and holds nothing that `work` had of a server.
+    """
+
+    def of_one(server: int) -> Result:
+        try:
+            return work(server)
+        except BaseException as error:
+            _drop_locals(error)
+            raise
+
     wanted = list(servers)
     with ThreadPoolExecutor(max(1, len(wanted))) as pool:
-        return list(pool.map(work, wanted))
+        return list(pool.map(of_one, wanted))
+
+
+def _drop_locals(error: BaseException) -> None:
+    """Drop the local variables of the functions that an error came through, also as a cause."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def unwritable(error: tf.errors.OpError, where: object) -> UserError:
     """Return the error of a checkpoint that TensorFlow cannot write."""
     # The line after the stack of the graph is "PATH; REASON".
     last = error.message.strip().split("\n\n")[-1].splitlines()[0]
-    return UserError(f"cannot write a checkpoint to {where}: {last.rpartition('; ')[2]}")
+    reason = last.rpartition("; ")[2].partition(" [Op:")[0]
+    remedy = "free some space there, or make it writable"
+    return UserError(f"cannot write a checkpoint to {where}: {reason}; {remedy}")
 
 
 @contextmanager
@@ -329,3 +374,28 @@ def assign_changed(variable: tf.Variable, prefix: str, key: str) -> None:
     )
     # A scatter into the variable would make each later read of it a copy.
     variable.assign(tf.tensor_scatter_nd_update(variable.read_value(), rows[:, None], values))
+
+
+def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
+    """Write the index of a checkpoint of these parts, of whose data nothing is read.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
+    for prefix, reply in zip(prefixes, parts, strict=True):
+        Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
+        # TensorFlow renames them.
+        Path(f"{prefix}{part_server.DATA}").touch()
+    try:
+        with tf.device(servers.io_device):
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=prefixes,
+                destination_prefix=str(folder / PREFIX),
+                delete_old_dirs=False,
+            )
+    except UNWRITABLE as error:
+        raise unwritable(error, folder) from None
+    for path in folder.iterdir():
+        if contents.is_data(path.name) or path.name.startswith("part-"):
+            path.unlink()

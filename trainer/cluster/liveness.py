@@ -13,6 +13,7 @@ end helps. There are two signals:
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -34,6 +35,8 @@ _BEATS = 5
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
+# Of a machine or a network that is cut off: nobody says that the task has ended.
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
 def heartbeat_environment(descriptor: int, timeout: float) -> dict[str, str]:
@@ -80,7 +83,7 @@ class Peers:
     """What a probe of the other tasks found.
 
     Attributes:
-        silent: they accept a connection and do not answer.
+        silent: they accept a connection and do not answer, or cannot be reached.
         gone: they have ended, which their launcher knows as well.
     """
 
@@ -114,6 +117,6 @@ def _answers(address: str, timeout: float) -> bool | None:
             return True if peer.recv(1) else None
     except TimeoutError:
         return False
-    except OSError:
-        # Refused, an unknown host name, or reset because the task was killed meanwhile.
-        return None
+    except OSError as error:
+        # Else refused, an unknown host name, or reset because the task was killed meanwhile.
+        return False if error.errno in _UNREACHABLE else None

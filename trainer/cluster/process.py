@@ -95,6 +95,8 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
+# How often the launcher has started the task.
+STARTS = "starts.txt"
 # A file in the evaluator's folder: training is over.
 OVER = "over.txt"
 _TAIL_BYTES = 16384
@@ -147,6 +149,7 @@ class TaskProcess:
         self._serves = task.role != "evaluator" and not leads
         self._started: forked.Process | None = None
         self._killed: End | None = None
+        self._starts = 0
         self.started_at = 0.0
         self.heartbeat = -1
 
@@ -162,6 +165,8 @@ class TaskProcess:
             self.folder.mkdir(parents=True, exist_ok=True)
             termination.reserve(self.folder)
             (self.folder / CONFIG).write_text(self._job.config.model_dump_json(), encoding="utf-8")
+            self._starts += 1
+            (self.folder / STARTS).write_text(str(self._starts), encoding="ascii")
             output = self.log.open("ab")
         except OSError as error:
             raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None

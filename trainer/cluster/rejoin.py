@@ -1,9 +1,14 @@
-"""A task that comes back at another address is found there within seconds.
+"""A task that comes back at another address is found there soon, and one that is cut off is lost.
 
 On Kubernetes the pod of a lost task gets a new address under its old name. A channel of gRPC that
 cannot connect resolves its name again, but at most every 30 s, and waits 20 s for an address at
 which nobody answers any more. Every channel that TensorFlow opens, between all tasks, takes its
 settings from a variable. See `docs/decisions/0070-names-are-resolved-again-soon.md`.
+
+A machine that loses its power, or its network, closes no connection, and a call to it would never
+end. Here a channel asks its peer for a sign when nothing has come from it for minutes, and gives
+it up without an answer: what it had begun fails, as where a task is killed. See
+`docs/decisions/0013-liveness.md`.
 """
 
 from __future__ import annotations
@@ -18,6 +23,15 @@ OPTIONS = {
     # How long gRPC waits for a connection, whatever its name says. Within it two lost packets of
     # TCP are sent again, and a task that starts does not serve before it is over.
     "grpc.min_reconnect_backoff_ms": 5000,
+    # gRPC's servers close a channel that asks more than twice within 300 s without having been sent
+    # anything, as in a call that lasts for hours, and no option of TensorFlow's changes that.
+    "grpc.keepalive_time_ms": 310_000,
+    "grpc.http2.ping_timeout_ms": 60_000,
+    # gRPC sets TCP_USER_TIMEOUT to it: how long bytes that were sent may be unacknowledged. Not
+    # shorter than a task may be stopped or swapped out, by `training.stall_timeout`.
+    "grpc.keepalive_timeout_ms": 120_000,
+    # Asked again for as long as a call lasts; otherwise twice.
+    "grpc.http2.max_pings_without_data": 0,
 }
 
 

@@ -64,6 +64,17 @@ class ServerMemory:
         """Begin with the first attempt."""
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
+        self._at_loss: dict[Task, int] = {}
+
+    def server_lost(self, servers: list[TaskProcess]) -> None:
+        """Note the memory of servers when one of them has ended, and the chief has not yet.
+
+        Before its attempt ends, the chief saves what is left, with stand-ins for what is lost:
+        these are no part of what a first attempt needs.
+        """
+        for server in servers:
+            if server.task not in self._first and (now := server.resident_bytes()):
+                self._at_loss.setdefault(server.task, now)
 
     def restart_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
         """Kill the servers that another attempt of the chief would make too large.
@@ -76,12 +87,16 @@ class ServerMemory:
             # A server that was restarted meanwhile for another reason has served no whole attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
-            first = self._first.setdefault(server.task, now)
+            first = self._first[server.task] = self._first.get(server.task) or now
             growth = max(0, now - self._last.get(server.task, now))
             self._last[server.task] = now
-            if now + growth > (1 + MAX_GROWTH) * first:
+            before = min(first, self._at_loss.pop(server.task, first))
+            if now + growth > (1 + MAX_GROWTH) * before:
                 del self._last[server.task]
-                server.kill_grown(first, now)
+                if before < first:
+                    # It may not have held much yet: its size after the next attempt counts.
+                    self._first[server.task] = 0
+                server.kill_grown(before, now)
 
 
 class EvaluatorSupervision:
@@ -217,9 +232,11 @@ class Supervisor:
         events.emit(
             events.Restart(task=str(process.task), cause=end.cause, restarts=self._restarts)
         )
+        servers = [each for each in self._others if each.task.role in _SERVERS]
         if process is self._leader and process.task.role == "chief":
-            servers = [each for each in self._others if each.task.role in _SERVERS]
             self._memory.restart_grown(process, servers)
+        elif process.task.role == "ps":
+            self._memory.server_lost([each for each in servers if each is not process])
         self._start(process)
 
     def _count_incident(self, process: TaskProcess, end: End) -> None:

@@ -4,6 +4,9 @@ The leading task asks each other one on its port, on a thread of its own, every 
 least as long as it takes a task that has died to load TensorFlow. A task that did not answer and
 does again has begun again. So has the leading task itself, where a file of its working folder says
 that the same launcher started it before; that file has the counts of its earlier attempts.
+
+A forked task of a local run can be back before it is asked again. There the launcher keeps count of
+its starts, in the folder of each task, next to that of the leading one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.cluster.liveness import Peers, probe_peers
+from trainer.cluster.process import STARTS
 from trainer.topology import Cluster, Task
 
 FILE = "restarts.json"
@@ -96,7 +100,19 @@ class TaskWatch:
         self._lost = self._seen - here
         if (self._seen, self._lost) != before:
             self._keep()
-        self._report(Counter(task.role for task in alive), self._expected, self._restarts)
+        restarts = self._of_launcher() or self._restarts
+        self._report(Counter(task.role for task in alive), self._expected, restarts)
+
+    def _of_launcher(self) -> Counter[str] | None:
+        """Return how often the launcher has started tasks again; None where it does not say so."""
+        found = Counter[str]()
+        try:
+            for task in self._tasks:
+                at = self._file.parents[1] / str(task) / STARTS
+                found[task.role] += int(at.read_text(encoding="ascii")) - 1
+        except (OSError, ValueError):
+            return None
+        return found
 
     def _watch(self) -> None:
         pause = max(PAUSE_SECONDS, len(self._tasks) / TASKS_PER_SECOND)

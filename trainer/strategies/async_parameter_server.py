@@ -107,6 +107,8 @@ class AsyncParameterServer(Served):
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
     _began = _sent = 0
+    #: The closures that were ever sent.
+    _closure = 0
     _cache: row_cache.RowCache | None = None
     #: The mean loss that was reported last.
     _loss = 0.0
@@ -208,8 +210,10 @@ class AsyncParameterServer(Served):
         self.warming = unit > 1 and not self._has_turned
         # That of a dead worker waits for its return, or for another one that ends.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
-            self.coordinator.schedule(self._closures[unit], args=(self._iterator,))
+            number = tf.constant(self._closure, tf.int64)
+            self.coordinator.schedule(self._closures[unit], args=(self._iterator, number))
             self._sent += 1
+            self._closure += 1
 
     def _end(self) -> None:
         self._turns.extend(0)
@@ -247,16 +251,18 @@ class AsyncParameterServer(Served):
         turns = self._turns
 
         @tf.function
-        def loop(iterator: tf.data.Iterator) -> tf.Tensor:
-            self._open_cache()
-            worker, found = worker_number(), turns.take()
+        def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
+            # It stays on the server, whatever turn it is.
+            own = turns.begin(closure)
+            self._open_cache(own)
+            worker, found = worker_number(), turns.take(own)
             # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
             while found:
                 began, total = turns.began(), tf.constant(0.0)
                 for _ in range(turn):
                     total += update(iterator)
                 with tf.control_dependencies([turns.report(worker, total, turn, began)]):
-                    found = turns.take()
+                    found = turns.take(own)
             self._push_cache()
             return worker
 
@@ -340,9 +346,9 @@ class AsyncParameterServer(Served):
 
         return self._of_rows(problem, partial(self._cache.sent, rate))
 
-    def _open_cache(self) -> None:
+    def _open_cache(self, own: tf.Tensor) -> None:
         if self._cache:
-            self._cache.open()
+            self._cache.open(own[1])
 
     def _push_cache(self) -> None:
         """Push what a worker has summed up, before it rests; it is no update of its own."""

@@ -24,6 +24,8 @@ from trainer.unique_rows import spread
 
 # Operations with a state that return the same each time: maps of words, and what no step trains.
 _SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
+# Of several lengths, or with most of it left out.
+_NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
 # A vector of ids, or of places, for each table.
 Vectors = list[tf.Tensor]
 
@@ -105,6 +107,8 @@ class Lookups:
         self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
     ) -> Callable[..., Vectors]:
         """Return the function from the tensors of a batch to the ids of each table."""
+        if any(isinstance(each, _NOT_DENSE) for each in tf.nest.flatten(batch)):
+            raise Unforeseen("takes a batch of ragged or sparse tensors")
         asked: list[list[tf.Tensor]] = [[] for _ in self.tables]
         answers, variables = list[tf.Tensor](), list[tf.Tensor]()
 
@@ -161,7 +165,10 @@ class Lookups:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._answer is None:
                 return directly(*args, **kwargs)
-            ids = tf.convert_to_tensor(*args, *kwargs.values())
+            (given,) = (*args, *kwargs.values())
+            if isinstance(given, _NOT_DENSE):
+                raise Unforeseen("looks up ids of a ragged or sparse tensor")
+            ids = tf.convert_to_tensor(given)
             known = table.known(tf.reshape(ids, [-1]))
             shape = tf.concat([tf.shape(ids), [table.dimension]], 0)
             rows = tf.reshape(self._answer(number, known), shape)

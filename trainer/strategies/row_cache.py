@@ -9,7 +9,10 @@ the clock of an embedding counted on its worker alone). With a staleness of 1 no
 All of it is variables in the memory of the worker, which its first closure makes. At the end of
 each closure, and so before each checkpoint and validation, all sums are pushed
 (`RowCache.push_all`). What a worker has not pushed when it dies is lost: at most `staleness - 1`
-gradients of each row that it keeps, all since the last boundary.
+gradients of each row that it keeps, all since the last boundary. So is that of a closure which did
+not come to its end on a worker that goes on, as its connection to the chief was lost: half of an
+update may be written, so that the next one forgets all that is kept. Should the first one run on,
+it changes nothing of that any more, and pushes its gradients as they are.
 
 An id has a choice of two slots, by two hashes (Seznec 1993, "A Case for Two-Way Skewed-Associative
 Caches"), and tries that of the lower score. A slot is that of the id which comes more often: a use
@@ -93,15 +96,19 @@ class _Local:
         return tf.raw_ops.VarIsInitializedOp(resource=self._handle)
 
     def clear(self) -> None:
-        zeros = tf.zeros(self._shape, self._dtype)
-        tf.raw_ops.AssignVariableOp(resource=self._handle, value=zeros)
+        self.fill(tf.zeros(self._shape, self._dtype))
+
+    def fill(self, value: tf.Tensor) -> None:
+        tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)
 
     def at(self, places: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(resource=self._handle, indices=places, dtype=self._dtype)
 
-    def put(self, places: tf.Tensor, values: Any) -> None:
+    def put(self, places: tf.Tensor, values: Any) -> tf.Operation:
         values = tf.cast(values, self._dtype)
-        tf.raw_ops.ResourceScatterUpdate(resource=self._handle, indices=places, updates=values)
+        return tf.raw_ops.ResourceScatterUpdate(
+            resource=self._handle, indices=places, updates=values
+        )
 
     def subtract(self, places: tf.Tensor, values: Any) -> None:
         tf.raw_ops.ResourceScatterSub(resource=self._handle, indices=places, updates=values)
@@ -133,6 +140,28 @@ class _Slots:
     sums: _Local
 
 
+class _Owner:
+    """The run of a closure whose cache it is; 0 where the last one has come to its end."""
+
+    def __init__(self, name: str, run: tf.Tensor) -> None:
+        self.kept = _Local(name, [], tf.int64)
+        self._run = tf.identity(run)
+
+    def is_other(self) -> tf.Tensor:
+        found = self.kept.read()
+        return tf.not_equal(found, 0) & tf.not_equal(found, self._run)
+
+    def take(self) -> None:
+        self.kept.fill(self._run)
+
+    def is_this(self) -> tf.Tensor:
+        return tf.equal(self.kept.read(), self._run)
+
+    def leave(self) -> None:
+        found = self.kept.read()
+        self.kept.fill(tf.where(tf.equal(found, self._run), tf.zeros_like(found), found))
+
+
 class RowCache:
     """The cache of all tables; the same on each worker, with rows of its own."""
 
@@ -144,9 +173,13 @@ class RowCache:
         self._name = uuid.uuid4().hex
         self._opened: list[_Slots] = []
 
-    def open(self) -> None:
-        """Make the variables where they are missing: where the graph of a closure begins."""
+    def open(self, run: tf.Tensor) -> None:
+        """Make the variables where they are missing: where the graph of a closure begins.
+
+        `run` is a number above 0 which no other run of a closure has on this worker.
+        """
         with tf.device(_DEVICE):
+            self._owner = owner = _Owner(f"cache-{self._name}-owner", run)
             made = [
                 self._slots(number, table.dimension, table.shards[0].value.dtype)
                 for number, table in enumerate(self._tables)
@@ -157,8 +190,12 @@ class RowCache:
                 for each in found:
                     each.clear()
 
+            def clear_if_torn() -> None:
+                tf.cond(owner.is_other(), clear, lambda: None)
+
             # All were made together.
-            tf.cond(found[-1].is_there(), lambda: None, clear)
+            tf.cond(owner.kept.is_there(), clear_if_torn, clear)
+            owner.take()
         self._opened = [_Slots(**slots) for slots in made]
 
     def _slots(self, number: int, dimension: int, kind: tf.DType) -> dict[str, _Local]:
@@ -185,19 +222,24 @@ class RowCache:
             self._opened, self._tables, self._sizes, ids, strict=True
         ):
             all_fit = size == table.rows
-            use = _Use(slots, each, size=size, staleness=self._staleness, all_fit=all_fit)
+            use = _Use(
+                slots, each, self._owner, size=size, staleness=self._staleness, all_fit=all_fit
+            )
             uses.append(use)
         return Cached(self._tables, uses, rate)
 
     def push_all(self) -> dict[int, RowsOnce]:
-        """Return all sums as `Sent.gradients` does."""
-        ids, sums = Vectors(), Vectors()
-        for slots in self._opened:
-            with tf.device(_DEVICE):
-                kept = tf.where(slots.unpushed.read() > 0)[:, 0]
+        """Return all sums as `Sent.gradients` does; where the graph of a closure ends."""
+        ids, sums, done = Vectors(), Vectors(), list[tf.Operation]()
+        with tf.device(_DEVICE):
+            is_own = self._owner.is_this()
+            for slots in self._opened:
+                kept = tf.where((slots.unpushed.read() > 0) & is_own)[:, 0]
                 ids.append(slots.ids.at(kept))
                 sums.append(slots.sums.at(kept))
-                slots.unpushed.put(kept, tf.zeros_like(kept))
+                done.append(slots.unpushed.put(kept, tf.zeros_like(kept)))
+            with tf.control_dependencies(done):
+                self._owner.leave()
         return Sent(self._tables, ids).gradients(sums)
 
 
@@ -231,12 +273,22 @@ class Cached:
 class _Use:
     """The use of slots by the ids [n] of one batch, each of which comes once."""
 
-    def __init__(self, slots: _Slots, ids: tf.Tensor, *, size: int, staleness: int, all_fit: bool):
-        self._slots, self._staleness, self._ids = slots, staleness, ids
+    def __init__(  # noqa: PLR0913
+        self,
+        slots: _Slots,
+        ids: tf.Tensor,
+        owner: _Owner,
+        *,
+        size: int,
+        staleness: int,
+        all_fit: bool,
+    ) -> None:
+        self._slots, self._staleness, self._ids, self._owner = slots, staleness, ids, owner
         with tf.device(_DEVICE):
             self._at = ids if all_fit else self._chosen(ids, size)
             self._clock = slots.clock.at(self._at)
-            self._own = (slots.ids.at(self._at) == ids) & (self._clock > 0)
+            is_there = (slots.ids.at(self._at) == ids) & (self._clock > 0)
+            self._own = is_there & owner.is_this()
             self._is_kept = self._own & (self._clock < staleness)
             self._read_at = tf.where(~self._is_kept)
             self.lacking = tf.gather_nd(ids, self._read_at)
@@ -260,9 +312,18 @@ class _Use:
 
     def moved(self, gradient: tf.Tensor, rate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Move the rows that are kept, and return the ids and sums that are to be pushed now."""
-        slots, at = self._slots, self._at
         with tf.device(_DEVICE):
             gradient = tf.identity(gradient)
+            ids, sums = tf.cond(
+                self._owner.is_this(),
+                lambda: self._kept(gradient, rate),
+                lambda: (self._ids, gradient),
+            )
+            return ids, sums
+
+    def _kept(self, gradient: tf.Tensor, rate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        slots, at = self._slots, self._at
+        with tf.device(_DEVICE):
             taken = self._taken()
             left, left_sums = self._evicted(tf.boolean_mask(at, taken))
             used = tf.where(self._is_kept, self._clock, 0) + 1

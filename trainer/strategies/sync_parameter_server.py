@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from trainer.strategies import table_state
 from trainer.strategies.gradients import Gradient, over, plus
 from trainer.strategies.parameter_server import LONG_RUN, LoopWatch, Served, worker_number
 from trainer.strategies.placement import server_device
@@ -60,8 +61,7 @@ class SyncParameterServer(Served):
                 NamedQueue([tf.int64], [[]], name=f"tokens-{index}-{attempt}")
                 for index in range(self._workers)
             ]
-        variables = [each.value for each in self.model.trainable_variables]
-        self._staging = Staging(variables, name=f"gradients-{attempt}")
+        self._staging = self._staging_of(f"gradients-{attempt}")
         self._iterator = self.worker_batches(problem)
         self._loop = self._loop_of_worker(problem)
         self._updates = self._updates_of_chief()
@@ -103,6 +103,14 @@ class SyncParameterServer(Served):
             with suppress(tf.errors.OpError):
                 queue.close()
         super().halt()
+
+    def _staging_of(self, name: str) -> Staging:
+        state = [*table_state.state_of(self.model), *(self.scale.variables if self.scale else ())]
+        return Staging(
+            [each.value for each in self.model.trainable_variables],
+            state=[each.value for each in state],
+            name=name,
+        )
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
         computed, turn = self._gradient_of_step(problem), self._turn()
@@ -356,22 +364,34 @@ class Staging:
     gradient of which only a part has arrived, as its worker was killed, never counts in part.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Use a name that is unique, also among those of other attempts of the chief."""
+    def __init__(
+        self, variables: Sequence[tf.Variable], *, name: str, state: Sequence[tf.Variable] = ()
+    ) -> None:
+        """Use a name that is unique, also among those of other attempts of the chief.
+
+        What changes the `state` in the graph of a worker, before `put`, is done when a gradient is
+        staged: the update that takes it may be the last one before a checkpoint.
+        """
         self._variables = variables
         self._name = name
         self._by_device: dict[str, list[int]] = {}
         for index, variable in enumerate(variables):
             self._by_device.setdefault(variable.device, []).append(index)
+        self._state: dict[str, list[tf.Variable]] = {}
+        for variable in state:
+            self._state.setdefault(variable.device, []).append(variable)
         self._sparse: list[bool] = []
 
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
         """Send a gradient to the servers; it is staged when all returned operations are done."""
         self._sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
-        sent = []
+        changed = {device: self._changed(device) for device in self._state}
+        sent = [each for device, each in changed.items() if device not in self._by_device]
         for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
-            with tf.device(device):
+            # There, as it is one more message to wait for what is done on another server.
+            before = [changed[device]] if device in changed else []
+            with tf.device(device), tf.control_dependencies(before):
                 sent.append(
                     tf.raw_ops.MapStage(
                         key=number,
@@ -382,6 +402,12 @@ class Staging:
                     )
                 )
         return sent
+
+    def _changed(self, device: str) -> tf.Operation:
+        """Return what is done after all changes of the state on a device."""
+        # In a graph a read waits for what was written before, however deep in it that was.
+        with tf.device(device):
+            return tf.group(*(each.read_value() for each in self._state[device]))
 
     def take(self, number: tf.Tensor) -> list[Gradient]:
         """Remove a staged gradient, and return it.

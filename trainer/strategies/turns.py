@@ -3,6 +3,10 @@
 `Turns` are a few numbers on the first server. A worker takes the next turn, makes its updates,
 reports them and takes another one, until none is left. The chief says how many turns there are; it
 does not hand out each of them. Nothing of this is part of a checkpoint.
+
+A worker that is taken for dead, as its connection to the chief is lost, may go on with its closure,
+which is run again elsewhere. Only the newest run of a closure takes turns, and none of a stretch
+that is over.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ import tensorflow as tf
 
 # The columns of the table of reports.
 LOSS, UPDATES, OTHERS = range(3)
+# Closures of a stretch whose runs are told apart; half a megabyte. The oldest of more than that
+# would end before the others.
+CLOSURES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +54,29 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
         )
         self._reports = tf.Variable(tf.zeros([workers, 3], tf.float64), trainable=False)
+        # How many closures were begun, ever and before this stretch, and the last run of each.
+        self._runs, self._before = (
+            tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
+        )
+        self._newest = tf.Variable(tf.zeros([CLOSURES], tf.int64), trainable=False)
         self._look = tf.function(self._numbers)
         self._set = tf.function(self._begin)
 
-    def take(self) -> tf.Tensor:
-        """Take a turn, and return whether there was one; in the graph of a worker.
+    def begin(self, closure: tf.Tensor) -> tf.Tensor:
+        """Return the run of a closure of this number, for `take`; in the graph of a worker.
+
+        It is an int64 vector, on the server, of its place and a number that no other run has.
+        """
+        with tf.device(self._device):
+            run = tf.raw_ops.ResourceCountUpTo(
+                resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
+            )
+            run, place = run + 1, closure % CLOSURES
+            with tf.control_dependencies([self._newest.scatter_max(tf.IndexedSlices(run, place))]):
+                return tf.stack([place, run])
+
+    def take(self, own: tf.Tensor) -> tf.Tensor:
+        """Take a turn for a run, and return whether there was one; in the graph of a worker.
 
         Turns are taken by atomic additions. Never are more taken than `end`: a number that was
         too high is given back, and meanwhile others see too many as taken, not too few.
@@ -60,9 +85,15 @@ class Turns:
             number = tf.raw_ops.ResourceCountUpTo(
                 resource=self._next.handle, limit=tf.int64.max, T=tf.int64
             )
-            found = number < self._end.read_value()
-            refused = tf.cast(tf.logical_not(found), tf.int64)
-            self._next.assign_sub(refused, read_value=False)
+            is_left = number < self._end.read_value()
+            is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])
+            may_take = is_newest & (own[1] > self._before.read_value())
+            found = is_left & may_take
+            back, refused = (
+                tf.cast(each, tf.int64) for each in (tf.logical_not(found), may_take & ~is_left)
+            )
+            self._next.assign_sub(back, read_value=False)
+            # Of a run that is not the newest the chief knows nothing.
             self._refused.assign_add(refused, read_value=False)
             return found
 
@@ -106,6 +137,7 @@ class Turns:
 
     def _begin(self, turns: tf.Tensor) -> None:
         with tf.device(self._device):
+            self._before.assign(self._runs)
             self._next.assign(0)
             self._refused.assign(0)
             self._end.assign(turns)

@@ -66,6 +66,7 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
     server.start()
     made = PartServers(2, None)
     made._are_ready = True
+    made._folders = dict.fromkeys(range(2), str(folder))
     yield made
     server.stop()
 

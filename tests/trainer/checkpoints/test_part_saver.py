@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -123,6 +126,26 @@ def test_what_is_not_finite_is_not_published(tmp_path, two_servers):
     with pytest.raises(UserError, match="optimizer/m is not finite"):
         made.require()
     assert storage.names(made.uri) == ["step-00000010"]
+
+
+@pytest.mark.parametrize("error", [tf.errors.ResourceExhaustedError, tf.errors.UnavailableError])
+def test_what_fails_keeps_no_value_on_a_server(tmp_path, two_servers, monkeypatch, error):
+    held = []
+
+    def save(tensors, **_):
+        held.extend(map(weakref.ref, tensors))
+        raise error(None, None, "parts/x; it is so")
+
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
+    made = opened(tmp_path, two_servers)
+    made.save(variables(10), io_device=None, fields={})
+    with pytest.raises(UserError, match="it is so"):
+        made.parts.settle()
+    gc.collect()
+    # The graph of objects is a constant, and of no server's variables.
+    kept = [each() for each in held if each() is not None]
+    assert len(held) > 2
+    assert [each for each in kept if each.dtype.is_floating] == []
 
 
 def test_a_server_that_cannot_publish_says_why(tmp_path, two_servers, monkeypatch):

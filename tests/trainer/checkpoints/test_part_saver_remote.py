@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.stores.faults import Fault
 from tests.trainer.checkpoints.by_parts import ON_FIRST, SHAPES, in_bucket, two_servers, variables
@@ -84,6 +85,37 @@ def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(in_bucket
     made = in_bucket()
     saved_during_an_upload(made, gcs, 10, 20, 30)
     assert storage.names(made.uri) == ["step-00000010", "step-00000030"]
+    assert left(tmp_path) == ["ready.json"]
+
+
+def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs, tmp_path):
+    made = in_bucket()
+    with made.flushed(), uploading(made, gcs, 10) as free:
+        for step in (20, 30, 40):
+            made.save(variables(step), io_device=None, fields={})
+        made.parts.settle()
+        there = [each for each in left(tmp_path) if ".data-" in each]
+        free.set()
+    # Those of 10, which is uploaded, and of 40.
+    assert len(there) == 2 * 2
+    assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
+
+
+def test_a_save_that_cannot_be_written_leaves_nothing_with_the_servers(
+    in_bucket, tmp_path, monkeypatch
+):
+    def save(prefix, save=tf.raw_ops.SaveV2, **named):
+        if not prefix.endswith("part-1"):
+            return save(prefix=prefix, **named)
+        (tmp_path / "servers" / f"{prefix}.data-00000-of-00001.tempstate7").write_bytes(b"values")
+        raise tf.errors.ResourceExhaustedError(None, None, f"{prefix}; No space left on device")
+
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
+    made = in_bucket()
+    made.save(variables(10), io_device=None, fields={})
+    line = r"^cannot write a checkpoint to ps-1 \(.*/servers/parts\): No space left on device; free"
+    with pytest.raises(UserError, match=line):
+        made.flush()
     assert left(tmp_path) == ["ready.json"]
 
 

@@ -86,6 +86,15 @@ def test_only_parts_are_removed(tmp_path, prefix):
     assert (tmp_path / "x").is_dir()
 
 
+def test_a_part_that_was_not_written_to_its_end_is_removed_too(tmp_path):
+    server = waiting(tmp_path)
+    for name in ("one.index", "one.data-00000-of-00001.tempstate7", "one.index.tempstate7", "one1"):
+        (tmp_path / "parts" / name).write_bytes(b"values")
+    assert not answered(server, tmp_path, "a", Request(action="discard", prefix="parts/one")).error
+    found = {each.name for each in (tmp_path / "parts").iterdir() if each.is_file()}
+    assert found == {"one1"}
+
+
 def test_what_a_chief_has_left_goes_when_another_one_begins(tmp_path):
     server = waiting(tmp_path)
     answered(server, tmp_path, "a", Request(action="discard", prefix="parts/none"))

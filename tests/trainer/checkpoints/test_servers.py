@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+from functools import partial
 
 import pytest
 import tensorflow as tf
@@ -16,9 +19,9 @@ from tests.trainer.checkpoints.by_parts import (
     variables,
 )
 from trainer import storage
-from trainer.checkpoints import part_server
+from trainer.checkpoints import part_server, servers
 from trainer.checkpoints.checkpoints import restore
-from trainer.checkpoints.part_server import Request
+from trainer.checkpoints.part_server import PartServer, Reply, Request
 from trainer.checkpoints.servers import Layout, PartServers
 from trainer.errors import UserError
 
@@ -46,8 +49,74 @@ def test_a_part_that_a_dead_chief_has_left_goes_before_another_one_writes(tmp_pa
 def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
     write = tf.io.write_file
     monkeypatch.setattr(tf.io, "write_file", lambda _, data: write("/dev/full", data))
-    with pytest.raises(UserError, match=r"^cannot write a checkpoint to ps-1: No space left on d"):
+    line = r"^cannot write a checkpoint to ps-1 \(.*/servers/parts/requests\): No space left on d"
+    with pytest.raises(UserError, match=line):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+
+
+READ_ONLY = (
+    r"^cannot write a checkpoint to ps-1 \(.*/servers/parts\): Read-only file system; "
+    "free some space there, or make it writable$"
+)
+
+
+def test_a_server_that_can_write_no_answer_at_all_is_one_line(two_servers, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def write(path, data, write=tf.io.write_file):
+        if path == part_server.PROBE:
+            raise tf.errors.PermissionDeniedError(None, None, f"{path}; Read-only file system")
+        write(path, data)
+
+    monkeypatch.setattr(servers, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(part_server, "_write", refuse)
+    monkeypatch.setattr(part_server.os, "replace", refuse)
+    monkeypatch.setattr(tf.io, "write_file", write)
+    with pytest.raises(UserError, match=READ_ONLY):
+        two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+
+
+@pytest.fixture
+def remount(tmp_path, two_servers):  # noqa: ARG001
+    """Return what makes the folder of the servers read-only, in which this process works too."""
+    folder = str(tmp_path / "servers")
+    if subprocess.run(["mount", "--bind", folder, folder], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    os.chdir(folder)
+    yield partial(subprocess.run, ["mount", "-o", "remount,bind,ro", folder], check=True)
+    os.chdir(tmp_path)
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_becomes_read_only_while_a_server_is_asked_is_one_line(
+    two_servers, monkeypatch, remount
+):
+    def action(*_):
+        remount()
+        return Reply()
+
+    monkeypatch.setattr(servers, "PROBE_SECONDS", 0.0)
+    monkeypatch.setitem(part_server._ACTIONS, "discard", action)
+    with pytest.raises(UserError, match=READ_ONLY):
+        two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+    # Nor is it asked.
+    with pytest.raises(UserError, match=r"ps-0 \(.*/servers/parts/requests\): Read-only file sys"):
+        two_servers.ask(0, Request(action="begin"))
+
+
+def test_a_server_whose_folder_cannot_be_written_leaves_it_to_the_chief(tmp_path, caplog):
+    (tmp_path / "parts").write_text("a file in the way")
+    PartServer(tmp_path, "ps-0").start()
+    assert f"ps-0 cannot write to {tmp_path}/parts: " in caplog.text
+    assert caplog.text.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"task": "ps-1"}'])
+@pytest.mark.usefixtures("two_servers")
+def test_what_is_no_word_of_a_server_is_no_server(tmp_path, text):
+    (tmp_path / "servers" / part_server.READY).write_text(text)
+    assert not PartServers(1, None).are_ready()
 
 
 def test_a_chief_whose_disk_is_full_says_so(tmp_path):

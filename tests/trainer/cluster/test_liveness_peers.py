@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 from contextlib import ExitStack
@@ -45,6 +47,24 @@ def test_a_task_that_listens_and_sends_nothing_is_silent(stack):
     thread.join()
     assert [str(task) for task in found.silent] == ["ps-0", "worker-1"]
     assert [str(task) for task in found.gone] == ["worker-2"]
+
+
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (errno.EHOSTUNREACH, "silent"),
+        (errno.ENETUNREACH, "silent"),
+        (errno.ETIMEDOUT, "silent"),
+        (errno.ECONNREFUSED, "gone"),
+    ],
+)
+def test_a_machine_that_cannot_be_reached_has_not_ended_its_task(monkeypatch, number, found):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)})
+    assert probe_peers(cluster, THIS) == Peers(**{found: (Task(role="ps", index=0),)})
 
 
 def test_a_single_task_has_no_peers():

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from trainer.cluster.liveness import Peers
+from trainer.cluster.process import STARTS
 from trainer.monitoring import task_watch
 from trainer.monitoring.task_watch import TaskWatch
 from trainer.topology import Cluster, Task
@@ -54,6 +55,38 @@ def test_a_task_that_comes_back_has_begun_again_once(reports):
     for gone in [(), (FIRST,), (FIRST, SECOND), (), (FIRST,), ()]:
         watch.note(Peers(gone=gone))
     assert reports.last[2] == {"worker": 3}
+
+
+def started(folder, **counts):
+    """Write how often the launcher has started tasks, each once but for these."""
+    for task in (CHIEF, SERVER, FIRST, SECOND):
+        path = folder / str(task) / STARTS
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(counts.get(str(task).replace("-", "_"), 1)))
+
+
+def test_a_task_that_is_back_before_it_is_asked_again_is_counted_by_its_launcher(tmp_path):
+    reports = Reports(tmp_path / str(CHIEF))
+    started(tmp_path)
+    watch = reports.watch()
+    watch.note(Peers())
+    assert sum(reports.last[2].values()) == 0
+    started(tmp_path, worker_1=3, chief_0=2)
+    watch.note(Peers())
+    # It was not seen to be away, and twice at that.
+    assert {role: n for role, n in reports.last[2].items() if n} == {"worker": 2, "chief": 1}
+
+
+@pytest.mark.parametrize("text", ["", "x", None])
+def test_without_the_count_of_a_task_those_that_were_away_are_counted(tmp_path, text):
+    reports = Reports(tmp_path / str(CHIEF))
+    started(tmp_path, worker_1=3)
+    path = tmp_path / str(FIRST) / STARTS
+    path.unlink() if text is None else path.write_text(text)
+    watch = reports.watch()
+    for gone in [(), (FIRST,), ()]:
+        watch.note(Peers(gone=gone))
+    assert reports.last[2] == {"worker": 1}
 
 
 def begun(watch, monkeypatch):

@@ -199,9 +199,37 @@ def drawn_by_keras(ids):
     return keras.layers.Embedding(20, 4)(Drawn(keras.random.SeedGenerator(1))(ids))
 
 
+class Bag(keras.layers.Layer):
+    """Looks up what it makes of ids, ragged or sparse."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+        self.table = keras.layers.Embedding(20, 4)
+        self.table.build((None,))
+
+    def call(self, ids):
+        return self.table(self.made(ids))
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor((*ids.shape, 4), "float32")
+
+
+def ragged(ids):
+    bag = Bag(lambda each: tf.RaggedTensor.from_row_lengths(each, tf.ones_like(each)))
+    return bag(ids)
+
+
+def sparse(ids):
+    bag = Bag(lambda each: tf.sparse.from_dense(each[:, tf.newaxis]))
+    return bag(ids)
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
+        (ragged, "looks up ids of a ragged or sparse tensor"),
+        (sparse, "looks up ids of a ragged or sparse tensor"),
         (routed, "computes ids from variables"),
         (drawn, "draws ids at random"),
         (drawn_by_keras, "computes ids from variables"),
@@ -217,6 +245,18 @@ def test_rows_that_are_not_known_beforehand_are_looked_up_in_their_place(made, w
     batch = (tf.constant([1, 5]), tf.constant([1.0, 2.0]))
     with pytest.raises(Unforeseen, match=words):
         of_rows(model)(batch)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [lambda: tf.ragged.constant([[1], [2, 3]]), lambda: tf.sparse.from_dense([[1, 0], [2, 3]])],
+    ids=["ragged", "sparse"],
+)
+def test_a_batch_that_is_not_dense_is_looked_up_in_its_place(ids):
+    given = keras.Input((None,), dtype="int32")
+    model = keras.Model(given, keras.layers.Embedding(20, 4)(given))
+    with pytest.raises(Unforeseen, match="takes a batch of ragged or sparse tensors"):
+        of_rows(model)((ids(), tf.constant([1.0, 2.0])))
 
 
 @pytest.mark.parametrize("unknown", ["error", "wrap"])

@@ -24,6 +24,7 @@ from trainer.training.optimizers import build_optimizer
 
 STEPS, RATE = 30, 0.05
 ENDLESS = 10**6
+RUN = tf.constant(1, tf.int64)
 
 
 def model_of():
@@ -64,12 +65,12 @@ def trained(optimizer, cached=None):
     @tf.function(autograph=False)
     def step(batch):
         if cache:
-            cache.open()
+            cache.open(RUN)
         updates.apply(gradient(batch)[1], model.trainable_variables)
 
     @tf.function(autograph=False)
     def rest():
-        cache.open()
+        cache.open(RUN)
         found = cache.push_all()
         variables = [each for each in model.trainable_variables if id(each) in found]
         sums = [found[id(each)] for each in variables]
@@ -110,29 +111,34 @@ class Worker:
         )
         self.table = model.layers[-1].embeddings
         self.cache = RowCache(tables_of(model), rows=rows, staleness=staleness)
-        shape = tf.TensorSpec([None], tf.int64)
-        self._step = tf.function(self._stepped, input_signature=[shape], autograph=False)
+        shapes = [tf.TensorSpec(shape, tf.int64) for shape in ([None], [], [])]
+        self._step = tf.function(self._stepped, input_signature=shapes, autograph=False)
         self._rest = tf.function(self._rested, autograph=False)
 
-    def use(self, *ids):
-        """Return the first number of each row as the worker has it, and what it pushes by id."""
-        rows, pushed, sums = self._step(tf.constant(ids, tf.int64))
+    def use(self, *ids, run=1, other=0):
+        """Return the first number of each row as the worker has it, and what it pushes by id.
+
+        `other` is a run of a closure that begins before this one has used them.
+        """
+        numbers = (tf.constant(each, tf.int64) for each in (ids, run, other or run))
+        rows, pushed, sums = self._step(*numbers)
         return rows.numpy()[:, 0].tolist(), dict(
             zip(pushed.numpy().tolist(), sums.numpy()[:, 0].tolist(), strict=True)
         )
 
-    def rest(self):
+    def rest(self, run=1):
         """Return what it pushes before it rests."""
-        pushed, sums = self._rest()
+        pushed, sums = self._rest(tf.constant(run, tf.int64))
         return dict(zip(pushed.numpy().tolist(), sums.numpy()[:, 0].tolist(), strict=True))
 
-    def _rested(self):
-        self.cache.open()
+    def _rested(self, run):
+        self.cache.open(run)
         (found,) = self.cache.push_all().values()
         return found.indices, found.values
 
-    def _stepped(self, ids):
-        self.cache.open()
+    def _stepped(self, ids, run, other):
+        self.cache.open(run)
+        self.cache._owner.kept.fill(other)
         asked = self.cache.sent(lambda: tf.constant(1.0), [ids])
         (rows,) = asked.rows()
         (found,) = asked.gradients([tf.ones_like(rows)]).values()
@@ -162,6 +168,28 @@ def test_all_is_pushed_before_a_worker_rests_and_once():
     assert worker.use(2) == ([-3.0], {2: 2.0})
     assert worker.use(2) == ([100.0], {})
     assert worker.rest() == {0: 1.0, 2: 1.0}
+
+
+def test_what_a_closure_has_left_that_did_not_end_is_forgotten():
+    worker = Worker(rows=4, staleness=9)
+    worker.use(1, 2, run=1)
+    worker.table.assign(tf.fill([4, 2], 100.0))
+    # As where it is run again after its connection to the chief was lost: half of what it wrote
+    # may be there.
+    assert worker.use(1, run=2) == ([100.0], {})
+    assert worker.rest(run=2) == {1: 1.0}
+    # What came to its end is kept.
+    assert worker.use(1, run=3) == ([99.0], {})
+    assert worker.rest(run=3) == {1: 1.0}
+
+
+def test_a_closure_that_has_a_successor_changes_nothing_that_is_kept():
+    worker = Worker(rows=4, staleness=9)
+    worker.use(1, run=7)
+    # It pushes what it makes at once, of rows that it reads anew.
+    assert worker.use(1, 2, run=7, other=8) == ([0.0, 0.0], {1: 1.0, 2: 1.0})
+    assert worker.use(1, run=8) == ([-1.0], {})
+    assert worker.rest(run=8) == {1: 2.0}
 
 
 def test_an_id_that_comes_more_often_keeps_the_slot():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 
 from tests.trainer.strategies.traced import ancestors
 from trainer.strategies import sync_parameter_server
+from trainer.strategies.gradients import pulled_gradient_of
+from trainer.strategies.strategy import gradient_of
 from trainer.strategies.sync_parameter_server import (
     TURN,
     NamedQueue,
@@ -123,3 +126,68 @@ def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(reques
             sum("/loss" in each.name for each in ancestors(operation)) for operation in operations
         ]
         assert losses == list(range(len(operations)))
+
+
+class Announcing(SyncParameterServer):
+    """What announces the gradient of a real model, without a cluster."""
+
+    scale = None
+
+    def __init__(self, name: str, layer: keras.layers.Layer):
+        self.model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+        self._announced = NamedQueue([tf.int64, tf.float32], [[4], []], name=name)
+        self._staging = self._staging_of(name)
+
+    def announces(self, gradient: Any) -> tf.Graph:
+        """Return the graph in which a worker announces one."""
+
+        @tf.function
+        def step(batch):
+            loss, found = gradient(batch)
+            one = tf.constant(1, tf.int64)
+            self._announce(one, one, tf.stack([one, one]), loss, found)
+
+        return step.get_concrete_function((tf.ones([4, 3]), tf.ones([4, 1]))).graph
+
+
+def loss_of(_model, batch, outputs):
+    return tf.reduce_mean(tf.square(outputs - batch[1]))
+
+
+@pytest.mark.parametrize("pulled", [True, False], ids=["pulled", "in its place"])
+def test_an_announcement_comes_after_the_moving_averages(request, pulled):
+    worker = Announcing(request.node.name, keras.layers.BatchNormalization())
+    gradient = (
+        pulled_gradient_of(worker.model, loss_of, jit=False)
+        if pulled
+        else gradient_of(worker.model, loss_of)
+    )
+    operations = worker.announces(gradient).get_operations()
+    moved = {each for each in operations if each.type.startswith("Assign")}
+    assert len(moved) == 2
+    (announced,) = (each for each in operations if each.type == "QueueEnqueueV2")
+    assert moved <= ancestors(announced)
+
+
+def test_state_on_a_server_without_gradients_is_waited_for_too(request):
+    class Elsewhere:
+        """A variable that says that it is on another server."""
+
+        device = "/device:CPU:0"
+
+        def __init__(self):
+            self.kept = tf.Variable(0.0)
+            self.read_value = self.kept.read_value
+
+    state = Elsewhere()
+    staging = Staging([tf.Variable(0.0)], name=request.node.name, state=[state])
+
+    @tf.function
+    def step():
+        state.kept.assign_add(1.0)
+        with tf.control_dependencies(staging.put(tf.constant(1, tf.int64), [tf.constant(1.0)])):
+            tf.no_op("announced")
+
+    graph = step.get_concrete_function().graph
+    (moved,) = (each for each in graph.get_operations() if each.type == "AssignAddVariableOp")
+    assert moved in ancestors(graph.get_operation_by_name("announced"))

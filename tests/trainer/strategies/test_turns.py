@@ -24,8 +24,16 @@ def turns(applied):
 
 
 @pytest.fixture
-def take(turns):
-    return tf.function(turns.take)
+def begin(turns):
+    begun = tf.function(turns.begin)
+    return lambda closure: begun(tf.constant(closure, tf.int64))
+
+
+@pytest.fixture
+def take(turns, begin):
+    """Take a turn for a run, or for a new one of the first closure."""
+    taken = tf.function(turns.take)
+    return lambda own=None: taken(begin(0) if own is None else own)
 
 
 def test_as_many_are_taken_as_were_dealt(turns, take):
@@ -59,19 +67,59 @@ def test_workers_that_take_at_once_take_exactly_what_is_there(turns):
     dealt, threads = 2000, 8
 
     @tf.function
-    def all_of_a_worker():
-        count = tf.constant(0)
-        while turns.take():
+    def all_of_a_worker(closure):
+        count, own = tf.constant(0), turns.begin(closure)
+        while turns.take(own):
             count += 1
         return count
 
     turns.deal(dealt)
-    all_of_a_worker.get_concrete_function()
+    closures = [tf.constant(each, tf.int64) for each in range(threads)]
+    all_of_a_worker.get_concrete_function(closures[0])
     with ThreadPoolExecutor(threads) as pool:
-        counts = list(pool.map(lambda _: int(all_of_a_worker()), range(threads)))
+        counts = list(pool.map(lambda each: int(all_of_a_worker(each)), closures))
     seen = turns.look()
     assert sum(counts) == seen.taken == dealt
     assert seen.refused == threads
+
+
+def test_a_closure_that_runs_again_ends_the_run_before_at_its_next_turn(turns, begin, take):
+    turns.deal(9)
+    one, other = begin(3), begin(4)
+    assert all(map(take, (one, other)))
+    again = begin(3)
+    assert [bool(take(each)) for each in (one, again, other, one)] == [False, True, True, False]
+    seen = turns.look()
+    # What the chief waits for is the closure, which has not ended.
+    assert (seen.taken, seen.refused) == (4, 0)
+
+
+def test_a_run_of_an_older_stretch_takes_no_turn(turns, begin, take):
+    turns.deal(9)
+    late = begin(0)
+    assert take(late)
+    turns.extend(0)
+    turns.deal(1)
+    assert not take(late)
+    assert (turns.look().taken, turns.look().refused) == (0, 0)
+    assert take(begin(1))
+
+
+def test_two_runs_of_a_closure_at_once_make_exactly_what_is_dealt(turns):
+    @tf.function
+    def run():
+        count, own = tf.constant(0), turns.begin(tf.constant(0, tf.int64))
+        while turns.take(own):
+            count += 1
+        return count
+
+    turns.deal(300)
+    run.get_concrete_function()
+    with ThreadPoolExecutor(4) as pool:
+        counts = list(pool.map(lambda _: int(run()), range(4)))
+    seen = turns.look()
+    assert sum(counts) == seen.taken == 300
+    assert seen.refused >= 1
 
 
 def test_each_worker_has_its_sums(turns, applied):

@@ -11,13 +11,16 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
 _MOST_DESCRIPTORS = 16
 _MOST_BYTES = 1 << 26
+_PART_BYTES = 1 << 16
 # Both ends are on this machine.
 _SECONDS = 10.0
 
@@ -54,30 +57,65 @@ def send(connection: socket.socket, request: Request, output: int) -> None:
     connection.settimeout(None)
 
 
-def receive(connection: socket.socket) -> tuple[Request, list[int]]:
-    """Return a request and its descriptors, which the caller has to close.
+class Arriving:
+    """A request on its way: nobody waits for a caller that sends no more of it."""
 
-    Raises:
-        OSError: the connection ends before the request does, or something else comes.
-    """
-    connection.settimeout(_SECONDS)
-    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
-    try:
-        (length,) = _LENGTH.unpack(_whole(connection, _LENGTH.size, head))
+    def __init__(self, connection: socket.socket) -> None:
+        """Read from a connection, which does not block meanwhile."""
+        connection.setblocking(False)
+        self._connection = connection
+        self._data = bytearray()
+        self._descriptors: list[int] = []
+        self._until = time.monotonic() + _SECONDS
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the caller has had the time for all of it."""
+        return time.monotonic() > self._until
+
+    def read(self) -> tuple[Request, list[int]] | None:
+        """Return the request and its descriptors, which the caller has to close, once all is there.
+
+        Raises:
+            OSError: the connection ends before the request does, or something else comes.
+        """
+        with suppress(BlockingIOError):
+            while True:
+                part, descriptors, _, _ = socket.recv_fds(
+                    self._connection, _PART_BYTES, _MOST_DESCRIPTORS
+                )
+                self._descriptors += descriptors
+                if not part:
+                    raise ConnectionResetError("the connection has ended")
+                self._data += part
+                if found := self._whole():
+                    self._connection.setblocking(True)
+                    return found
+        return None
+
+    def close(self) -> None:
+        """Close the descriptors that have come."""
+        for each in self._descriptors:
+            os.close(each)
+        self._descriptors.clear()
+
+    def _whole(self) -> tuple[Request, list[int]] | None:
+        if len(self._data) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._data)
         if length > _MOST_BYTES:
             raise OSError("a request of another program")
-        fields = json.loads(_whole(connection, length))
-        request = Request(**fields)
-        if len(descriptors) != 1 + len(request.descriptors):
-            raise OSError("descriptors are missing")
-    except BaseException as error:
-        for each in descriptors:
-            os.close(each)
-        if isinstance(error, ValueError | TypeError | struct.error):
+        text = self._data[_LENGTH.size :]
+        if len(text) < length:
+            return None
+        try:
+            request = Request(**json.loads(text[:length]))
+            are_there = len(self._descriptors) == 1 + len(request.descriptors)
+        except (ValueError, TypeError) as error:
             raise OSError("a request of another program") from error
-        raise
-    connection.settimeout(None)
-    return request, descriptors
+        if not are_there:
+            raise OSError("descriptors are missing")
+        return request, self._descriptors
 
 
 def send_number(connection: socket.socket, number: int, descriptor: int | None = None) -> None:

@@ -33,12 +33,14 @@ from dataclasses import dataclass
 from trainer import optional_packages
 from trainer.cluster import signals
 from trainer.cluster.forks import command_line, fork_request
-from trainer.cluster.forks.fork_request import Request
+from trainer.cluster.forks.fork_request import Arriving, Request
 
 # Above what libraries open.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+# What a caller sends follows its connection at once.
+_MOMENT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._loaded: set[str] = set()
+        self._arriving: dict[socket.socket, Arriving] = {}
         self._waiting: list[tuple[socket.socket, Request, list[int]]] = []
         # By connection: the descriptor of the process that was forked for it.
         self._processes: dict[socket.socket, int] = {}
@@ -137,14 +140,20 @@ class Server:
         """Close all that belongs to the server, in a process that is none."""
         self._selector.close()
         self._listener.close()
+        for connection in list(self._arriving):
+            self._leave(connection)
         for connection, _, descriptors in self._waiting:
             _close(connection, descriptors)
         for connection, process in self._processes.items():
             _close(connection, [process])
 
     def _serve(self, timeout: float | None) -> _Copy | None:
-        for key, _ in self._selector.select(timeout):
-            key.data(key.fileobj)
+        while events := self._selector.select(timeout):
+            for key, _ in events:
+                key.data(key.fileobj)
+            timeout = _MOMENT if self._arriving else 0
+        for each in [each for each, found in self._arriving.items() if found.is_late]:
+            self._forget(each)
         # In a copy the list still has the other requests, for `close`.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
@@ -155,11 +164,34 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         try:
-            if not fork_request.is_own_user(connection):
-                raise PermissionError("another user")
-            self._waiting.append((connection, *fork_request.receive(connection)))
+            is_own = fork_request.is_own_user(connection)
         except OSError:
+            is_own = False
+        if not is_own:
             connection.close()
+            return
+        self._arriving[connection] = Arriving(connection)
+        self._selector.register(connection, selectors.EVENT_READ, self._read)
+
+    def _read(self, connection: socket.socket) -> None:
+        """Read what has come of a request."""
+        try:
+            found = self._arriving[connection].read()
+        except OSError:
+            self._forget(connection)
+            return
+        if found:
+            self._selector.unregister(connection)
+            del self._arriving[connection]
+            self._waiting.append((connection, *found))
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._leave(connection)
+
+    def _leave(self, connection: socket.socket) -> None:
+        self._arriving.pop(connection).close()
+        connection.close()
 
     def _fork(
         self, connection: socket.socket, wanted: Request, descriptors: list[int]

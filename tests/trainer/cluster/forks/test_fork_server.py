@@ -1,6 +1,8 @@
 import os
+import select
 import signal
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -10,6 +12,8 @@ from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, servi
 from trainer.cluster.forks import fork_request
 
 pytestmark = pytest.mark.cluster
+# Less than two callers get for their requests.
+HELD = 1.5 * fork_request._SECONDS
 
 
 @pytest.fixture
@@ -118,6 +122,24 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
     asked = Asked(folder=tmp_path)
     assert asked.fork(server.first)
     asked.says()
+
+
+def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
+    with ExitStack() as silent:
+        for sent in (b"", b"\0" * 3):
+            stranger = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            stranger.connect(f"\0{server.first}")
+            stranger.sendall(sent)
+        # It is answered before their time is over, which it would wait for one after the other.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
+            starter.connect(f"\0{server.first}")
+            asked = Asked(folder=tmp_path)
+            with asked.descriptors() as output:
+                fork_request.send(starter, asked.wanted, output)
+            assert select.select([starter], [], [], HELD)[0]
+            _, descriptor = fork_request.receive_number(starter)
+            asked.says()
+            os.close(descriptor)
 
 
 def test_the_second_server_has_loaded_the_rest_and_both_end_with_standard_input(tmp_path):
