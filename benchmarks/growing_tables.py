@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from benchmarks.comparisons import Comparison, alternating
+from trainer.models.classifiers import outputs
 from trainer.models.embedding_table import EmbeddingTable
+from trainer.models.spec import InputSpec, scaled_input
 
 ROUNDS = 5
 ROWS, DIMENSION, BATCH, STEPS = 1_000_000, 16, 8192, 100
 RATE = 0.01
+# Of the ids that drift: of an example, that are new at a step, and that may come at a step. Each
+# comes eight times on average with the batches of `benchmarks.memory`, and then never again.
+IDS, NEW_IDS, LIVE_IDS = 4, 8, 8_000
+# Rows that are fewer, so that some are taken by use; others are taken by their age.
+DRIFTING_ROWS, OLDEST = 6_000, 500
 Step = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -33,7 +42,7 @@ def table_rows() -> Comparison:
     of_table, plain = _grown(table), _plain()
     asked = [tf.constant(ids[each]) for each in numbers]
     places = [tf.constant(each) for each in numbers]
-    new = _new(random)
+    new = [_new(random, min_count) for min_count in (1, 2)]
     found = alternating(
         ROUNDS, lambda: _rows_per_second(of_table, asked), lambda: _rows_per_second(plain, places)
     )
@@ -44,17 +53,48 @@ def table_rows() -> Comparison:
         more={
             "million_rows_per_second_of_a_core": [round(own / 1e6, 3) for own, _ in found],
             "by_place": [round(other / 1e6, 3) for _, other in found],
-            "new_rows": round(new / 1e6, 3),
+            "new_rows": round(new[0] / 1e6, 3),
+            "turned_away": round(new[1] / 1e6, 3),
         },
     )
 
 
-def _new(random: np.random.Generator) -> float:
-    """Return the rows a second where all ids are new, and the table is full half of the time."""
-    table = EmbeddingTable(STEPS * BATCH // 2, DIMENSION, shards=2, min_age=1, name="new")
+def _new(random: np.random.Generator, min_count: int) -> float:
+    """Return the rows a second where all ids are new.
+
+    The table is full half of the time, unless an id has to come `min_count` times.
+    """
+    table = EmbeddingTable(
+        STEPS * BATCH // 2, DIMENSION, shards=2, min_count=min_count, min_age=1, name="new"
+    )
     table.build((None,))
     asked = [tf.constant(random.integers(-(2**62), 2**62, BATCH)) for _ in range(STEPS)]
     return _rows_per_second(_grown(table), asked)
+
+
+class _Drifting(EmbeddingTable):
+    """A table whose ids are drawn, from a window that moves with the global step."""
+
+    def call(self, examples: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        """Return the rows of some ids for each of the examples, whatever these are."""
+        step = self._step(examples)
+        shape = [tf.shape(examples)[0], IDS]
+        ids = tf.random.uniform(shape, maxval=LIVE_IDS, dtype=tf.int64)
+        return super().call(ids if step is None else ids + step * NEW_IDS, training)
+
+    def compute_output_spec(self, examples: Any, training: bool | None = None) -> keras.KerasTensor:
+        """Return type and shape of the rows."""
+        del training
+        return keras.KerasTensor((examples.shape[0], IDS, self.dimension), self.compute_dtype)
+
+
+def drifting(spec: InputSpec) -> keras.Model:
+    """Return a linear model of the input and of the rows of ids that no later example has."""
+    given, pixels = scaled_input(spec)
+    table = _Drifting(DRIFTING_ROWS, DIMENSION, min_count=2, max_age=OLDEST, shards=2, name="table")
+    rows = keras.layers.Flatten()(table(given))
+    features = keras.layers.Concatenate()([keras.layers.Flatten()(pixels), rows])
+    return keras.Model(given, outputs(spec, features))
 
 
 def _grown(table: EmbeddingTable) -> Step:

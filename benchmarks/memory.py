@@ -1,9 +1,9 @@
-"""Whether the memory of a task grows while it trains: each run looked at at two moments."""
+"""Whether the memory of a task grows while it trains: each run looked at at several moments."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +24,59 @@ SETTINGS: Mapping[str, Any] = {
     "training.checkpoint_every": 5_000,
     "training.validate_every": 5_000,
 }
+# A table is full long before the first look, and its rows are given to other ids all the time.
+OF_TABLE: Mapping[str, Any] = {
+    **SETTINGS,
+    "model.name": "benchmarks.growing_tables:drifting",
+    "training.optimizer": "{name: adagrad, learning_rate: 0.1}",
+    "export.formats": "[saved_model]",
+}
+TABLE_LOOKS = (EARLY, 10_000, 20_000, 30_000, 40_000, LATE)
 JUDGED = ("chief", "worker")
 TASKS = ("chief-0", "ps-0", "worker-0", "worker-1")
 
 
 def memory() -> Comparison:
     """Resident bytes of chief and workers after 50,000 steps, over those after 5,000."""
-    config = load_config(None, [f"{key}={value}" for key, value in SETTINGS.items()])
-    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
-        runs = [watched(config, Path(name) / f"{each}", [EARLY, LATE]) for each in range(ROUNDS)]
+    runs = _runs(SETTINGS, (EARLY, LATE), ROUNDS)
     return Comparison(
         name=f"memory of chief and workers after {LATE:,} steps, over that after {EARLY:,}",
-        rounds=tuple(worst_growth(early, late) for early, late in runs),
+        rounds=tuple(worst_growth(run[0], run[-1]) for run in runs),
+        at_most=1.05,
+        more={"megabytes": [_megabytes(run) for run in runs]},
+    )
+
+
+def table_memory() -> Comparison:
+    """The same of all tasks, with a table that is full and gives its rows to other ids."""
+    (run,) = _runs(OF_TABLE, TABLE_LOOKS, 1)
+    return Comparison(
+        name=f"memory of all tasks with a full table after {LATE:,} steps, over after {EARLY:,}",
+        rounds=(worst_growth(run[0], run[-1], TASKS),),
         at_most=1.05,
         more={
-            "megabytes": [
-                {task: [look.tasks[task].resident_bytes >> 20 for look in run] for task in TASKS}
-                for run in runs
-            ]
+            "steps": [look.global_step for look in run],
+            "megabytes": _megabytes(run),
+            "evicted": [look.metrics["tables"]["table"]["evicted"] for look in run],
         },
     )
 
 
-def worst_growth(early: Look, late: Look) -> float:
-    """Return the largest ratio of late to early memory over chief and workers."""
+def _runs(settings: Mapping[str, Any], steps: Sequence[int], count: int) -> list[tuple[Look, ...]]:
+    """Return what so many runs are at these steps."""
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        return [watched(config, Path(name) / f"{each}", list(steps)) for each in range(count)]
+
+
+def _megabytes(run: Sequence[Look]) -> dict[str, list[int]]:
+    return {task: [look.tasks[task].resident_bytes >> 20 for look in run] for task in TASKS}
+
+
+def worst_growth(early: Look, late: Look, judged: Collection[str] = JUDGED) -> float:
+    """Return the largest ratio of late to early memory over tasks whose names begin so."""
     return max(
         late.tasks[task].resident_bytes / used.resident_bytes
         for task, used in early.tasks.items()
-        if task.startswith(JUDGED)
+        if task.startswith(tuple(judged))
     )

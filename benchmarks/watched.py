@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,11 +32,13 @@ class Look:
         global_step: as training said it last.
         time: seconds since the epoch when it did.
         tasks: by name, such as `worker-0`.
+        metrics: further ones of the strategy.
     """
 
     global_step: int
     time: float
     tasks: Mapping[str, Used]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 def watched(
@@ -61,7 +64,8 @@ def watched(
     def follow(event: Event) -> None:
         if isinstance(event, Progress) and left and event.global_step >= left[0]:
             found = tasks_below(run.folder)
-            looks.append(Look(global_step=event.global_step, time=event.time, tasks=found))
+            step, metrics = event.global_step, event.metrics
+            looks.append(Look(global_step=step, time=event.time, tasks=found, metrics=metrics))
             left[:] = [step for step in left if step > event.global_step]
 
     extra = {"dataset": dataset} if dataset else {}

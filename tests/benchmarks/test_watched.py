@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,31 @@ def test_the_task_that_grows_most_is_judged(monkeypatch, late, ratio, holds):
     assert (tree["ratio"], tree["holds"]) == (pytest.approx(ratio), holds)
     assert tree["megabytes"][0]["ps-0"] == [500, late.tasks["ps-0"].resident_bytes // MEGABYTE]
     assert asked == [(51_000, [5_000, 50_000])] * memory.ROUNDS
+
+
+def test_with_a_table_the_server_is_judged_too(monkeypatch):
+    def seen(config, workdir, steps, dataset=""):  # noqa: ARG001
+        assert config.model.name == "benchmarks.growing_tables:drifting"
+        tables = {"tables": {"table": {"rows": 6_000, "evicted": 7, "turned_away": 8}}}
+        late = look(50_000, chief_0=800, ps_0=550, worker_0=600, worker_1=600)
+        return [replace(each, metrics=tables) for each in (*[EARLY] * (len(steps) - 1), late)]
+
+    monkeypatch.setattr(memory, "watched", seen)
+    tree = memory.table_memory().tree()
+    assert (tree["ratio"], tree["holds"]) == (pytest.approx(1.1), False)
+    assert tree["megabytes"]["ps-0"] == [500, 500, 500, 500, 500, 550]
+    assert tree["evicted"] == [7] * 6
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_rows_of_the_table_that_is_watched_are_given_to_other_ids(tmp_path):
+    settings = {**memory.OF_TABLE, "training.steps": 3_000}
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    (last,) = watched.watched(config, tmp_path, [2_500])
+    found = last.metrics["tables"]["table"]
+    assert found["rows"] <= 6_000
+    assert found["evicted"] > 1_000
 
 
 def test_tasks_are_known_by_their_folder(tmp_path):

@@ -318,15 +318,16 @@ def restore(
     """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit.
 
     Every value of every checkpoint is assigned here, whichever way: on the `servers` where it is
-    apart and they can, and by this process otherwise.
+    apart and they can, and by this process otherwise. What a checkpoint may lack stays as it is.
     """
     try:
+        layout = Layout.of_checkpoint(found.folder, found.fields)
+        variables = layout.without_lacking(variables)
         if found.apart and servers and servers.are_ready():
             servers.restore(found.folder, found.uri, found.fields, variables)
             return
         if found.apart:
             bases.fetch(found.uri, found.folder)
-        layout = Layout.of_checkpoint(found.folder, found.fields)
         below = {path: each for path, each in variables.items() if path in layout.changed}
         if below:
             _read(found.folder / bases.FOLDER / PREFIX, below, io_device)

@@ -35,6 +35,7 @@ from trainer.checkpoints.contents import INDEX_FILE, PREFIX
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.errors import ClusterLostError, UserError
 from trainer.json_records import parse_mapping
+from trainer.models.embedding_table import may_lack
 from trainer.strategies.placement import server_device
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -320,6 +321,12 @@ class Layout:
             graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
             found = cls.read(prefix)
             return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)
+
+    def without_lacking(self, wanted: Variables) -> Variables:
+        """Return variables without those that a checkpoint may lack, and this one does."""
+        return {
+            path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
+        }
 
     def require(self, wanted: Variables) -> None:
         """Raise `ValueError` where the checkpoint has not each variable in its shape and type."""

@@ -30,6 +30,7 @@ from trainer.checkpoints.index import KIND
 from trainer.checkpoints.servers import PartServers
 from trainer.config.initial_weights import CHAMPION, KERAS, InitialWeights, initial_weights
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.models.embedding_table import may_lack
 
 _KEY = "training.warm_start"
 _MODEL = "model/"
@@ -166,14 +167,21 @@ def load(
 
 
 def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
+    selection = Selection()
     for path, shape in here.items():
+        if path not in there and may_lack(path):
+            selection.leave(path, ABSENT)
+            continue
         if path not in there:
             _refuse(uri, f"it has no {path} {shape}")
         if there[path] != shape:
             _refuse(uri, f"{path} is {there[path]} there and {shape} in this model")
+        selection.taken.append(path)
     for path in sorted(there.keys() - here.keys()):
-        _refuse(uri, f"it has {path} {there[path]}, which this model has not")
-    return Selection(taken=list(here))
+        if not may_lack(path):
+            _refuse(uri, f"it has {path} {there[path]}, which this model has not")
+        selection.leave(path, NOT_HERE)
+    return selection
 
 
 def _refuse(uri: str, what: str) -> NoReturn:

@@ -20,6 +20,7 @@ XLA cannot compile it. What is exported has the rows that are used, and needs no
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ import tensorflow as tf
 from trainer.errors import ConfigError, nearest
 from trainer.models import table_shard
 from trainer.models.spec import InputSpec, initializer
-from trainer.models.table_shard import Asked, Noted, Rules, Shard, cells_of, mixed
+from trainer.models.table_shard import Asked, Noted, Rules, Shard, mixed, sieve_of
 from trainer.unique_rows import spread
 
 KEYS = ("int64", "string")
@@ -40,8 +41,10 @@ _CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initial
 _FINGERPRINTS = 2**63 - 1
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
-# Beyond these a number is a slip: counts are of 32 bits.
+# Beyond these a number is a slip.
 _MOST, _MOST_ROWS = 2**31 - 1, 2**40
+# Of a checkpoint: what counts ids that have no row yet, in this form and in an earlier one.
+_COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
 # Strategies of which each replica has all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class EmbeddingTable(keras.layers.Layer):
             keys: what ids are: "int64" (or a smaller whole number), or "string".
             shards: that the rows are split over. Part of the model and not of the cluster: a
                 checkpoint fits only the same number. More than there are servers is no harm.
-            min_count: how often training has to see an id before it gets a row.
+            min_count: how often training has to see an id before it gets a row, up to 255.
             min_age: steps without use before a row may be given to another id, as gradients of it
                 may be on their way: more than there are workers.
             max_age: steps without use after which a row is given up; 0: only when room is needed.
@@ -119,11 +122,11 @@ class EmbeddingTable(keras.layers.Layer):
         ]
 
     def _noted(self, number: int, size: int) -> Noted:
-        def note(name: str, length: int, initializer: str, dtype: str = "int64") -> Any:
+        def note(name: str, shape: tuple[int, ...], initializer: str, dtype: str = "int64") -> Any:
             # Keras has no initializer of -1.
             return self.add_weight(
                 name=f"shard_{number}_{name}",
-                shape=(length,),
+                shape=shape,
                 dtype=dtype,
                 initializer=initializer if initializer == "zeros" else _minus_one,
                 trainable=False,
@@ -139,11 +142,11 @@ class EmbeddingTable(keras.layers.Layer):
         has_filter, is_text = self.min_count > 1, self.keys == "string"
         return Noted(
             rows=rows,
-            ids=note("ids", size + 1, "zeros"),
-            used=note("used", size + 1, "minus_one"),
-            tally=note("tally", table_shard.COUNTS, "zeros"),
-            checks=note("checks", size + 1, "zeros") if is_text else None,
-            seen=note("seen", cells_of(size), "zeros", "int32") if has_filter else None,
+            ids=note("ids", (size + 1,), "zeros"),
+            used=note("used", (size + 1,), "minus_one"),
+            tally=note("tally", (table_shard.COUNTS,), "zeros"),
+            checks=note("checks", (size + 1,), "zeros") if is_text else None,
+            seen=note("sieve", sieve_of(size), "zeros", "uint8") if has_filter else None,
         )
 
     def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
@@ -281,8 +284,14 @@ class EmbeddingTable(keras.layers.Layer):
             )
 
     def load_own_variables(self, store: Any) -> None:
-        """Take the values of a file."""
-        super().load_own_variables(store)
+        """Take the values of a file; a sieve begins empty where the file has another form of it."""
+        sieves = {id(shard.noted.seen) for shard in self._parts}
+        values = {name: store[name] for name in store.keys()}  # noqa: SIM118
+        for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
+            name = f"{number}"
+            if id(each) in sieves and name in values and values[name].shape != each.shape:
+                values[name] = each.numpy()
+        super().load_own_variables(values)
         self.restored()
 
     def get_config(self) -> dict[str, Any]:
@@ -334,6 +343,14 @@ def growing(
         raise ConfigError(f"tables.{name}.{error}") from None
 
 
+def may_lack(path: str) -> bool:
+    """Say whether a checkpoint of the same model may be without a variable of this path.
+
+    That is the count of ids without a row, which then begins anew.
+    """
+    return bool(_COUNTING.search(path))
+
+
 def shrink(model: keras.Model) -> None:
     """Make the tables of a model as small as their rows in use, before it is exported."""
     for layer in model._flatten_layers():
@@ -343,7 +360,7 @@ def shrink(model: keras.Model) -> None:
 
 def _check(given: Mapping[str, int], keys: str) -> None:
     least = {"capacity": given["shards"], "min_age": 0, "max_age": 0}
-    most = {"capacity": _MOST_ROWS}
+    most = {"capacity": _MOST_ROWS, "min_count": table_shard.MOST_COUNTED}
     for name, value in given.items():
         if value < least.get(name, 1):
             raise ValueError(

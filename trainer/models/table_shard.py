@@ -26,8 +26,11 @@ CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
 # Evicting is a search through all slots: it makes room for more than is needed at once.
 AT_ONCE = 16
-# Cells of the sieve for each slot; and the fewest.
-CELLS, FEWEST_CELLS = 4, 1024
+# The sieve has a block of cells for each slot, and at least so many. An id is counted by some cells
+# of one block. All are halved when so many ids for each block were counted.
+CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
+# What a cell can hold.
+MOST_COUNTED = 255
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
 
@@ -204,29 +207,34 @@ class Shard:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return which ids have come often enough, and the change of `sieved`.
 
-        Two cells count each id, which is as frequent as the smaller one says (Cormode and
-        Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). All are halved
-        when as many ids were counted as there are cells (Einziger et al. 2017, "TinyLFU").
+        Four cells count each id, which is as frequent as the smallest one says (Cormode and
+        Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is
+        raised above the count of its id (Estan and Varghese 2002, "New Directions in Traffic
+        Measurement and Accounting"). From time to time all are halved (Einziger et al. 2017,
+        "TinyLFU"), but not before each id of batches like this one could come often enough.
         """
         if self.noted.seen is None:
             return tf.ones_like(keys, tf.bool), tf.constant(0, tf.int64)
         seen = self.noted.seen.value
-        cells = int(seen.shape[0])
-        counts = tf.cast(counts, tf.int32)
-        places = [mixed(keys + salt, cells) for salt in (1, 2**40)]
-        for each in places:
-            seen.scatter_add(tf.IndexedSlices(counts, each))
-        often = tf.minimum(*(tf.gather(seen, each) for each in places))
-        total = sieved + tf.cast(tf.reduce_sum(counts), tf.int64)
-        full = total > cells
+        count = int(seen.shape[0])
+        block, own = mixed(keys + 1, count), _cells_of(keys)
+        least = tf.bitwise.bitwise_or(tf.gather(seen, block), tf.bitwise.invert(own))
+        counts = tf.cast(counts, tf.int64)
+        times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
+        raised = tf.cast(tf.minimum(times, MOST_COUNTED), tf.uint8)[:, tf.newaxis]
+        seen.scatter_max(tf.IndexedSlices(tf.bitwise.bitwise_and(own, raised), block))
+        now = tf.reduce_sum(counts)
+        total = sieved + now
+        full = total > tf.maximum(np.int64(WINDOW * count), self._rules.min_count * now)
 
         def halve() -> tf.Tensor:
-            with tf.control_dependencies([seen.assign(seen // 2, read_value=True)]):
+            half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
+            with tf.control_dependencies([seen.assign(half, read_value=True)]):
                 return -sieved
 
-        with tf.control_dependencies([often]):
+        with tf.control_dependencies([times]):
             change = tf.cond(full, halve, lambda: total - sieved)
-        return often >= self._rules.min_count, change
+        return times >= self._rules.min_count, change
 
     def _evicted(
         self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
@@ -339,7 +347,7 @@ class Shard:
         for each, value in ((noted.ids, _LATEST), (noted.used, _NEVER)):
             each.assign(np.where(np.arange(capacity + 1) < len(live), each.numpy(), value))
         if noted.seen is not None:
-            _replace(noted.seen, np.zeros(cells_of(capacity), np.int32))
+            _replace(noted.seen, np.zeros([1, CELLS], np.uint8))
         self.capacity = capacity
         self.free = tf.Variable(np.arange(capacity), dtype=tf.int64, trainable=False)
         self.slots = []
@@ -364,9 +372,23 @@ class Shard:
         return tf.where(slots < 0, np.int64(self.capacity), slots)
 
 
-def cells_of(capacity: int) -> int:
-    """Return how many cells the sieve of so many slots has."""
-    return max(FEWEST_CELLS, CELLS * capacity)
+def sieve_of(capacity: int) -> tuple[int, int]:
+    """Return how many blocks the sieve of so many slots has, and cells of a block."""
+    return max(FEWEST_BLOCKS, capacity), CELLS
+
+
+def _cells_of(keys: tf.Tensor) -> tf.Tensor:
+    """Return which cells of a block count each key [n]: all bits of these are set [n, CELLS].
+
+    One in each of the equal parts of a block, so that no two are the same.
+    """
+    part = CELLS // CELLS_OF_ID
+    bits = part.bit_length() - 1
+    drawn = mixed(keys + 2**40, CELLS**CELLS_OF_ID)[:, tf.newaxis]
+    shifted = tf.bitwise.right_shift(drawn, np.arange(CELLS_OF_ID) * bits)
+    places = tf.bitwise.bitwise_and(shifted, np.int64(part - 1))
+    chosen = tf.one_hot(places, part, on_value=np.uint8(255), off_value=np.uint8(0))
+    return tf.reshape(chosen, [-1, CELLS])
 
 
 def mixed(keys: tf.Tensor, below: int) -> tf.Tensor:

@@ -372,3 +372,23 @@ def test_a_table_that_grows_and_evicts(tmp_path, two_servers, monkeypatch):
     for each in (table, fresh):
         look_up(each, range(640, 900))
     assert fresh.metrics() == table.metrics()
+
+
+@pytest.mark.parametrize("where", ["on the servers", "by the chief"])
+def test_a_table_begins_with_an_empty_sieve_where_there_is_none(
+    tmp_path, two_servers, monkeypatch, where
+):
+    for module in (part_saver, servers):
+        monkeypatch.setattr(module, "server_of", lambda each: int("shard_1" in each.name))
+    table, held = grown(range(700))
+    earlier = tf.Variable(tf.ones([4 * 600], tf.int32), name="shard_1_seen")
+    kept = {path: each for path, each in held.items() if not path.endswith("_sieve")}
+    save(opened(tmp_path, two_servers), {**kept, "model/shard_1_seen": earlier}, 10)
+    fresh, there = grown([])
+    renamed = dict(zip(held, there.values(), strict=True))
+    two_servers._are_ready = where == "on the servers"
+    restore(opened(tmp_path, two_servers).newest(), renamed, io_device=None, servers=two_servers)
+    fresh.restored()
+    assert_same(kept, {path: renamed[path] for path in kept})
+    assert not any(renamed[path].numpy().any() for path in held.keys() - kept.keys())
+    np.testing.assert_array_equal(look_up(fresh, range(900)), look_up(table, range(900)))

@@ -89,14 +89,15 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 
 
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
-    monkeypatch.setattr("trainer.models.table_shard.FEWEST_CELLS", 1)
+    monkeypatch.setattr("trainer.models.table_shard.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
-    # Of 4 cells; they are halved when more than 4 ids were counted.
-    for _ in range(3):
-        trained(layer, [1])
-    trained(layer, [2, 2])
-    trained(layer, [1])
+    # Of one block: all cells are halved when more than 5 ids were counted.
+    for each in (1, 1, 1, 2, 3, 4):
+        trained(layer, [each])
+    trained(layer, [1, 1, 1])
     assert layer.metrics()["rows"] == 0
+    trained(layer, [1])
+    assert known(layer, [1, 2, 3, 4]) == [True, False, False, False]
 
 
 def test_the_row_that_was_used_least_recently_makes_room():
@@ -258,6 +259,24 @@ def test_what_is_exported_is_as_large_as_its_rows_and_answers_alike(keys, tmp_pa
     assert (tmp_path / "saved/variables/variables.data-00000-of-00001").stat().st_size < 40_000
 
 
+def test_a_file_with_another_form_of_the_sieve_is_read():
+    first, second = table(min_count=2, shards=2), table(min_count=2, shards=2)
+    trained(first, [1, 1, 2, 2, 3])
+    trained(second, [7])
+    values = {}
+    for number, each in enumerate([*first.trainable_variables, *first.non_trainable_variables]):
+        is_sieve = each.path.endswith("_sieve")
+        values[f"{number}"] = np.ones(1024, np.int32) if is_sieve else each.numpy()
+    second.load_own_variables(values)
+    assert known(second, [1, 2, 3, 7]) == [True, True, False, False]
+    # That of 7 is left, and nothing of what cannot be read.
+    trained(second, [3, 7])
+    assert known(second, [3, 7]) == [False, True]
+    del values["0"]
+    with pytest.raises(ValueError, match="variables"):
+        second.load_own_variables(values)
+
+
 def test_a_table_without_a_row_is_exported_with_a_warning(caplog):
     layer = table(min_count=9)
     trained(layer, [1, 2])
@@ -288,7 +307,8 @@ def test_it_draws_new_rows_by_the_initializer_and_never_twice():
     [
         ({"capacity": 0}, "capacity: 0 is not allowed; it has to be at least 2"),
         ({"min_count": 0}, "min_count: 0 is not allowed; it has to be at least 1"),
-        ({"min_count": 2**31}, "min_count: 2147483648 is not allowed; it has to be at most"),
+        ({"min_count": 256}, "min_count: 256 is not allowed; it has to be at most 255"),
+        ({"max_age": 2**31}, "max_age: 2147483648 is not allowed; it has to be at most"),
         ({"capacity": 10**30}, "is not allowed; it has to be at most 1099511627776"),
         ({"max_age": 16}, "max_age: 16 is not allowed; it has to be above min_age"),
         ({"initializer": "glorot_uniform"}, "initializer: GlorotUniform needs the size of the"),

@@ -3,12 +3,95 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.trainer.models.test_embedding_table import DIMENSION, KEYS, ids_of, known, table, trained
+from trainer.models import table_shard
+
+
+def in_graph(layer):
+    def looked_up(ids):
+        return layer(ids, training=True)
+
+    return tf.function(looked_up, input_signature=[tf.TensorSpec([None], tf.int64)])
+
+
+class Truth:
+    """What a sieve would do that counts each id by itself, and the ids of a table of one shard."""
+
+    def __init__(self, layer):
+        (self._shard,) = layer._parts
+        self._step, self._min_count = in_graph(layer), layer.min_count
+        self._sieved = 0
+        self.counts, self.due, self.with_row = Counter(), set(), set()
+
+    def train(self, batch):
+        self._step(tf.constant(batch))
+        self.counts.update(each for each in batch.tolist() if each not in self.with_row)
+        self.due.update(each for each in batch.tolist() if self.counts[each] >= self._min_count)
+        sieved = int(self._shard.noted.tally.numpy()[table_shard.SIEVED])
+        if sieved < self._sieved:
+            self.counts = Counter({each: count // 2 for each, count in self.counts.items()})
+        self._sieved = sieved
+        noted, slots = self._shard.noted, self._shard.capacity
+        self.with_row = set(noted.ids.numpy()[:slots][noted.used.numpy()[:slots] >= 0].tolist())
+
+
+@pytest.mark.parametrize("min_count", [2, 3, 10])
+def test_of_ids_that_come_once_few_get_a_row(min_count):
+    layer = table(8000, min_count=min_count)
+    step = in_graph(layer)
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (200, 500))
+    for batch in ids:
+        step(batch)
+    assert layer.metrics()["rows"] < 0.03 * ids.size
+    # Those that come again do.
+    for batch in np.tile(ids[-1], (min_count - 1, 1)):
+        step(batch)
+    assert all(known(layer, ids[-1]))
+
+
+@pytest.mark.parametrize(("min_count", "seed"), [(2, 0), (3, 1), (10, 2)])
+def test_an_id_that_came_often_enough_is_never_turned_away_and_few_others_get_a_row(
+    min_count, seed
+):
+    # There is always room.
+    layer = table(6000, min_count=min_count)
+    truth, random, came = Truth(layer), np.random.default_rng(seed), set()
+    for _ in range(150):
+        batch = random.zipf(1.2, random.integers(1, 1500)) % 10**6 - 5 * 10**5
+        truth.train(batch)
+        came.update(batch.tolist())
+        assert truth.due <= truth.with_row
+    assert layer.metrics() == {**layer.metrics(), "evicted": 0, "rows": len(truth.with_row)}
+    assert len(truth.due) > 300
+    assert len(truth.with_row - truth.due) < 0.03 * len(came - truth.due)
+
+
+@pytest.mark.parametrize(("capacity", "ids"), [(1000, 3900), (100, 5000)])
+def test_ids_of_a_large_batch_are_not_forgotten_before_the_next_one(capacity, ids):
+    layer = table(capacity, min_count=3)
+    for rows in (0, 0, capacity):
+        trained(layer, range(ids))
+        assert layer.metrics()["rows"] == rows
+
+
+def test_a_cell_of_the_sieve_does_not_begin_anew_when_it_is_full():
+    layer = table(1, min_count=255, min_age=3)
+    trained(layer, [1] * 254)
+    assert known(layer, [1]) == [False]
+    trained(layer, [1])
+    assert known(layer, [1]) == [True]
+    # There is no room, and it comes more often than a cell can hold.
+    for each in ([2] * 300, [3], [4]):
+        trained(layer, each)
+    assert known(layer, [1, 2]) == [True, False]
+    trained(layer, [2])
+    assert known(layer, [1, 2]) == [False, True]
 
 
 def test_rows_of_a_longer_run_grow_old_in_this_one():

@@ -10,6 +10,7 @@ from keras.src.utils.naming import reset_uids
 
 from tests.trainer.objectives import cross_entropy, of_classes
 from tests.trainer.plain import CHIEF, NOBODY
+from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model, resumed
 from trainer.config.load import parse_config
 from trainer.errors import ConfigError, UserError
@@ -31,7 +32,7 @@ def config_of(**training):
     return parse_config({"training": {"strategy": "single", **training}})
 
 
-def built(*, steps=0, capacity=40, dimension=3, **training):
+def built(*, steps=0, capacity=40, dimension=3, min_count=1, **training):
     """Return a strategy that was built, on ids 0 to 19 and their remainders by two."""
     config, objective = config_of(**training), of_classes(2)
     # As `registry.build` does: a checkpoint finds variables by name.
@@ -41,7 +42,9 @@ def built(*, steps=0, capacity=40, dimension=3, **training):
     numbers = np.arange(20)
     strategy.build(
         Problem(
-            build_model=lambda: objective.attach(model_of(capacity, dimension)),
+            build_model=lambda: objective.attach(
+                model_of(capacity, dimension, min_count=min_count)
+            ),
             build_optimizer=lambda: build_optimizer(config.training),
             loss=objective.loss,
             chance_loss=1.0,
@@ -96,6 +99,38 @@ def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
     model = model_of()
     restore_model(found.uri, model, tmp_path)
     np.testing.assert_array_equal(answers(model), expected)
+
+
+def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
+    strategy, _ = built(steps=5, min_count=2)
+    expected = answers(strategy.model)
+    held = {path: each for path, each in strategy.variables().items() if "sieve" not in path}
+    assert len(strategy.variables()) - len(held) == 2
+    for earlier in (False, True):
+        if earlier:
+            cells = tf.ones([1024], tf.int32)
+            held |= {f"model/table/shard_{n}_seen": tf.Variable(cells) for n in range(2)}
+        strategy.applied.assign_add(1)
+        checkpoints = Checkpoints(tmp_path.as_uri(), keep=2, scratch=tmp_path / "scratch")
+        uri = checkpoints.save(held, io_device=None, fields={})
+        again, _ = built(min_count=2)
+        found = checkpoints.newest()
+        kept = resumed(found, again.variables(), config_of().training)
+        restore(found, kept, io_device=None)
+        again.restored()
+        np.testing.assert_array_equal(answers(again.model), expected)
+        assert again.run(1).metrics["tables"]["table"]["rows"] == 20
+        reset_uids()
+        model = model_of(min_count=2)
+        restore_model(uri, model, tmp_path)
+        np.testing.assert_array_equal(answers(model), expected)
+        warmed, _ = built(min_count=2)
+        source = warm_start.fetched(uri, tmp_path / "warm")
+        line = warm_start.load(source, warmed.variables(), io_device=None)["warm_start"]
+        warmed.restored()
+        np.testing.assert_array_equal(answers(warmed.model), expected)
+        assert "2 absent there (table/shard_0_sieve, table/shard_1_sieve)" in line
+        assert ("2 not in this model (table/shard_0_seen" in line) == earlier
 
 
 @pytest.mark.parametrize("other", [{"capacity": 80}, {"dimension": 5}])
