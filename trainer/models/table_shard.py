@@ -21,9 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 # What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
-# got no row, those in the sieve since it was halved, and the step of the last search by age.
-CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
-COUNTS = 6
+# got no row, those in the sieve since it was halved, the step of the last search by age, and the
+# steps of earlier runs, which ages go on from.
+CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT, EARLIER = range(7)
+COUNTS = 7
 # Evicting is a search through all slots: it makes room for more than is needed at once.
 AT_ONCE = 16
 # Cells of the sieve for each slot; and the fewest.
@@ -131,7 +132,7 @@ class Shard:
         tally = self.noted.tally.value
         tally.assign_add(tf.one_hot(CLOCK, COUNTS, dtype=tf.int64))
         counted = tally.read_value()
-        now = counted[CLOCK] if step is None else step
+        now = counted[CLOCK] if step is None else counted[EARLIER] + step
         found = self._find(asked.keys)
         slots = self._verified(found, asked.checks)
         # Before rows are evicted: those of this batch stay.
@@ -170,7 +171,7 @@ class Shard:
         )
         self._give(chosen, places, now, counted[GIVEN])
         away = tf.math.count_nonzero(slots < 0) - taken
-        change = tf.stack([np.int64(0), taken, evicted, away, halved, swept])
+        change = tf.stack([np.int64(0), taken, evicted, away, halved, swept, np.int64(0)])
         total = self.noted.tally.value.assign_add(change, read_value=True)
         with tf.control_dependencies([total]):
             return tf.tensor_scatter_nd_update(slots, absent[:, tf.newaxis], places)
@@ -281,13 +282,10 @@ class Shard:
         with tf.device(self.device):
             used = self.noted.used.value.read_value()[: self.capacity]
             if self.steps is not None:
-                # Those of another run may be of later steps than this one has had.
-                now = tf.identity(self.steps.read_value())
-                used, tally = tf.minimum(used, now), self.noted.tally.value
-                swept = tf.minimum(tally[SWEPT], now)
-                tally.assign(tf.tensor_scatter_nd_update(tally, [[SWEPT]], [swept]))
-                last = self.noted.used.value.read_value()[self.capacity :]
-                self.noted.used.value.assign(tf.concat([used, last], 0))
+                # A run that began with the rows of another one counts its own steps from 0.
+                tally, latest = self.noted.tally.value, tf.reduce_max(used)
+                earlier = tf.maximum(tally[EARLIER], latest - self.steps.read_value())
+                tally.assign(tf.tensor_scatter_nd_update(tally, [[EARLIER]], [earlier]))
             live = tf.where(used >= 0)[:, 0]
             # Of two slots of one id, as a worker that died may have left them, the later one stays.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))

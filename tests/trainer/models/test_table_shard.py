@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer.models.test_embedding_table import DIMENSION, KEYS, ids_of, known, table, trained
+from trainer.models.table_shard import EARLIER
 
 
 def test_rows_of_a_longer_run_grow_old_in_this_one():
@@ -21,6 +22,23 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     steps.assign(112)
     trained(layer, [2])
     assert known(layer, [1, 2]) == [False, True]
+
+
+def test_rows_that_an_earlier_run_used_last_stay_longest():
+    layer, steps = table(4), tf.Variable(0, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    for step, ids in ((100, [1, 2]), (150, [3, 4]), (200, [1, 2])):
+        steps.assign(step)
+        trained(layer, ids)
+    for step in (0, 40):
+        # As at a warm start, and as where this run begins again from a checkpoint of its own.
+        steps.assign(step)
+        layer.restored()
+        trained(layer, [2])
+    (shard,) = layer._parts
+    assert shard.noted.tally.numpy()[EARLIER] == 200
+    trained(layer, [5, 6])
+    assert known(layer, range(1, 7)) == [True, True, False, False, True, True]
 
 
 def test_a_lookup_of_an_earlier_step_makes_no_row_older():
