@@ -48,7 +48,7 @@ def night(folder, day, *assignments, champion=""):
     config = load_config(FILE, given)
     folder.mkdir()
     dataset = prepare(config.data, storage.uri_of(folder), folder / "scratch")
-    assert dataset.manifest.fields["version"] == f"1.0.{day}"
+    assert dataset.manifest.fields["version"] == f"1.1.{day}"
     with launched(config.model_dump(mode="json"), dataset.uri, folder) as run:
         code, said = run.end()
     assert code == 0, said
