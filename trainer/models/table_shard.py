@@ -91,6 +91,8 @@ class Shard:
                 lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64), trainable=False
             )
             self.room = tf.Variable(capacity, dtype=tf.int64, trainable=False)
+            # The steps of earlier runs, which ages go on from.
+            self.earlier = tf.Variable(0, dtype=tf.int64, trainable=False)
             # Servers outlive a process: a number would be that of a table of another one.
             name = uuid.uuid4().hex
             with tf.device(self.device):
@@ -156,7 +158,7 @@ class Shard:
         tally = self.noted.tally.value
         tally.assign_add(tf.one_hot(CLOCK, COUNTS, dtype=tf.int64))
         counted = tally.read_value()
-        now = counted[CLOCK] if step is None else step
+        now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
         slots = self._verified(found, asked.checks)
         # Before rows are evicted: those of this batch stay.
@@ -319,13 +321,9 @@ class Shard:
         with tf.device(self.device):
             used = self.noted.used.value.read_value()[: self.capacity]
             if self.steps is not None:
-                # Those of another run may be of later steps than this one has had.
-                now = tf.identity(self.steps.read_value())
-                used, tally = tf.minimum(used, now), self.noted.tally.value
-                swept = tf.minimum(tally[SWEPT], now)
-                tally.assign(tf.tensor_scatter_nd_update(tally, [[SWEPT]], [swept]))
-                last = self.noted.used.value.read_value()[self.capacity :]
-                self.noted.used.value.assign(tf.concat([used, last], 0))
+                # A run that began with the rows of another one counts its own steps from 0.
+                latest = tf.reduce_max(used)
+                self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
             live = tf.where(used >= 0)[:, 0]
             # Of two slots of one id, as a worker that died may have left them, the later one stays.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))

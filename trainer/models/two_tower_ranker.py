@@ -1,6 +1,8 @@
 """Recommender of two towers that finds and ranks: vectors for a search, and the chance of a click.
 
-Both towers look their id up in a table. Two losses train them together:
+Both towers look their id up in a table that grows (`trainer.models.embedding_table`), and so what
+else is known of it, such as the segment of a user: an id without a row of its own is judged by that
+alone. Two losses train them together:
 
     click        binary cross entropy of the logit, which the task `recommendation` has: the dot
                  product of both vectors and a small network of them
@@ -17,6 +19,7 @@ The last number of an item's vector is how much all like it, that of a user's is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +27,7 @@ import keras
 import tensorflow as tf
 
 from trainer.errors import ConfigError, nearest
-from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
+from trainer.models.embedding_table import growing
 from trainer.models.spec import InputSpec, size, sizes
 
 _ANSWER = "answer"
@@ -99,55 +102,63 @@ class Recommender(keras.Model):
 def two_tower_ranker(  # noqa: PLR0913
     spec: InputSpec,
     *,
-    rows: Mapping[str, int] | None = None,
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
     user: str = "user",
     item: str = "item",
+    user_attributes: Sequence[str] = (),
+    item_attributes: Sequence[str] = (),
     popularity: str = "",
     dimension: int = 16,
     hidden_units: Sequence[int] = (),
     ranking_units: Sequence[int] = (32,),
     shards: int = 2,
-    unknown: str = "wrap",
     retrieval: float = 1.0,
 ) -> keras.Model:
     """Return the logit and both vectors of pairs, as the task `recommendation` takes them.
 
     Args:
-        spec: whole numbers: an id of a user, one of an item, and the popularity where it is named.
-        rows: of the table of each id, by its feature.
+        spec: an id of a user, one of an item, and what else is named below: whole numbers or texts.
+        tables: of each id and attribute, by its feature, what `EmbeddingTable` takes: `capacity`,
+            and where wanted `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
         user: the feature that is the id of a user.
         item: the feature that is the id of an item.
+        user_attributes: features that say more of a user, each looked up in a table of its own.
+        item_attributes: those of an item.
         popularity: the feature that says how often an item was shown before; empty for none.
         dimension: of a row, and of a tower's vector but for its last number.
         hidden_units: ReLU layers of each tower.
         ranking_units: ReLU layers of the network of both vectors.
-        shards: variables that each table is split over.
-        unknown: what an id outside of its table gets: "wrap" for `id mod rows`, or "error".
+        shards: that each table is split over: one for each parameter server.
         retrieval: weight of the loss of the search; 0 for none.
     """
-    counts = _checked(spec, rows, (user, item), popularity)
+    names = {user: _names("user_attributes", user, user_attributes)}
+    names[item] = _names("item_attributes", item, item_attributes)
+    _check(spec, tables, [*names[user], *names[item]], popularity)
     dimension, shards = size("dimension", dimension), size("shards", shards)
-    _check_words(unknown, retrieval)
     given = spec.symbols()
-    of_user, of_item = (
-        _rows(name, given[name], counts[name], dimension, shards, unknown) for name in (user, item)
-    )
+
+    def rows(name: str) -> Any:
+        return growing(spec, name, dimension, (tables or {})[name], shards)(given[name])
+
+    known = {side: [rows(name) for name in of_side] for side, of_side in names.items()}
     if popularity:
-        column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
-        known = keras.ops.log1p(keras.ops.cast(column, "float32"))
-        of_item = keras.layers.Concatenate(name="item_known")([of_item, known])
-    tables = {user: of_user, item: of_item}
-    vectors = [_tower(name, row, hidden_units, dimension) for name, row in tables.items()]
-    answer = FoundAndRanked(float(retrieval), item, popularity, name=_ANSWER)
-    parts = _parts(vectors, of_user, of_item, ranking_units)
+        known[item].append(_logarithm(given[popularity]))
+    joined = {side: _joined(side, parts) for side, parts in known.items()}
+    vectors = [_tower(side, x, hidden_units, dimension) for side, x in joined.items()]
+    answer = FoundAndRanked(_weight(retrieval), item, popularity, name=_ANSWER)
+    parts = _parts(vectors, joined[user], joined[item], ranking_units)
     return Recommender(given, answer(parts), name="two_tower_ranker")
 
 
-def _rows(name: str, ids: Any, rows: int, dimension: int, shards: int, unknown: str) -> Any:  # noqa: PLR0913, PLR0917
-    """Return the rows of ids, of a table of their own."""
-    few = min(shards, rows)
-    layer = ShardedEmbedding(rows, dimension, shards=few, unknown=unknown, name=f"{name}_embedding")
-    return layer(ids)
+def _logarithm(popularity: Any) -> Any:
+    column = keras.layers.Reshape((1,), name="popularity")(popularity)
+    return keras.ops.log1p(keras.ops.cast(column, "float32"))
+
+
+def _joined(side: str, known: list[Any]) -> Any:
+    if len(known) == 1:
+        return known[0]
+    return keras.layers.Concatenate(name=f"{side}_known")(known)
 
 
 def _parts(vectors: list[Any], of_user: Any, of_item: Any, units: Sequence[int]) -> list[Any]:
@@ -162,38 +173,53 @@ def _parts(vectors: list[Any], of_user: Any, of_item: Any, units: Sequence[int])
     return [logit, *(keras.ops.concatenate(each, axis=1) for each in ends)]
 
 
-def _check_words(unknown: str, retrieval: float) -> None:
-    if unknown not in UNKNOWN:
-        raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
-    if type(retrieval) not in (int, float) or not 0 <= retrieval < float("inf"):
-        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it has to be 0 or more")
-
-
 def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> Any:
     for index, units in enumerate(sizes("hidden_units", hidden_units)):
         x = keras.layers.Dense(units, activation="relu", name=f"{name}_hidden_{index}")(x)
     return keras.layers.Dense(dimension, name=f"{name}_vector")(x)
 
 
-def _checked(
-    spec: InputSpec, rows: Mapping[str, int] | None, ids: tuple[str, str], popularity: str
-) -> dict[str, int]:
-    """Return the rows of each table."""
-    wanted = [*ids, *filter(None, [popularity])]
+def _names(argument: str, of: str, value: Any) -> list[str]:
+    """Return the features that are known of users, or of items: the id first."""
+    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        return [of, *value]
+    raise ConfigError(f"{argument}: {value!r} is not allowed; it has to be a list of features")
+
+
+def _weight(retrieval: float) -> float:
+    if type(retrieval) not in (int, float) or not 0 <= retrieval < float("inf"):
+        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it has to be 0 or more")
+    return float(retrieval)
+
+
+def _check(
+    spec: InputSpec,
+    tables: Mapping[str, Mapping[str, Any]] | None,
+    looked_up: Sequence[str],
+    popularity: str,
+) -> None:
+    """Refuse features that are not there, that are not used, or that have no table."""
+    wanted = [*looked_up, *filter(None, [popularity])]
+    if twice := [name for name, count in Counter(wanted).items() if count > 1]:
+        raise ConfigError(
+            f"{twice[0]!r} is named twice; a feature is an id, an attribute, or the popularity"
+        )
     if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
         raise ConfigError(f"takes {', '.join(wanted)}; set data.inputs to them")
     for name in wanted:
         if name not in spec.shape:
             hint = nearest(name, spec.shape) or f" (the inputs are {', '.join(spec.shape)})"
             raise ConfigError(f"there is no input {name!r}{hint}")
-    if others := [name for name in spec.shape if name not in wanted]:
-        raise ConfigError(f"it does not take the input {others[0]!r}: leave it out of data.inputs")
-    for name in wanted:
-        if tuple(spec.shape[name]) or (name in ids and "int" not in spec.dtype[name]):
+        if tuple(spec.shape[name]):
             what = f"{spec.dtype[name]} of shape {tuple(spec.shape[name])}"
-            raise ConfigError(f"takes one whole number as {name!r}; it is {what}")
-    if not isinstance(rows, Mapping) or rows.keys() != set(ids):
+            raise ConfigError(f"takes one value as {name!r}; it is {what}")
+    if others := [name for name in spec.shape if name not in wanted]:
         raise ConfigError(
-            f"rows: {rows!r} is not allowed; it has to be {{{ids[0]}: COUNT, {ids[1]}: COUNT}}"
+            f"it does not take the input {others[0]!r}: name it in user_attributes or "
+            "item_attributes, or leave it out of data.inputs"
         )
-    return {name: size(f"rows of {name}", rows[name]) for name in ids}
+    if popularity and spec.dtype[popularity] in {"string", "bool"}:
+        raise ConfigError(f"popularity: {popularity!r} is {spec.dtype[popularity]} and no number")
+    if not isinstance(tables, Mapping) or tables.keys() != set(looked_up):
+        each = ", ".join(f"{name}: {{capacity: COUNT}}" for name in looked_up)
+        raise ConfigError(f"tables: {tables!r} is not allowed; it has to be {{{each}}}")

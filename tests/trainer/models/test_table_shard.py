@@ -106,6 +106,23 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     assert known(layer, [1, 2]) == [False, True]
 
 
+def test_rows_that_an_earlier_run_used_last_stay_longest():
+    layer, steps = table(4), tf.Variable(0, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    for step, ids in ((100, [1, 2]), (150, [3, 4]), (200, [1, 2])):
+        steps.assign(step)
+        trained(layer, ids)
+    for step in (0, 40):
+        # As at a warm start, and as where this run begins again from a checkpoint of its own.
+        steps.assign(step)
+        layer.restored()
+        trained(layer, [2])
+    (shard,) = layer._parts
+    assert shard.earlier.numpy() == 200
+    trained(layer, [5, 6])
+    assert known(layer, range(1, 7)) == [True, True, False, False, True, True]
+
+
 def test_a_lookup_of_an_earlier_step_makes_no_row_older():
     layer, steps = table(8), tf.Variable(50, dtype=tf.int64)
     layer.connect(steps, lambda _: [])

@@ -20,7 +20,8 @@ from trainer.tasks.retrieval.recommendation import Recommendation
 from trainer.training.optimizers import build_optimizer
 
 IDS = ("user", "item", "shown")
-ROWS = {"user": 7, "item": 5}
+TABLES = {"user": {"capacity": 8}, "item": {"capacity": 8}}
+ATTRIBUTES = {"user_attributes": ["segment"], "item_attributes": ["category"]}
 BATCH = {
     "user": np.array([10**12, 3, 3, 5]),
     "item": np.array([4 * 10**12, 8, 9, 8]),
@@ -41,17 +42,23 @@ def objective(labels=CLICKS):
 
 
 def build(spec=None, check=None, **args):
-    given = {"rows": ROWS, "popularity": "shown", "dimension": 3, **args}
+    given = {"tables": TABLES, "popularity": "shown", "dimension": 3, **args}
     config = ModelConfig(name="two_tower_ranker", args=given)
     return registry.build(config, spec or spec_of(), 0, (check or objective()).accept)
 
 
-def batch():
-    return {name: tf.constant(values) for name, values in BATCH.items()}
+def batch(**others):
+    return {name: tf.constant(values) for name, values in (BATCH | others).items()}
+
+
+def seen(model, inputs=None):
+    """Return the model after a training step has looked up the ids, which gives them rows."""
+    model(inputs or batch(), training=True)
+    return model
 
 
 def test_its_outputs_are_a_logit_and_both_vectors():
-    model = build(ranking_units=[])
+    model = seen(build(ranking_units=[]))
     outputs = model(batch()).numpy()
     assert outputs.shape == (4, 1 + 2 * 4)
     of_users, of_items = outputs[:, 1:5], outputs[:, 5:]
@@ -80,7 +87,7 @@ def plain_softmax(outputs, clicks, weights=None):
 @pytest.mark.parametrize("weights", [None, np.array([1.0, 2.0, 0.5, 4.0], "float32")])
 def test_its_loss_is_that_of_the_click_and_that_of_the_search(weights):
     own = objective()
-    model = build(check=own, retrieval=0.5)
+    model = seen(build(check=own, retrieval=0.5))
     outputs = model(batch())
     given = (batch(), tf.constant(CLICKS), *([] if weights is None else [tf.constant(weights)]))
     logits = outputs.numpy()[:, 0].astype("float64")
@@ -92,7 +99,7 @@ def test_its_loss_is_that_of_the_click_and_that_of_the_search(weights):
 
 def test_a_batch_without_a_click_has_no_loss_of_the_search():
     own = objective()
-    model = build(check=own)
+    model = seen(build(check=own))
     outputs = model(batch())
     nothing = tf.zeros(4, tf.int64)
     logits = outputs.numpy()[:, 0]
@@ -101,7 +108,7 @@ def test_a_batch_without_a_click_has_no_loss_of_the_search():
 
 
 def test_it_is_read_back_from_its_file(tmp_path):
-    model = build(ranking_units=[4], hidden_units=[6])
+    model = seen(build(ranking_units=[4], hidden_units=[6]))
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert type(again) is type(model)
@@ -114,6 +121,40 @@ def test_it_does_without_popularity():
     assert model(given).shape == (4, 9)
 
 
+def with_attributes(**args):
+    tables = TABLES | {"segment": {"capacity": 8}, "category": {"capacity": 8}}
+    return build(spec_of(*IDS, "segment", "category"), tables=tables, **ATTRIBUTES, **args)
+
+
+def test_an_id_without_a_row_is_judged_by_its_attributes():
+    known = {"segment": np.array([1, 2, 1, 2]), "category": np.array([0, 0, 1, 1])}
+    model = seen(with_attributes(), batch(**known))
+    strangers = {name: np.array([-1, -2, -3, -4]) for name in ("user", "item")}
+    strangers["shown"] = np.zeros(4, np.int64)
+    outputs = model(batch(**strangers, **known)).numpy()
+    of_users, of_items = outputs[:, 1:5], outputs[:, 5:]
+    np.testing.assert_array_equal(of_users[[0, 1]], of_users[[2, 3]])
+    np.testing.assert_array_equal(of_items[[0, 2]], of_items[[1, 3]])
+    assert np.abs(of_users[0] - of_users[1]).max() > 1e-4
+    assert np.abs(of_items[0] - of_items[2]).max() > 1e-4
+
+
+def test_ids_may_be_texts():
+    spec = spec_of(*IDS)
+    for name in ("user", "item"):
+        spec.dtype[name] = "string"
+    own = objective()
+    model = build(spec, own)
+    texts = {name: BATCH[name].astype(str) for name in ("user", "item")}
+    outputs = seen(model, batch(**texts))(batch(**texts))
+    assert len(np.unique(outputs[:, 1:4], axis=0)) == 3
+    given = (batch(**texts), tf.constant(CLICKS))
+    expected = plain_softmax(outputs.numpy(), CLICKS)
+    logits = outputs.numpy()[:, 0].astype("float64")
+    expected += np.logaddexp(0, np.where(CLICKS, -logits, logits)).mean()
+    assert float(own.loss(model, given, outputs)) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_it_learns_what_is_clicked_and_what_is_found():
     world = Clickstream(
@@ -122,16 +163,18 @@ def test_it_learns_what_is_clicked_and_what_is_found():
     parts = [world.draw(0, split, 0) for split in (0, 1)]
     train, test = ({name: each[:40_000] for name, each in part.items()} for part in parts)
     own = objective(train["label"])
-    args = {"rows": {"user": 4096, "item": 4096}, "dimension": 8, "ranking_units": []}
-    model = build(check=own, **args)
+    tables = {name: {"capacity": 512} for name in ("user", "item", "segment", "category")}
+    args = {"tables": tables, "dimension": 8, "ranking_units": [], **ATTRIBUTES}
+    names = (*IDS, "segment", "category")
+    model = build(spec_of(*names), own, **args)
     optimizer = {"name": "adam", "learning_rate": 0.02}
     training = parse_config({"training": {"optimizer": optimizer}}).training
     step = tf.function(step_of(model, build_optimizer(training), own.loss))
     for begin in range(0, 40_000, 500):
         rows = slice(begin, begin + 500)
-        inputs = {name: tf.constant(train[name][rows]) for name in IDS}
+        inputs = {name: tf.constant(train[name][rows]) for name in names}
         step((inputs, tf.constant(train["label"][rows])))
-    outputs = model({name: tf.constant(test[name]) for name in IDS}).numpy()
+    outputs = model({name: tf.constant(test[name]) for name in names}).numpy()
     given = InParts(test["label"], outputs, user=test["user"], item=test["item"])
     found = own.task.details(given)["metrics"]
     by_popularity = np.zeros_like(outputs)
@@ -144,12 +187,29 @@ def test_it_learns_what_is_clicked_and_what_is_found():
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ({"rows": {"user": 7}}, "rows: {'user': 7} is not allowed; it has to be {user: COUNT, ite"),
-        ({"rows": {"user": 7, "item": 0}}, "rows of item: 0 is not allowed"),
+        (
+            {"tables": {"user": {"capacity": 7}}},
+            "tables: {'user': {'capacity': 7}} is not allowed; it has to be {user: {capacity: "
+            "COUNT}, item: {capacity: COUNT}}",
+        ),
+        ({"tables": None}, "tables: None is not allowed; it has to be {user: {capacity: COUNT}"),
+        ({"tables": {**TABLES, "item": {"capacity": 0}}}, "tables.item.capacity: 0 is not allowed"),
+        (
+            {"tables": {**TABLES, "item": {"rows": 5}}},
+            "tables.item: {'rows': 5} is not allowed; giv",
+        ),
         ({"item": "itme"}, "there is no input 'itme'; did you mean 'item'?"),
-        ({"popularity": ""}, "it does not take the input 'shown': leave it out of data.inputs"),
+        (
+            {"popularity": ""},
+            "it does not take the input 'shown': name it in user_attributes or it",
+        ),
+        ({"item": "user"}, "'user' is named twice"),
+        ({"item_attributes": ["shown"]}, "'shown' is named twice"),
+        (
+            {"user_attributes": "segment"},
+            "user_attributes: 'segment' is not allowed; it has to be a",
+        ),
         ({"retrieval": -1}, "retrieval: -1 is not allowed; it has to be 0 or more"),
-        ({"unknown": "zero"}, "unknown: 'zero' is not allowed"),
         ({"dimension": 0}, "dimension: 0 is not allowed"),
     ],
 )
@@ -160,8 +220,24 @@ def test_wrong_arguments_are_refused(args, line):
     assert line in str(caught.value)
 
 
-def test_inputs_have_to_be_ids():
-    with pytest.raises(ConfigError, match="takes one whole number as 'user'; it is float32 of"):
-        build(spec_of(dtype="float32"))
-    with pytest.raises(ConfigError, match=r"takes user, item, shown; set data\.inputs to them"):
-        build(InputSpec(shape=(), dtype="int64", output_shape=(-1,)))
+def test_tables_of_a_fixed_size_are_no_argument_any_more():
+    with pytest.raises(ConfigError, match=r"^model\.args: two_tower_ranker has no argument 'rows'"):
+        build(rows={"user": 7, "item": 5})
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        (spec_of(dtype="float32"), "tables.user: ids have to be whole numbers of up to 64 bits or"),
+        (spec_of(shape=(2,)), "takes one value as 'user'; it is int64 of shape (2,)"),
+        (
+            InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
+            "takes user, item, shown; set dat",
+        ),
+        (spec_of(dtype="string"), "popularity: 'shown' is string and no number"),
+    ],
+)
+def test_inputs_have_to_be_ids(spec, line):
+    with pytest.raises(ConfigError) as caught:
+        build(spec)
+    assert str(caught.value).startswith(f"model two_tower_ranker: {line}")

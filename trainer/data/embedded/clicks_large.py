@@ -9,9 +9,12 @@ item from a hash of its id, so that any chance of a click can be computed (`Clic
     users      a few come often, most hardly ever (a law of Zipf with a flat head); each day
                `new_users` are new. What a user likes turns by `drift` of a right angle each day
     clicks     the likelier, the more the tastes of user and item agree; some items are better
+    segment    of a user, and `category` of an item: what is known of an id that never came before.
+               Users of a segment have half of their tastes in common (`explained`), and so have
+               items of a category; the other half is of the id alone
     shown      how often the item was shown the day before: 0 for a new one
 
-A day is a version: 1.0.17 is day 17. The newest is `day`, or with `since`, the date of day 0, that
+A day is a version: 1.1.17 is day 17. The newest is `day`, or with `since`, the date of day 0, that
 of the clock. So a run without `data.version` takes the newest day.
 """
 
@@ -35,17 +38,20 @@ PART = 1 << 16
 VISIT = 8
 RANK = 2
 # In units of the score whose sigmoid is the chance of a click.
-AFFINITY, QUALITY, BASE = 3.0, 0.7, -1.5
+AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
 # The activity of users: exponent, and how many of them come about as often as the first.
 _ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
+# Another one where the same day has other events.
+_RELEASE = "1.1."
 _BITS, _HALF = 52, 26
 _MASK = np.uint64((1 << _BITS) - 1)
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 # What is hashed for what.
 _USERS, _ITEMS, _TASTE, _TURNED, _QUALITY, _IMPRESSIONS = range(1, 7)
+_SEGMENT, _CATEGORY, _OF_SEGMENT, _TURNED_SEGMENT, _OF_CATEGORY = range(20, 25)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -95,6 +101,10 @@ class Clickstream:
         zipf: the exponent of the items' popularity; 0 shows all as often.
         drift: share of popularity and of tastes that changes in a day.
         new_users: of a day, in the place of as many old ones; and so `new_items`.
+        segments: of users.
+        categories: of items.
+        explained: share of what users like that all of a segment have in common, and of what items
+            are that all of a category have; 0 leaves it to the ids.
         seed: of all.
     """
 
@@ -105,22 +115,25 @@ class Clickstream:
     drift: float = 0.02
     new_users: int = 50_000
     new_items: int = 5_000
+    segments: int = 64
+    categories: int = 256
+    explained: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        for name in ("users", "items", "events"):
+        for name in ("users", "items", "events", "segments", "categories"):
             whole(name, getattr(self, name), 1, _MOST)
         whole("new_users", self.new_users, 0, self.users)
         whole("new_items", self.new_items, 0, self.items)
         whole("seed", self.seed, 0, 2**31 - 1)
-        for name, most in (("zipf", _STEEPEST), ("drift", 1.0)):
+        for name, most in (("zipf", _STEEPEST), ("drift", 1.0), ("explained", 1.0)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value <= most:
                 refuse(name, value, f"a number from 0 to {most:g}")
 
     def draw(self, day: int, split: int, part: int) -> dict[str, Ints]:
-        """Return `PART` events: user, item, shown and label of each."""
+        """Return `PART` events: what is known of each, and its label."""
         # Of NumPy's generators only this one promises the same numbers in every version.
         random = np.random.RandomState([self.seed, day, split, part])
         visits = self._user_law.ranks(random.random_sample(PART // VISIT))
@@ -133,7 +146,9 @@ class Clickstream:
         clicks = random.random_sample(PART) < self.chances(users, items, day)
         return {
             "user": users,
+            "segment": self.segment(users),
             "item": items,
+            "category": self.category(items),
             "shown": self.impressions(items, day),
             "label": clicks.astype(np.int64),
         }
@@ -149,13 +164,23 @@ class Clickstream:
     def tastes(self, users: Ints, day: int) -> Floats:
         """Return what users like on a day [n, RANK]."""
         angle = self.drift * day * math.pi / 2
-        first, second = (self._normals(users, RANK, each) for each in (_TASTE, _TURNED))
+        groups = self.segment(users)
+        first = self._explained(users, _TASTE, groups, _OF_SEGMENT)
+        second = self._explained(users, _TURNED, groups, _TURNED_SEGMENT)
         found: Floats = math.cos(angle) * first + math.sin(angle) * second
         return found
 
     def features(self, items: Ints) -> Floats:
         """Return what items have of what users like [n, RANK]."""
-        return self._normals(items, RANK, _ITEMS)
+        return self._explained(items, _ITEMS, self.category(items), _OF_CATEGORY)
+
+    def segment(self, users: Ints) -> Ints:
+        """Return the segment of users [n], counted from 0."""
+        return self._group(users, _SEGMENT, self.segments)
+
+    def category(self, items: Ints) -> Ints:
+        """Return the category of items [n], counted from 0."""
+        return self._group(items, _CATEGORY, self.categories)
 
     def quality(self, items: Ints) -> Floats:
         """Return by how much items are liked more by all [n], in units of the score."""
@@ -245,6 +270,16 @@ class Clickstream:
     def _key(self, kind: int) -> np.uint64:
         return np.uint64(_hashed(self.seed, 12, kind) & int(_MASK))
 
+    def _group(self, ids: Ints, kind: int, count: int) -> Ints:
+        salt = np.uint64(_hashed(self.seed, kind))
+        return (_mixed(ids.astype(np.uint64) ^ salt) % np.uint64(count)).astype(np.int64)
+
+    def _explained(self, ids: Ints, kind: int, groups: Ints, of_group: int) -> Floats:
+        """Return normal numbers [n, RANK], whose part `explained` is that of the group."""
+        alike, own = self._normals(groups, RANK, of_group), self._normals(ids, RANK, kind)
+        found: Floats = math.sqrt(self.explained) * alike + math.sqrt(1 - self.explained) * own
+        return found
+
     def _normals(self, ids: Ints, count: int, kind: int) -> Floats:
         """Return normal numbers [n, count] of ids; `count` is even (Box and Muller 1958)."""
         found = np.empty((len(ids), count))
@@ -290,7 +325,7 @@ def whole(name: str, value: Any, least: int, most: int) -> None:
 class ClicksLarge(tfds.core.GeneratorBasedBuilder):
     """Generated clicks of a day, or of several that end with it."""
 
-    VERSION = tfds.core.Version("1.0.0")
+    VERSION = tfds.core.Version(f"{_RELEASE}0")
 
     def __init__(  # noqa: PLR0913
         self,
@@ -313,7 +348,7 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
             events: of a day, for training.
             test_events: of the newest day.
             data_dir: of TFDS.
-            version: 1.0.DAY, in the place of `day`.
+            version: 1.1.DAY, in the place of `day`.
             truth: arguments of `Clickstream`.
         """
         known = {each.name for each in fields(Clickstream)}
@@ -326,7 +361,7 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
         self.clickstream = Clickstream(events=events, **truth)
         #: Examples of each split: with it this class is read by `columns`, and TFDS writes nothing.
         self.sizes: Mapping[str, int] = {"train": events * days, "test": test_events}
-        self.VERSION = tfds.core.Version(f"1.0.{self.day}")
+        self.VERSION = tfds.core.Version(f"{_RELEASE}{self.day}")
         super().__init__(data_dir=data_dir, version=version)
 
     def columns(self, split: str, first: int, end: int) -> Iterator[dict[str, Ints]]:
@@ -340,7 +375,7 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> Any:
         number = tfds.features.Scalar(np.int64)
         label = tfds.features.ClassLabel(names=["no_click", "click"])
-        inputs = ("user", "item", "shown")
+        inputs = ("user", "segment", "item", "category", "shown")
         return tfds.core.DatasetInfo(
             builder=self,
             description=self.__doc__,
@@ -362,9 +397,11 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
 
 def _day(version: str | None, since: str, day: int) -> int:
     if version:
-        text = version.removeprefix("1.0.")
+        text = version.removeprefix(_RELEASE)
         if not (text.isdecimal() and text.isascii()) or text == version:
-            raise ConfigError(f"data.version: {version!r} names no day; write 1.0.17 for day 17")
+            raise ConfigError(
+                f"data.version: {version!r} names no day; write {_RELEASE}17 for day 17"
+            )
         if int(text) > LAST_DAY:
             raise ConfigError(f"data.version: {version} is beyond the last day, {LAST_DAY}")
         return int(text)

@@ -96,7 +96,7 @@ def test_popularity_drifts_by_as_much_as_was_asked_for():
 
 
 def test_tastes_turn():
-    world = Clickstream(drift=0.1)
+    world = Clickstream(drift=0.1, segments=5000)
     users = np.arange(5000)
 
     def alike(day):
@@ -105,6 +105,30 @@ def test_tastes_turn():
     assert alike(0) == pytest.approx(1)
     assert alike(5) == pytest.approx(np.cos(np.pi / 4), abs=0.03)
     assert alike(10) == pytest.approx(0, abs=0.03)
+
+
+@pytest.mark.parametrize("explained", [0.0, 0.3, 1.0])
+def test_segment_and_category_explain_their_share(explained):
+    world = Clickstream(explained=explained, segments=500, categories=500, drift=0.1)
+    ids = np.arange(100_000)
+    for groups, values in (
+        (world.segment(ids), world.tastes(ids, 3)),
+        (world.category(ids), world.features(ids)),
+    ):
+        known, where, count = np.unique(groups, return_inverse=True, return_counts=True)
+        np.testing.assert_array_equal(known, np.arange(500))
+        means = np.stack([np.bincount(where, each) / count for each in values.T])
+        assert values.var() == pytest.approx(1, abs=0.1)
+        assert means[:, where].var() / values.var() == pytest.approx(explained, abs=0.05)
+
+
+def test_an_event_says_segment_and_category():
+    drawn = LARGE.draw(5, 1, 0)
+    np.testing.assert_array_equal(drawn["segment"], LARGE.segment(drawn["user"]))
+    np.testing.assert_array_equal(drawn["category"], LARGE.category(drawn["item"]))
+    shares = np.bincount(drawn["segment"]) / PART
+    assert len(shares) == LARGE.segments
+    assert shares.max() < 0.1
 
 
 def test_each_day_has_new_ids_in_the_place_of_old_ones():
@@ -130,9 +154,9 @@ def test_clicks_come_as_often_as_their_chances_say():
     order = np.argsort(chances)
     for rows in np.array_split(order, 8):
         assert drawn["label"][rows].mean() == pytest.approx(chances[rows].mean(), abs=0.02)
-    assert 0.2 < drawn["label"].mean() < 0.45
+    assert 0.12 < drawn["label"].mean() < 0.25
     best = area(drawn["label"], chances)
-    assert 0.87 < best < 0.92
+    assert 0.9 < best < 0.93
     of_items = area(drawn["label"], LARGE.quality(drawn["item"]))
     assert 0.5 < of_items < 0.65
     assert area(drawn["label"], LARGE.chances(drawn["user"], drawn["item"], 40)) < best - 0.02
@@ -160,8 +184,8 @@ def test_a_dataset_is_made_of_the_events_of_its_days(tmp_path):
     assert {name: each["examples"] for name, each in fields["splits"].items()} == {
         "train": 5400, "validation": 600, "test": 500
     }  # fmt: skip
-    assert fields["version"] == "1.0.6"
-    assert set(fields["inputs"]) == {"item", "shown"}
+    assert fields["version"] == "1.1.6"
+    assert set(fields["inputs"]) == {"category", "item", "segment", "shown"}
     assert (fields["targets"], fields["group"]) == (["label"], "user")
     # TFDS has written nothing.
     assert not list(tmp_path.rglob("dataset_info.json"))
@@ -201,11 +225,11 @@ def config(**args):
 
 
 def test_the_newest_version_is_the_day(tmp_path):
-    assert newest_version(config(day=17), tmp_path) == "1.0.17"
+    assert newest_version(config(day=17), tmp_path) == "1.1.17"
     begin = datetime.now(UTC).date() - timedelta(days=3)
     # The day may end while this runs.
-    assert newest_version(config(since=begin.isoformat()), tmp_path) in {"1.0.3", "1.0.4"}
-    named = config(since=begin.isoformat()).model_copy(update={"version": "1.0.2"})
+    assert newest_version(config(since=begin.isoformat()), tmp_path) in {"1.1.3", "1.1.4"}
+    named = config(since=begin.isoformat()).model_copy(update={"version": "1.1.2"})
     assert datasets.builder(named, tmp_path).day == 2
 
 
@@ -219,6 +243,8 @@ def test_the_newest_version_is_the_day(tmp_path):
         ({"new_items": 1_000_001}, "new_items: 1000001 is not allowed"),
         ({"zipf": 3}, "zipf: 3 is not allowed; it has to be a number from 0 to 2"),
         ({"zipf": "1"}, "zipf: '1' is not allowed"),
+        ({"segments": 0}, "segments: 0 is not allowed; it has to be a whole number from 1"),
+        ({"explained": 1.1}, "explained: 1.1 is not allowed; it has to be a number from 0 to 1"),
         ({"drift": -0.1}, "drift: -0.1 is not allowed; it has to be a number from 0 to 1"),
         ({"day": 10_000}, "day: 10000 is not allowed; it has to be a whole number from 0 to 9999"),
         ({"days": 2}, "days: 2 is not allowed; it has to be a whole number from 1 to 1"),
@@ -232,7 +258,7 @@ def test_what_is_out_of_range_is_refused(tmp_path, args, line):
     assert str(caught.value).startswith(f"data.builder_args.{line}")
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.0.", "2.0.1", "1.0.x", "1.0.10000"])
+@pytest.mark.parametrize("version", ["1.1", "1.1.", "1.0.1", "1.1.x", "1.1.10000"])
 def test_a_version_that_is_no_day_is_refused(tmp_path, version):
     with pytest.raises(ConfigError, match=r"^data\.version: .*(names no day|the last day)"):
         datasets.builder(config().model_copy(update={"version": version}), tmp_path)
