@@ -75,10 +75,10 @@ def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, 
     assert validated == [1, 2, 3, 4]
 
 
-def killed(dataset, folder, lost, **named):
+def killed(dataset, folder, lost, parts_mb=64, **named):
     """Train with snapshots and rare checkpoints, kill a server; return the run and the event."""
     every, steps = 4000, 6000
-    training = {"checkpoint_every": every, "steps": steps}
+    training = {"checkpoint_every": every, "steps": steps, "checkpoint_parts_mb": parts_mb}
     config = settings(training=training, snapshot_seconds=0.1, **named)
     with launched(config, dataset, folder) as run:
         run.wait_for_step(1000)
@@ -94,9 +94,9 @@ def killed(dataset, folder, lost, **named):
     return run, event
 
 
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-def test_the_variables_of_the_lost_server_go_back_to_a_snapshot(dataset, tmp_path, lost):
-    run, event = killed(dataset, tmp_path, lost)
+@pytest.mark.parametrize(("lost", "parts_mb"), [("ps-0", 64), ("ps-1", 64), ("ps-0", 0)])
+def test_the_variables_of_the_lost_server_go_back_to_a_snapshot(dataset, tmp_path, lost, parts_mb):
+    run, event = killed(dataset, tmp_path, lost, parts_mb)
     assert (event.recovery, event.reason) == ("partial", "")
     begun = [each.global_step for each in run.events(AttemptBegin)]
     assert begun == [0, event.global_step]
