@@ -42,6 +42,8 @@ AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
 # The activity of users: exponent, and how many of them come about as often as the first.
 _ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
+# A prime above it, so that no two ranks of users are of one slot.
+_STRIDE = 2654435761
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
 # Another one where the same day has other events.
@@ -137,7 +139,8 @@ class Clickstream:
         # Of NumPy's generators only this one promises the same numbers in every version.
         random = np.random.RandomState([self.seed, day, split, part])
         visits = self._user_law.ranks(random.random_sample(PART // VISIT))
-        users = np.repeat(self._ids(visits, _USERS, day), VISIT)
+        # Else the first new users would be in the places of the most active ones, all at once.
+        users = np.repeat(self._ids(visits * _STRIDE % self.users, _USERS, day), VISIT)
         ranks = self._item_law.ranks(random.random_sample(PART))
         fashion, share = self._fashion(day)
         later = random.random_sample(PART) < share

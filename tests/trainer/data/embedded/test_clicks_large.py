@@ -35,7 +35,7 @@ def area(labels, scores):
 
 def test_they_are_the_same_everywhere_and_others_for_each_day_split_and_part():
     ids = b"".join(LARGE.draw(3, 0, 1)[name].tobytes() for name in ("user", "item"))
-    assert hashlib.sha256(ids).hexdigest()[:16] == "3f7eb44d03f8c8d5"
+    assert hashlib.sha256(ids).hexdigest()[:16] == "cef30ff8f3e9f2d7"
     again, first = Clickstream().draw(3, 0, 1), LARGE.draw(3, 0, 1)
     for name, values in again.items():
         np.testing.assert_array_equal(values, first[name])
@@ -146,6 +146,11 @@ def test_each_day_has_new_ids_in_the_place_of_old_ones():
     assert set(world.impressions(fresh, 5)) == {0}
     kept = np.setdiff1d(items, fresh)
     assert world.impressions(kept, 5).mean() == pytest.approx(100_000 / 500, rel=0.01)
+
+
+def test_those_who_come_most_come_again():
+    days = [LARGE.draw(day, 0, 0)["user"] for day in (0, 1)]
+    assert np.isin(days[1], days[0]).mean() > 0.5
 
 
 def test_clicks_come_as_often_as_their_chances_say():
