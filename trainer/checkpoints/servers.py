@@ -36,7 +36,7 @@ from trainer.checkpoints.part_server import Reply, Request
 from trainer.errors import ClusterLostError, UserError
 from trainer.json_records import parse_mapping
 from trainer.models.embedding_table import may_lack
-from trainer.strategies.placement import server_device
+from trainer.strategies.placement import fetched, server_device
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # In front of the key of a variable, of which a difference holds rows: int64 [n], and their values.
@@ -196,7 +196,7 @@ class PartServers:
             # To read what is not there would log an error on the server.
             if not len(tf.io.matching_files(path)):
                 return None
-            data: bytes = tf.io.read_file(path).numpy()
+            data: bytes = fetched(tf.io.read_file(path))
             return data
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.checkpoints.servers import Variables, operating_at, side_by_side, size_of
-from trainer.strategies.placement import server_device
+from trainer.strategies.placement import fetched, server_device
 from trainer.strategies.updates.touched_rows import RowGroup
 
 # So many bytes of rows are on their way at once: no more of a server's memory is needed.
@@ -167,7 +167,7 @@ class _Copy:
             while (cursors < self._rows).any():
                 reached, *found = self._read_rows(tf.constant(cursors))
                 self._assign_rows(found)
-                cursors = reached.numpy()
+                cursors = fetched(reached)
 
     def _here(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device(self._device):

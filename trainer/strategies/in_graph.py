@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.strategies.parameter_server import Served
+from trainer.strategies.placement import fetched
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.towers import mean
 from trainer.topology import Task
@@ -36,7 +37,7 @@ class InGraph(Served):
         self.pass_over(steps * len(self._workers) * self.batches_of_step())
         for index in self._workers:
             self._tally.add(str(Task(role="worker", index=index)), steps)
-        return Report(loss=float(total) / steps, metrics=self.metrics())
+        return Report(loss=float(fetched(total)) / steps, metrics=self.metrics())
 
     def _batches(self, worker: int, problem: Problem) -> Any:
         with tf.device(f"{_device(worker)}/device:CPU:0"):

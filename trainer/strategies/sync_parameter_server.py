@@ -23,7 +23,7 @@ import tensorflow as tf
 from trainer.strategies import table_state
 from trainer.strategies.gradients import Gradient, over, plus
 from trainer.strategies.parameter_server import LONG_RUN, LoopWatch, Served, worker_number
-from trainer.strategies.placement import server_device
+from trainer.strategies.placement import fetched, server_device
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.visits import Batches, plan_of
 
@@ -86,16 +86,16 @@ class SyncParameterServer(Served):
         except tf.errors.OpError as error:
             raise self._watch.error or error from error
         for worker, (taken, refused) in enumerate(
-            zip(accepted.numpy(), dropped.numpy(), strict=True)
+            zip(fetched(accepted), fetched(dropped), strict=True)
         ):
             self._tally.add(f"worker-{worker}", int(taken + refused))
             self._dropped += int(refused)
         if self.stream:
             size = self.config.training.batch_size * self.batches_of_step()
-            each = used.numpy().ravel() - numbers.numpy()
+            each = fetched(used).ravel() - fetched(numbers)
             self.position = self.position.after((int(n) * size, size) for n in each)
         metrics = {**self.metrics(), "dropped_gradients": self._dropped}
-        return Report(loss=float(loss) / steps, metrics=metrics)
+        return Report(loss=float(fetched(loss)) / steps, metrics=metrics)
 
     def halt(self) -> None:
         """End the loops of the workers, which wait for tokens."""

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from trainer.strategies.placement import fetched
+
 # The columns of the table of reports.
 LOSS, UPDATES, OTHERS = range(3)
 # Closures of a stretch whose runs are told apart; half a megabyte. The oldest of more than that
@@ -127,7 +129,7 @@ class Turns:
 
     def look(self) -> Seen:
         """Return what is there, in one message."""
-        applied, taken, refused, *reports = self._look().numpy()
+        applied, taken, refused, *reports = fetched(self._look())
         return Seen(
             applied=int(applied),
             taken=int(taken),

@@ -1,0 +1,48 @@
+"""A chief that looks at turns again and again: `python -m tests.cluster.looking SPEC`.
+
+SPEC is a JSON file: `config` (sections that differ from the defaults), and `pid` of the server. A
+line of JSON says by how many bytes the server has grown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import tensorflow as tf
+
+from tests.cluster.lead import say
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.strategies.parameter_server import Served
+from trainer.strategies.placement import server_device
+from trainer.strategies.strategy import create
+from trainer.strategies.turns import Turns
+from trainer.topology import from_tf_config
+
+FIRST, MORE = 500, 3000
+
+
+def main() -> None:
+    """Look until the server has what it needs, and then how much more it takes."""
+    signals.end_with_parent()
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    strategy = create(parse_config(spec["config"]), *from_tf_config(os.environ["TF_CONFIG"]))
+    assert isinstance(strategy, Served)
+    strategy.connect()
+    with tf.device(server_device(0)):
+        turns = Turns(1, tf.Variable(0, dtype=tf.int64))
+    server = psutil.Process(spec["pid"])
+    for _ in range(FIRST):
+        turns.look()
+    before = server.memory_info().rss
+    for _ in range(MORE):
+        turns.look()
+    say(grown=server.memory_info().rss - before)
+
+
+if __name__ == "__main__":
+    main()
