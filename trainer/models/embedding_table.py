@@ -244,8 +244,8 @@ class EmbeddingTable(keras.layers.Layer):
         """Return the variables of each shard, which have to be on one server."""
         return [
             [
-                each._value if isinstance(each, keras.Variable) else each
-                for each in (shard.noted.rows, *shard.noted.bookkeeping(), shard.free, shard.room)
+                *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
+                *(shard.free, shard.room, shard.earlier),
             ]
             for shard in self._parts
         ]

@@ -319,11 +319,14 @@ class Shard:
     def restored(self) -> None:
         """Make the map, and the list of free slots, of what the variables say."""
         with tf.device(self.device):
-            used = self.noted.used.value.read_value()[: self.capacity]
+            used = self.noted.used.value.read_value()
             if self.steps is not None:
-                # A run that began with the rows of another one counts its own steps from 0.
-                latest = tf.reduce_max(used)
+                # A run that began with the rows of another one counts its own steps from 0. Rows
+                # that were used last may have been given up since.
+                swept = self.noted.tally.value.read_value()[SWEPT]
+                latest = tf.maximum(tf.reduce_max(used), swept)
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
+            used = used[: self.capacity]
             live = tf.where(used >= 0)[:, 0]
             # Of two slots of one id, as a worker that died may have left them, the later one stays.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))

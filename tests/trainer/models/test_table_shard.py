@@ -123,6 +123,22 @@ def test_rows_that_an_earlier_run_used_last_stay_longest():
     assert known(layer, range(1, 7)) == [True, True, False, False, True, True]
 
 
+def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
+    layer, steps = table(8, min_count=2, max_age=100), tf.Variable(0, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
+    for step, ids in ((0, [1, 1]), (5000, [])):
+        steps.assign(step)
+        trained(layer, ids)
+    assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
+    # As at a warm start.
+    steps.assign(0)
+    layer.restored()
+    for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):
+        steps.assign(step)
+        trained(layer, ids)
+    assert known(layer, [1, 2]) == [False, True]
+
+
 def test_a_lookup_of_an_earlier_step_makes_no_row_older():
     layer, steps = table(8), tf.Variable(50, dtype=tf.int64)
     layer.connect(steps, lambda _: [])

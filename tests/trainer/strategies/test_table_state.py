@@ -213,3 +213,21 @@ def test_a_model_without_tables_is_left_alone():
     assert table_state.metrics(model) == {}
     assert table_state.together(model) == []
     assert table_state.state_of(model) == model.non_trainable_variables
+
+
+def test_all_that_a_shard_needs_is_placed_with_it():
+    made = []
+
+    def create(next_creator, **kwargs):
+        made.append(next_creator(**kwargs))
+        return made[-1]
+
+    with tf.variable_creator_scope(create):
+        table = EmbeddingTable(40, 3, keys="string", shards=2, min_count=2)
+        table.build((None,))
+    model = keras.Sequential([keras.Input((), dtype="string"), table])
+    groups = [{id(each) for each in group} for group in table_state.together(model)]
+    for shard, group in zip(table.parts(), groups, strict=True):
+        assert {id(each) for each in (shard.free, shard.room, shard.earlier)} < group
+    assert {id(each) for each in made} == set.union(*groups)
+    assert sum(map(len, groups)) == len(made) == 2 * 9
