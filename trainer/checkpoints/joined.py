@@ -118,6 +118,8 @@ def save(  # noqa: PLR0913
     loss = _Loss(checkpoints=checkpoints, variables=variables, lost=lost, io_device=io_device)
     newest = checkpoints.newest_step()
     copied = {n: each for n, each in (copies or {}).items() if each.global_step > newest}
+    # One that was saved at this step is not published, or it would be the newest one.
+    checkpoints.last = ""
     step, stand_ins, older = loss.replaced(copied, read_step, by_parts=by_parts)
     recovered = {f"ps-{server}": _tree(older[server]) for server in sorted(older)}
     everything = {**variables, **stand_ins}

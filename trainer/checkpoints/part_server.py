@@ -174,10 +174,10 @@ class PartServer:
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = from_tree(Request, parse(path.read_bytes()))
-            except ValueError:
+            except (ValueError, FileNotFoundError):
                 request = None
             if request is None:
-                # It is still being written.
+                # It is still being written, or the other thread has answered it.
                 continue
             if is_quick not in {None, request.action in _QUICK}:
                 continue

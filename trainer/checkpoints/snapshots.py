@@ -191,7 +191,9 @@ class _Copy:
         for number, (group, most) in enumerate(zip(self._groups, self._most, strict=True)):
             with tf.device(group.variables[0].device):
                 begin = tf.identity(cursors[number])
-                rows, *values = group.locked(partial(_rows_of, group, begin, most))
+                # Nobody waits for a message while it is locked.
+                with tf.control_dependencies([begin]):
+                    rows, *values = group.locked(partial(_rows_of, group, begin, most))
                 last = tf.reduce_max(tf.concat([[begin], rows], 0))
                 end = tf.constant(group.rows, tf.int64)
                 reached.append(tf.where(tf.size(rows) < most, end, last + 1))

@@ -57,6 +57,8 @@ class TaskWatch:
         ]
         self._expected = Counter(task.role for task in self._tasks)
         self._restarts: Counter[str] = Counter()
+        # By the launcher, where that says so.
+        self._started_again: Counter[str] | None = None
         # Those that have answered before, and of them those that did not the last time.
         self._seen, self._lost = set[str](), set[str]()
         self._over = threading.Event()
@@ -66,7 +68,7 @@ class TaskWatch:
     def watching(self) -> Iterator[None]:
         """Watch in this block, and look once more where an error ends it."""
         self._begin_again()
-        self._report({self._this.role: 1}, self._expected, self._restarts)
+        self._report({self._this.role: 1}, self._expected, self._counted())
         threading.Thread(target=self._watch, name="metrics-tasks", daemon=True).start()
         try:
             yield
@@ -100,8 +102,12 @@ class TaskWatch:
         self._lost = self._seen - here
         if (self._seen, self._lost) != before:
             self._keep()
-        restarts = self._of_launcher() or self._restarts
-        self._report(Counter(task.role for task in alive), self._expected, restarts)
+        self._report(Counter(task.role for task in alive), self._expected, self._counted())
+
+    def _counted(self) -> Counter[str]:
+        """Return how often tasks have begun again; it becomes no less while a count is written."""
+        self._started_again = self._of_launcher() or self._started_again
+        return self._started_again or self._restarts
 
     def _of_launcher(self) -> Counter[str] | None:
         """Return how often the launcher has started tasks again; None where it does not say so."""

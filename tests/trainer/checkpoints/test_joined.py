@@ -272,6 +272,14 @@ def test_a_save_that_the_lost_server_failed_is_given_up(tmp_path, by_name):
     assert storage.verify(done.uri).fields[RECOVERED]["ps-1"]["global_step"] == 10
 
 
+def test_what_was_copied_is_saved_at_the_step_of_a_save_that_is_not_published(tmp_path, writers):
+    made = saved(tmp_path, writers, variables(10, 1.0))
+    made.last = made.uri_of(variables(30))
+    done = save(made, variables(30, 3.0), {1}, copies={1: copied(20, 2.0)})
+    assert storage.names(made.uri) == ["step-00000010", "step-00000030"]
+    assert storage.verify(done.uri).fields[RECOVERED]["ps-1"]["global_step"] == 20
+
+
 def test_after_a_difference_it_is_whole(tmp_path, by_name):
     held, made = variables(10, 1.0), opened(tmp_path, by_name)
     made.by_parts(by_name, 0, share=0.5, last_step=100)

@@ -127,6 +127,13 @@ def test_a_request_that_is_not_whole_waits(tmp_path):
     assert server.answer_next()
 
 
+def test_a_request_that_another_thread_has_answered_is_passed_over(tmp_path):
+    server = waiting(tmp_path)
+    # Listed, and gone when it is read.
+    (tmp_path / "parts/requests/a.json").symlink_to(tmp_path / "none")
+    assert not answered(server, tmp_path, "b", Request(action="discard", prefix="parts/none")).error
+
+
 def test_answers_do_not_pile_up(tmp_path):
     server = waiting(tmp_path)
     for number in range(KEPT_REPLIES + 5):

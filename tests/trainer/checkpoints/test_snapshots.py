@@ -298,3 +298,15 @@ def test_a_table_that_grows_is_found_again_in_its_copy(grown):
         each.assign(copied.variables[path])
     grown.layer.restored()
     np.testing.assert_array_equal(grown.layer(asked, training=False).numpy(), expected)
+
+
+def test_a_table_is_not_locked_before_it_is_known_which_rows_are_read(grown):
+    found = made({0: grown.variables}, grown.groups)
+    graph = found._copies[0]._read_rows.get_concrete_function().graph
+    (lock,) = (each for each in graph.get_operations() if each.type == "MutexLock")
+    before, seen = [lock], set()
+    while before:
+        each = before.pop()
+        seen.add(each.name)
+        before += [*each.control_inputs, *(tensor.op for tensor in each.inputs)]
+    assert graph.inputs[0].op.name in seen

@@ -77,6 +77,19 @@ def test_a_task_that_is_back_before_it_is_asked_again_is_counted_by_its_launcher
     assert {role: n for role, n in reports.last[2].items() if n} == {"worker": 2, "chief": 1}
 
 
+def test_the_count_of_the_launcher_becomes_no_less(tmp_path, monkeypatch):
+    reports = Reports(tmp_path / str(CHIEF))
+    started(tmp_path, worker_1=3, chief_0=2)
+    # By the file of this task nobody has begun again.
+    watch = reports.watch()
+    begun(watch, monkeypatch)
+    assert reports.last[2] == {"worker": 2, "chief": 1, "ps": 0}
+    # It is being written.
+    (tmp_path / str(SECOND) / STARTS).write_text("")
+    watch.note(Peers())
+    assert reports.last[2] == {"worker": 2, "chief": 1, "ps": 0}
+
+
 @pytest.mark.parametrize("text", ["", "x", None])
 def test_without_the_count_of_a_task_those_that_were_away_are_counted(tmp_path, text):
     reports = Reports(tmp_path / str(CHIEF))
