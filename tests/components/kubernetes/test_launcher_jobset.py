@@ -182,8 +182,8 @@ def test_a_restart_that_a_guard_has_made_counts(kube, run_events):
     assert [(each.task, each.restarts) for each in run_events(Restart)] == [("ps-0", 1)]
 
 
-def test_a_job_that_loses_its_room_waits_without_a_deadline_and_goes_on(kube, run_events):
-    attempt = start(kube, max_restarts=0, queueing=1)
+def test_a_job_that_loses_its_room_waits_and_goes_on(kube, run_events):
+    attempt = start(kube, max_restarts=0)
     before = uids(kube)
     for task in before:
         kube.wait_followed(task)
