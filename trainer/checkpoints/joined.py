@@ -118,8 +118,6 @@ def save(  # noqa: PLR0913
     loss = _Loss(checkpoints=checkpoints, variables=variables, lost=lost, io_device=io_device)
     newest = checkpoints.newest_step()
     copied = {n: each for n, each in (copies or {}).items() if each.global_step > newest}
-    # One that was saved at this step is not published, or it would be the newest one.
-    checkpoints.last = ""
     step, stand_ins, older = loss.replaced(copied, read_step, by_parts=by_parts)
     recovered = {f"ps-{server}": _tree(older[server]) for server in sorted(older)}
     everything = {**variables, **stand_ins}
@@ -159,6 +157,8 @@ class _Loss:
                 raise NothingSavedError("no server is left, and not all of them were copied")
             # Nothing is newer than that.
             step = min(each.global_step for each in copied.values())
+        # One that was saved at this step is not published, or it would be the newest one.
+        self.checkpoints.last = ""
         stand_ins, older = self._restored(others, step, by_parts=by_parts) if others else ({}, {})
         for each in copied.values():
             stand_ins |= each.variables
