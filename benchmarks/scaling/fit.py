@@ -78,7 +78,8 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
     own = [point for point in points if point.fitted]
     worker, cold = _worker(own, cores, dispatch)
     server = _solved([_of_server(p, dispatch) for p in own], [p.server for p in own])
-    paced = [p for p in own if not p.looped]
+    # The kernel counts in hundredths of a second, of which a fast chief may have used none.
+    paced = [p for p in own if not p.looped and p.chief]
     rows = [(1.0, float(p.workers)) for p in paced]
     chief = _solved(rows, [p.chief * p.rate for p in paced])
     costs = Costs(

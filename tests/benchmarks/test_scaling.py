@@ -104,6 +104,13 @@ def test_no_constant_is_below_zero():
     assert min(value for value in vars(found).values() if isinstance(value, float)) >= 0
 
 
+@pytest.mark.slow
+def test_a_chief_that_was_too_fast_to_be_measured_is_left_out(found):
+    unseen = replace(POINTS[0], chief=0.0)
+    share = fit([unseen, *POINTS[1:]], CORES).chief_share
+    assert share == pytest.approx(found.chief_share, rel=0.15)
+
+
 def test_every_constant_has_the_runs_that_tell_it():
     wanted = list(cases())
     assert {case.workers for case in wanted} == set(WORKERS) == {1, 2, 4, 8, 16}
