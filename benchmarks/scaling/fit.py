@@ -15,7 +15,7 @@ from pipelines.planning.simulation import Dispatch, Fleet, simulated
 _COLD = np.linspace(0, 1.5, 31)
 # What is tried: shares, seconds of a byte, and of a round trip.
 _WAITING = {
-    "aside": (0.2, 0.4, 0.6, 0.8),
+    "aside": (0.2, 0.3, 0.4, 0.5, 0.6, 0.8),
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
 }
@@ -111,7 +111,7 @@ def rate(costs: Costs, point: Point, cores: int) -> float:
 
 
 def _looped(point: Point, dispatch: Dispatch) -> float:
-    without_turns = dispatch.unit(point.rate, point.workers) == 1
+    without_turns = dispatch.unit(point.rate, point.workers, dispatch.turn) == 1
     return float(point.looped or without_turns)
 
 

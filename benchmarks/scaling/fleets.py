@@ -142,9 +142,9 @@ def _troubles(costs: Costs) -> list[list[str]]:
 
 
 def _steady(found: Work, costs: Costs, machines: Fleet) -> float:
-    # Long enough that some are killed.
+    # Long enough that dozens are killed.
     dispatch = replace(costs.dispatch, seconds=_SECONDS)
-    return simulated(found, machines, dispatch, stretches=3).rate
+    return simulated(found, machines, dispatch, stretches=20).rate
 
 
 def chart(series: Series, across: str, upward: str) -> str:

@@ -57,7 +57,8 @@ class Dispatch:
         closure: seconds of the chief to send a worker into a stretch.
         look: seconds of the chief for each worker, in every second. Nobody waits for it.
         turn: updates that are unrolled in a graph, and taken at once.
-        turns_from: updates of a worker in a second, below which they are taken one by one.
+        turns_from: updates of a worker in a second, one by one, from which on turns are taken.
+        turns_until: updates of a worker in a second, below which no more turns are taken.
         long_run: steps of a run, below which they are too.
     """
 
@@ -66,6 +67,7 @@ class Dispatch:
     look: float = 0.0
     turn: int = 20
     turns_from: int = 40
+    turns_until: int = 20
     long_run: int = 2000
 
     def of_run(self, steps: int) -> Dispatch:
@@ -76,9 +78,10 @@ class Dispatch:
         """Return the updates of a stretch at so many updates a second."""
         return max(1, int(rate * self.seconds / self.turn)) * self.turn
 
-    def unit(self, rate: float, workers: int) -> int:
-        """Return how many updates a worker takes at once."""
-        return self.turn if rate >= self.turns_from * workers else 1
+    def unit(self, rate: float, workers: int, now: int) -> int:
+        """Return how many updates a worker takes at once, who took `now` at this rate."""
+        fewest = self.turns_from if now == 1 else self.turns_until
+        return self.turn if rate >= fewest * workers else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +245,7 @@ class _Simulation:
             began, before = self.now, self.counts.updates
             self._stretch(rate)
             rate = (self.counts.updates - before) / max(1e-9, self.now - began)
+            self.unit = self.dispatch.unit(rate, fleet.workers, self.unit)
         return self._outcome()
 
     def _most(self, work: Work) -> float:
@@ -293,7 +297,6 @@ class _Simulation:
         steps = self.dispatch.steps(rate)
         self.pool = min(MOST_STEPS, MOST_OF_WORKER * self.fleet.workers, steps)
         closure = self.dispatch.closure * self.pool / steps
-        self.unit = self.dispatch.unit(rate, self.fleet.workers)
         self.last_step = self.step + self.pool
         idle, self.waiting = self.waiting or list(self.workers), []
         for worker in idle:

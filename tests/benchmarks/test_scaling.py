@@ -43,7 +43,7 @@ def made_up(model, workers=2, pull_every=1, servers=1, **more):
     found = Model(gradient=gradient, held=held, pull_every=pull_every)
     fleet = Fleet(workers=workers, cores=CORES, cold=TRUE.cold)
     speed = simulated(work_of(TRUE, found, cores=CORES), fleet, TRUE.dispatch).rate
-    looped = TRUE.dispatch.unit(speed, workers) == 1 or more.get("looped", False)
+    looped = TRUE.dispatch.unit(speed, workers, 20) == 1 or more.get("looped", False)
     crowd = 1 + TRUE.cold * (1 - 1 / max(1.0, workers / CORES))
     own = TRUE.worker_update + TRUE.worker_message * (servers - 1) + TRUE.worker_byte * sum(held)
     own += pull_every * TRUE.gradient * gradient + looped * TRUE.worker_loop

@@ -118,10 +118,21 @@ def test_a_chief_sends_workers_into_a_stretch_one_after_the_other():
 
 
 def test_updates_are_taken_one_by_one_where_they_are_slow():
-    assert FREE.unit(80, 2) == FREE.turn
-    assert FREE.unit(79, 2) == 1
-    assert FREE.of_run(FREE.long_run - 1).unit(10**3, 2) == 1
+    assert FREE.unit(80, 2, now=1) == FREE.turn
+    assert FREE.unit(79, 2, now=1) == 1
+    assert FREE.unit(40, 2, now=FREE.turn) == FREE.turn
+    assert FREE.unit(39, 2, now=FREE.turn) == 1
+    assert FREE.of_run(FREE.long_run - 1).unit(10**3, 2, now=1) == 1
     assert FREE.steps(1000) == 3000
+
+
+def test_turns_are_taken_only_where_single_updates_are_fast_enough():
+    # In turns each of them makes more than 40 updates in a second, and one by one less.
+    sharing = replace(ALONE, workers=16, cores=2)
+    work = Work(compute=5e-4, pull=(5e-4,), push=(5e-4,), wire=(0.0,), loop=(4e-3, 0.0))
+    found = run(work, sharing)
+    assert found.rate / 16 < FREE.turns_from
+    assert run(replace(work, loop=(0.0, 0.0)), sharing).rate / 16 > FREE.turns_from
 
 
 def test_the_same_seed_is_the_same_fleet():
