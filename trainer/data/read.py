@@ -60,6 +60,7 @@ def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int 
     return [directory / name for name in wanted]
 
 
+@tf.autograph.experimental.do_not_convert
 def training_batches(  # noqa: PLR0913
     spec: DatasetSpec,
     files: Files | Streaming,
@@ -98,6 +99,7 @@ def training_batches(  # noqa: PLR0913
     return on_own_threads(batches) if isinstance(files, Streaming) else batches
 
 
+@tf.autograph.experimental.do_not_convert
 def evaluation_batches(
     spec: DatasetSpec,
     files: Files | Streaming,
@@ -122,6 +124,7 @@ def evaluation_batches(
     return on_own_threads(batches) if isinstance(files, Streaming) else batches
 
 
+@tf.autograph.experimental.do_not_convert
 def labelled_columns(
     spec: DatasetSpec, files: Files, *, batch_size: int, columns: Sequence[str]
 ) -> tf.data.Dataset:

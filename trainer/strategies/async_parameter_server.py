@@ -28,6 +28,7 @@ import tensorflow as tf
 from trainer.strategies import row_cache
 from trainer.strategies.gradients import (
     PureGradient,
+    Tensors,
     apply_and_count,
     push,
     push_state,
@@ -124,6 +125,7 @@ class AsyncParameterServer(Served):
 
     def hand_out(self, update: Update, iterator: Any, turn: int) -> None:
         """Make the closures of the workers, which apply an update of the next of their batches."""
+        update = tf.autograph.experimental.do_not_convert(update)
         self._iterator, self._turn = iterator, turn
         self._tally = self.tally()
         self._has_turned = False
@@ -346,10 +348,12 @@ class AsyncParameterServer(Served):
 
         return self._of_rows(problem, partial(self._cache.sent, rate))
 
+    @tf.autograph.experimental.do_not_convert
     def _open_cache(self, own: tf.Tensor) -> None:
         if self._cache:
             self._cache.open(own[1])
 
+    @tf.autograph.experimental.do_not_convert
     def _push_cache(self) -> None:
         """Push what a worker has summed up, before it rests; it is no update of its own."""
         if not self._cache:
@@ -402,14 +406,21 @@ def local_steps_of(  # noqa: PLR0913
         values = pure.pulled()
         # The rate of a schedule is on a server, and a loop that reads it there spans machines.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
-        weights, state = values.weights, values.state
-        total = [tf.zeros_like(each) for each in weights]
-        losses = tf.constant(0.0)
-        for _ in tf.range(steps):
+
+        def step(
+            made: tf.Tensor, weights: Tensors, state: Tensors, total: Tensors, losses: tf.Tensor
+        ) -> tuple[Any, ...]:
             value, found, state = compute(weights, state, towers.take(iterator))
             weights = [w - tf.cast(rate, w.dtype) * g for w, g in zip(weights, found, strict=True)]
             total = [t + g for t, g in zip(total, found, strict=True)]
-            losses += value
+            return made + 1, weights, state, total, losses + value
+
+        zeros = [tf.zeros_like(each) for each in values.weights]
+        _, _, state, total, losses = tf.while_loop(
+            lambda made, *_: made < steps,
+            step,
+            (tf.constant(0), values.weights, values.state, zeros, tf.constant(0.0)),
+        )
         apply_and_count(optimizer, push(model, total), model.trainable_variables)
         push_state(pure.state, values.state, pure.moved(values.state, state))
         return losses / steps

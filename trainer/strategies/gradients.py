@@ -178,7 +178,9 @@ class PureGradient:
         self.state = [*self._not_trained, *(scale.variables if scale else ())]
         self._moving: list[int] = []
         compute = scale.over(self._compute) if scale else self._compute
-        self._traced = tf.function(self._only_moved(compute), jit_compile=jit or None)
+        self._traced = tf.function(
+            self._only_moved(compute), jit_compile=jit or None, autograph=False
+        )
 
     def __call__(
         self, weights: Tensors, state: Tensors, batch: Batch
@@ -358,6 +360,12 @@ def accumulated(compute: Compute, parts: int) -> Compute:
     def over_all(
         weights: Tensors, state: Tensors, batches: Batch
     ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
+        def add(
+            part: tf.Tensor, total: tf.Tensor, sums: Tensors, state: Tensors
+        ) -> tuple[tf.Tensor, tf.Tensor, Tensors, Tensors]:
+            value, found, state = compute(weights, state, _part(batches, part))
+            return part + 1, total + value, list(map(plus, sums, found)), state
+
         total, sums, state = compute(weights, state, _part(batches, 0))
         if any(isinstance(each, tf.IndexedSlices) for each in sums):
             # More rows after each batch, of which a loop carries no number.
@@ -368,10 +376,12 @@ def accumulated(compute: Compute, parts: int) -> Compute:
                 value, found, state = compute(weights, state, batch)
                 total, sums = total + value, list(map(plus, sums, found))
         else:
-            for part in tf.range(1, parts):
-                tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-                value, found, state = compute(weights, state, _part(batches, part))
-                total, sums = total + value, list(map(plus, sums, found))
+            _, total, sums, state = tf.while_loop(
+                lambda part, *_: part < parts,
+                add,
+                (tf.constant(1), total, sums, state),
+                parallel_iterations=1,
+            )
         return total / parts, [over(each, parts) for each in sums], state
 
     return over_all

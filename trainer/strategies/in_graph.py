@@ -44,7 +44,7 @@ class InGraph(Served):
             return iter(self.batches(problem, worker, len(self._workers)))
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        gradient = self.gradient(problem)
+        gradient = tf.autograph.experimental.do_not_convert(self.gradient(problem))
         variables = self.model.trainable_variables
 
         @tf.function

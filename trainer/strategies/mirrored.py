@@ -105,8 +105,9 @@ class Replicated(KerasStrategy):
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
         replicas = self.replicas
-        step = self._step(problem)
+        step = tf.autograph.experimental.do_not_convert(self._step(problem))
 
+        @tf.autograph.experimental.do_not_convert
         def average() -> None:
             moving = [
                 variable.value
@@ -161,7 +162,7 @@ class Replicated(KerasStrategy):
     def _separate_seeds(self) -> None:
         seeds = [v.value for v in self.model.variables if v.path.endswith(SEED)]
 
-        @tf.function
+        @tf.function(autograph=False)
         def shift() -> None:
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             for seed in seeds:

@@ -190,10 +190,12 @@ class Served(KerasStrategy):
         if self.stream:
             held = self.stream.held
             made = self.coordinator.create_per_worker_dataset(
-                lambda _=None: held().cache().repeat()
+                tf.autograph.experimental.do_not_convert(lambda _=None: held().cache().repeat())
             )
         else:
-            made = self.coordinator.create_per_worker_dataset(lambda _=None: self.batches(problem))
+            made = self.coordinator.create_per_worker_dataset(
+                tf.autograph.experimental.do_not_convert(lambda _=None: self.batches(problem))
+            )
         return iter(made)
 
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
@@ -204,6 +206,7 @@ class Served(KerasStrategy):
         first = batches * self.config.training.batch_size
         return plan_of(self.position), tf.constant(first, tf.int64)
 
+    @tf.autograph.experimental.do_not_convert
     def lent(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
         """Return an iterator over a number of batches, of which a lease has the first."""
         if not self.stream:

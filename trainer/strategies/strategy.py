@@ -294,7 +294,7 @@ def gradient_of(
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
-    return tf.function(gradient, jit_compile=True) if jit else gradient
+    return tf.function(gradient, jit_compile=True, autograph=False) if jit else gradient
 
 
 def step_of(

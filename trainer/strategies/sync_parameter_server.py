@@ -161,6 +161,7 @@ class SyncParameterServer(Served):
         # The hub, as its variables spell it.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
+        @tf.autograph.experimental.do_not_convert
         def computed(
             iterator: Any, held: Any, number: tf.Tensor, before: Any, *lease: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, list[Gradient]]:
@@ -193,6 +194,7 @@ class SyncParameterServer(Served):
         long = self.config.training.steps >= LONG_RUN
         return TURN if everyone and long and self.pulls_whole() else 1
 
+    @tf.autograph.experimental.do_not_convert
     def _number(self, step: tf.Tensor) -> tf.Tensor:
         """Return the number of the next gradient, once a step is open."""
         # Atomic on the server, unlike an addition and a read.
@@ -215,6 +217,7 @@ class SyncParameterServer(Served):
 
         return self.towers.take(Batches(batch, self.config.training.accumulate))
 
+    @tf.autograph.experimental.do_not_convert
     def _announce(
         self,
         step: tf.Tensor,
@@ -227,12 +230,15 @@ class SyncParameterServer(Served):
         with tf.control_dependencies(staged), tf.device(HUB):
             return self._announced.put(tf.concat([[step, number], own], 0), loss)
 
+    @tf.autograph.experimental.do_not_convert
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""
         with tf.device(HUB):
-            (token,) = tokens.take()
-            while token < tf.maximum(step + 1, self._opened(token)):
-                (token,) = tokens.take()
+            (token,) = tf.while_loop(
+                lambda token: token < tf.maximum(step + 1, self._opened(token)),
+                lambda _: tokens.take(),
+                tokens.take(),
+            )
             return token
 
     def _opened(self, after: tf.Tensor) -> tf.Tensor:
@@ -262,6 +268,7 @@ class SyncParameterServer(Served):
 
         return updates  # type: ignore[no-any-return]
 
+    @tf.autograph.experimental.do_not_convert
     def _next_step(self) -> tf.Tensor:
         """Open the step after all updates so far, and return it.
 
@@ -274,6 +281,7 @@ class SyncParameterServer(Served):
             tokens.put(step)
         return step
 
+    @tf.autograph.experimental.do_not_convert
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
         """Return the means of loss and gradient over the first announcements of an open step.
 
@@ -300,13 +308,17 @@ class SyncParameterServer(Served):
         A loop whose worker died after its announcement announces the same step once more, when it
         begins again. Two gradients of one would let the chief go on without another one.
         """
-        refused = tf.zeros([self._workers], tf.int64)
-        what, loss = self._announced.take()
-        while tf.logical_or(what[STEP] < step, given[what[LOOP]] > 0):
+
+        def is_dropped(what: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
+            return tf.logical_or(what[STEP] < step, given[what[LOOP]] > 0)
+
+        def drop(what: tf.Tensor, _: tf.Tensor, refused: tf.Tensor) -> tuple[tf.Tensor, ...]:
             self._staging.take(what[NUMBER])
-            refused += self._one_of(what[WORKER])
-            what, loss = self._announced.take()
-        return what, loss, refused
+            return *self._announced.take(), refused + self._one_of(what[WORKER])
+
+        none = tf.zeros([self._workers], tf.int64)
+        found = tf.while_loop(is_dropped, drop, (*self._announced.take(), none))
+        return tuple(found)
 
     def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.one_hot(worker, self._workers, dtype=tf.int64)
@@ -336,10 +348,12 @@ class NamedQueue:
                 component_types=self._dtypes, shapes=self._shapes, shared_name=name
             )
 
+    @tf.autograph.experimental.do_not_convert
     def like(self, handle: tf.Tensor) -> NamedQueue:
         """Return another queue of this kind."""
         return NamedQueue(self._dtypes, self._shapes, handle=handle)
 
+    @tf.autograph.experimental.do_not_convert
     def put(self, *values: tf.Tensor) -> tf.Operation:
         """Enqueue one element."""
         return tf.raw_ops.QueueEnqueueV2(handle=self.handle, components=values)

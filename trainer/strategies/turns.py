@@ -61,9 +61,10 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
         self._newest = tf.Variable(tf.zeros([CLOSURES], tf.int64), trainable=False)
-        self._look = tf.function(self._numbers)
-        self._set = tf.function(self._begin)
+        self._look = tf.function(self._numbers, autograph=False)
+        self._set = tf.function(self._begin, autograph=False)
 
+    @tf.autograph.experimental.do_not_convert
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
         """Return the run of a closure of this number, for `take`; in the graph of a worker.
 
@@ -77,6 +78,7 @@ class Turns:
             with tf.control_dependencies([self._newest.scatter_max(tf.IndexedSlices(run, place))]):
                 return tf.stack([place, run])
 
+    @tf.autograph.experimental.do_not_convert
     def take(self, own: tf.Tensor) -> tf.Tensor:
         """Take a turn for a run, and return whether there was one; in the graph of a worker.
 
@@ -99,11 +101,13 @@ class Turns:
             self._refused.assign_add(refused, read_value=False)
             return found
 
+    @tf.autograph.experimental.do_not_convert
     def began(self) -> tf.Tensor:
         """Return how many updates were applied; in the graph of a worker, where a turn begins."""
         with tf.device(self._device):
             return self._applied.read_value()
 
+    @tf.autograph.experimental.do_not_convert
     def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, began: tf.Tensor) -> Any:
         """Report a turn with its sum of losses; in the graph of a worker, where it ends.
 

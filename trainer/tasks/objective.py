@@ -43,6 +43,8 @@ from trainer.tasks.task_loss import (
 )
 
 LOSS = "loss"
+# Tasks without loops or branches over tensors, which AutoGraph takes seconds to look for.
+_BUILT_IN = "trainer.tasks."
 # Labels and outputs of any shape, for metrics that are looked up by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 
@@ -102,7 +104,12 @@ class Objective:
         for key, name in self._losses.values():
             named.loss(name, key, logits=True)
         self._metrics: list[Measured] = []
-        self._traced = tf.function(self._sums, reduce_retracing=True)
+        self._summed = self._sums
+        if all(
+            type(each).__module__.startswith(_BUILT_IN) for each in (task, *task.parts.values())
+        ):
+            self._summed = tf.autograph.experimental.do_not_convert(self._sums)
+        self._traced = tf.function(self._summed, reduce_retracing=True)
         self._traced_alone: dict[str, Any] = {}
         self._shapes: list[list[tuple[int, ...]]] = []
 
@@ -239,7 +246,7 @@ class Objective:
                 # What it keeps for itself is not of the training.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
-            total += self._sums(labels, self.task.outputs(given), weights, loss)
+            total += self._summed(labels, self.task.outputs(given), weights, loss)
         return total
 
     def sums(self, part: Part) -> Sums:

@@ -123,7 +123,8 @@ def _filled(batch: Any, config: Config) -> Any:
 def _local_steps(config: Config, model: keras.Model, loss: Any, batch: Any) -> Callable[[int], Any]:
     training = config.training
     pure = PureGradient(model, loss, jit=training.jit_compile)
-    compute = accumulated(pure, training.accumulate) if training.accumulate > 1 else pure
+    one = accumulated(pure, training.accumulate) if training.accumulate > 1 else pure
+    compute = tf.autograph.experimental.do_not_convert(one)
 
     @tf.function
     def steps(count: tf.Tensor) -> tf.Tensor:

@@ -106,12 +106,12 @@ def _step(
     if has_own_step(model):
         optimizer.build(model.trainable_variables)
         step = own_step_of(model, optimizer, objective.weighed)
-        return tf.function(step)(batch), []
+        return tf.function(step, autograph=False)(batch), []
     gradient = gradient_of(model, objective.loss)
     if training.mixed_precision == "float16":
         scale = LossScale()
         gradient = pulled_gradient_of(model, objective.loss, jit=False, scale=scale, in_place=True)
-    value, gradients = tf.function(gradient)(batch)
+    value, gradients = tf.function(gradient, autograph=False)(batch)
     return value, gradients
 
 

@@ -76,15 +76,19 @@ class LossScale:
 
         def scaled(weights: Any, state: Any, batch: Any) -> Any:
             *state, first, count, changed = state
-            scale, halvings = first, tf.constant(0)
-            value, found, after = compute(weights, state, batch, scale)
+            value, found, after = compute(weights, state, batch, first)
             moving = [i for i, old in enumerate(state) if after[i] is not old]
-            while tf.logical_and(
-                halvings < MOST_HALVINGS,
-                tf.logical_and(tf.math.is_finite(value), tf.logical_not(_all_finite(found))),
-            ):
-                scale, halvings = scale / 2, halvings + 1
-                value, found, after = compute(weights, state, batch, scale)
+
+            def too_large(halvings: tf.Tensor, _: Any, value: Any, found: Any, __: Any) -> Any:
+                is_gradient = tf.math.is_finite(value) & ~_all_finite(found)
+                return (halvings < MOST_HALVINGS) & is_gradient
+
+            def halve(halvings: tf.Tensor, scale: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+                return halvings + 1, scale / 2, *compute(weights, state, batch, scale / 2)
+
+            halvings, scale, value, found, after = tf.while_loop(
+                too_large, halve, (tf.constant(0), first, value, found, after)
+            )
             after = [after[i] if i in moving else old for i, old in enumerate(state)]
             # By a power of two, which changes no digit.
             found = [_over(each, scale) for each in found]
