@@ -245,7 +245,7 @@ class EmbeddingTable(keras.layers.Layer):
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
-                *(shard.free, shard.room, shard.earlier),
+                *(shard.free, shard.room, shard.earlier, shard.window),
             ]
             for shard in self._parts
         ]

@@ -91,13 +91,13 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
     monkeypatch.setattr("trainer.models.table_shard.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
-    # Of one block: all cells are halved when more than 5 ids were counted.
-    for each in (1, 1, 1, 2, 3, 4):
+    # Of one block: all cells are halved when it holds more than 4 ids.
+    for each in (1, 1, 1, 2, 3, 4, 5):
         trained(layer, [each])
     trained(layer, [1, 1, 1])
     assert layer.metrics()["rows"] == 0
     trained(layer, [1])
-    assert known(layer, [1, 2, 3, 4]) == [True, False, False, False]
+    assert known(layer, [1, 2, 3, 4, 5]) == [True, False, False, False, False]
 
 
 def test_the_row_that_was_used_least_recently_makes_room():
