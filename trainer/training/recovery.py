@@ -85,7 +85,11 @@ class ServerSnapshots:
             log.warning(
                 "cluster.snapshot_seconds: a snapshot of the servers every %g s needs memory: %s",
                 seconds,
-                ", ".join(f"{size / 1e6:,.1f} MB on {task}" for task, size in sorted(sizes)),
+                ", ".join(
+                    f"{size / 1e6:,.1f} MB on {task}, and {more / 1e6:,.1f} MB more there while it "
+                    "is copied"
+                    for task, (size, more) in sorted(sizes)
+                ),
             )
 
     def take_if_due(self, global_step: int, *, rests: bool) -> None:

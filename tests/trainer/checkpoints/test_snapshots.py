@@ -169,13 +169,27 @@ def test_the_copy_of_a_server_is_on_the_next_one():
     found = made(held(3))
     assert {server: each.peer for server, each in found._copies.items()} == {0: 1, 1: 2, 2: 0}
     size = ROWS * 3 * 4 + 8
-    assert found.sizes() == {"ps-0": size, "ps-1": size, "ps-2": size}
+    assert found.sizes() == dict.fromkeys(("ps-0", "ps-1", "ps-2"), (size, size))
     assert found.of({0}, 0.0) == {}
     found.take(10)
     assert set(found.of({0}, 0.0)) == {0}
     # That of the second was on the third.
     assert set(found.of({1, 2}, 0.0)) == {2}
     assert set(found.of({0, 1, 2}, 0.0)) == set()
+
+
+@pytest.mark.parametrize(("rows", "more"), [(1, 12), (4, 48), (2 * ROWS, ROWS * 12)])
+def test_what_is_on_its_way_is_a_portion_of_rows_or_all_that_is_copied_whole(
+    monkeypatch, rows, more
+):
+    monkeypatch.setattr(snapshots, "PORTION", rows * 12)
+    variables = held(1)
+    size = ROWS * 12 + 8
+    assert made(variables, [group_of(variables[0])]).sizes() == {"the chief": (size, more)}
+    variables[0]["other"] = tf.Variable(tf.zeros([ROWS, 3]))
+    more = max(more, ROWS * 12 + 8)
+    (found,) = made(variables, [group_of(variables[0])]).sizes().values()
+    assert found == (size + ROWS * 12, more)
 
 
 def test_the_copy_of_a_single_server_is_on_the_chief():
