@@ -124,10 +124,11 @@ class PartServer:
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def start(self) -> None:
-        """Answer on threads, which end with the process, or by `stop`.
+    def start(self) -> bool:
+        """Answer on threads, which end with the process, or by `stop`; say whether it can.
 
-        Where the folder cannot be written, nobody answers: the chief writes all variables.
+        Where the folder cannot be written, nobody answers: the chief writes all variables. What an
+        earlier process said of itself may be left there.
         """
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
@@ -143,11 +144,12 @@ class PartServer:
                 self._folder / FOLDER,
                 error.strerror,
             )
-            return
+            return False
         for is_quick in (True, False):
             threading.Thread(
                 target=self._serve, args=(is_quick,), name="parts", daemon=True
             ).start()
+        return True
 
     def stop(self) -> None:
         """Answer no more."""
