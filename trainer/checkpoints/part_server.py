@@ -31,6 +31,7 @@ from pathlib import Path
 from trainer import storage
 from trainer.errors import UserError
 from trainer.json_records import from_tree, parse, tree_of
+from trainer.storage.errors import reported
 
 FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"
@@ -218,7 +219,8 @@ class PartServer:
 
     def _answer(self, request: Request) -> Reply:
         try:
-            return _ACTIONS[request.action](self._folder, request)
+            with reported(f"{request.action} a part of a checkpoint in {self._folder / FOLDER}"):
+                return _ACTIONS[request.action](self._folder, request)
         except UserError as error:
             transient = isinstance(error, storage.Unavailable)
             return Reply(error=f"{self._task}: {error}", transient=transient)
