@@ -181,6 +181,9 @@ class _Recovery:
                 done = self._within_limit(lambda: self._partial(lost, copies))
             except Exception as error:
                 reason = _line(error)
+        if not done:
+            # One that was on its way may be published since.
+            newest = max(newest, self._newest())
         is_partial = done and lost != set(self._held)
         events.emit(
             events.ServersLost(
