@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from trainer.config.schema import ModelConfig
 from trainer.errors import ConfigError
+from trainer.models import registry
 from trainer.models.embedding_table import EmbeddingTable, growing, shrink
 from trainer.models.spec import InputSpec
 from trainer.strategies import table_state
@@ -346,7 +348,11 @@ def test_what_a_configuration_has_wrong_is_one_line(dtype, arguments, words):
     assert "\n" not in str(caught.value)
 
 
-def test_replicas_with_copies_of_their_own_are_refused():
-    refused = pytest.raises(ValueError, match="grows on parameter servers or in one process")
+def test_replicas_with_copies_of_their_own_are_refused_in_a_line_with_the_key():
+    spec = InputSpec(
+        shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
+    )
+    tables = {name: {"capacity": 8} for name in ("user", "item")}
+    refused = pytest.raises(ConfigError, match=r"^model two_tower: training\.strategy: each GPU or")
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), refused:
-        table()
+        registry.build(ModelConfig(name="two_tower", args={"tables": tables}), spec, 0)
