@@ -61,6 +61,17 @@ def move(own, group, row, value, *, marked=True):
         group.marks.scatter_update(tf.IndexedSlices(tf.constant([True]), [row]))
 
 
+def with_marks(server):
+    """Return what a server holds, its table with marks, and snapshots of which one is taken."""
+    variables = held()
+    own = variables[server]
+    group = group_of(own)
+    found = made(variables, [group])
+    found.take(10)
+    assert not group.marks.numpy().any()
+    return own, group, found
+
+
 def test_what_a_server_holds_is_copied_and_stays_as_it_was():
     variables = held()
     found = made(variables)
@@ -77,12 +88,7 @@ def test_what_a_server_holds_is_copied_and_stays_as_it_was():
 
 
 def test_only_marked_rows_are_copied_again_with_their_slots():
-    variables = held()
-    own = variables[1]
-    group = group_of(own)
-    found = made(variables, [group])
-    found.take(10)
-    assert not group.marks.numpy().any()
+    own, group, found = with_marks(1)
     move(own, group, 3, 1.0)
     move(own, group, 4, 2.0, marked=False)
     found.take(20)
@@ -143,11 +149,7 @@ def test_an_update_while_rows_are_copied_is_in_the_next_snapshot():
 
 
 def test_a_server_that_dies_while_it_is_read_leaves_the_copy_before():
-    variables = held()
-    own = variables[0]
-    group = group_of(own)
-    found = made(variables, [group])
-    found.take(10)
+    own, group, found = with_marks(0)
 
     def gone(*_):
         raise tf.errors.UnavailableError(None, None, "ps-0 is gone")
