@@ -252,8 +252,10 @@ def _memory(
     part = max(held)
     holds = {"chief": size + slots, "ps": part + slots * part / max(1, size), "worker": size}
     if is_copied:
-        # Each server has the variables of another one too; those of a single one, the chief.
-        holds["ps" if sum(map(bool, held)) > 1 else "chief"] *= 2
+        # Each server has the variables of another one too; those of a single one, the chief. While
+        # they are copied, it has them twice: of the models that are measured all are copied whole.
+        task = "ps" if sum(map(bool, held)) > 1 else "chief"
+        holds[task] *= 3
     found = {role: base + each * holds[role] for role, (base, each) in costs.memory.items()}
     # Activations, and copies of the model.
     found["worker"] = found.get("worker", 0.0) + calibration["step_bytes"]

@@ -11,20 +11,19 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import keras
 import tensorflow as tf
 
 from benchmarks.relay import count
 from tests.cluster.lead import say
-from tests.trainer.objectives import of_classes
+from tests.cluster.problems import of_ids
 from trainer.cluster import signals
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.strategy import Problem, create
 from trainer.topology import from_tf_config
-from trainer.training.optimizers import build_optimizer
 
 STEPS = 20
 DIMENSION = 16
@@ -33,24 +32,14 @@ DIMENSION = 16
 def problem(config: Config, rows: int, batch: int) -> Problem:
     """Return one whose batches ask for as many rows as they have examples, all over the table."""
 
-    def build_model() -> keras.Model:
-        keras.utils.set_random_seed(0)
-        given = keras.Input((), dtype="int64")
-        found = ShardedEmbedding(rows, DIMENSION, name="table")(given)
-        return keras.Model(given, keras.layers.Dense(2, name="logits")(found))
-
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # Of a prime: a thousand ids in turn are a thousand rows.
         return number * 7919 % rows, number % 2
 
-    objective = of_classes(2)
-    return Problem(
-        build_model=lambda: objective.attach(build_model()),
-        build_optimizer=lambda: build_optimizer(config.training),
-        loss=objective.loss,
-        chance_loss=1.0,
-        batches=lambda: tf.data.Dataset.counter().map(example).batch(batch),
-    )
+    def looked_up(given: Any) -> Any:
+        return ShardedEmbedding(rows, DIMENSION, name="table")(given)
+
+    return of_ids(config, looked_up, example, batch)
 
 
 def main() -> None:

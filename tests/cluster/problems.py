@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +15,9 @@ import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
 from tests.trainer.objectives import of_classes
+from trainer.config.schema import Config
 from trainer.strategies.strategy import Problem
+from trainer.training.optimizers import build_optimizer
 
 FEATURES = 6
 CLASSES = 3
@@ -113,3 +116,26 @@ def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
     batches = tf.data.Dataset.from_tensor_slices(data).batch(batch_size, drop_remainder=True)
     mine = batches.enumerate().filter(lambda i, _: i % workers == number())
     return mine.map(lambda _, batch: batch).repeat()
+
+
+def of_ids(
+    config: Config, looked_up: Callable[[Any], Any], example: Callable[[tf.Tensor], Any], batch: int
+) -> Problem:
+    """Return one of two classes, with the optimizer of a configuration and without end.
+
+    `looked_up` makes of ids what a layer of logits gets; `example` makes an example of its number.
+    """
+
+    def build_model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        given = keras.Input((), dtype="int64")
+        return keras.Model(given, keras.layers.Dense(2, name="logits")(looked_up(given)))
+
+    objective = of_classes(2)
+    return Problem(
+        build_model=lambda: objective.attach(build_model()),
+        build_optimizer=lambda: build_optimizer(config.training),
+        loss=objective.loss,
+        chance_loss=1.0,
+        batches=lambda: tf.data.Dataset.counter().map(example).batch(batch),
+    )

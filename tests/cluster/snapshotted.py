@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.cluster.lead import say
-from tests.trainer.objectives import of_classes
+from tests.cluster.problems import of_ids
 from trainer.checkpoints import joined
 from trainer.checkpoints.snapshots import Snapshots
 from trainer.cluster import signals
@@ -30,7 +30,6 @@ from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.strategy import Problem, create
 from trainer.strategies.updates import touched_rows
 from trainer.topology import from_tf_config
-from trainer.training.optimizers import build_optimizer
 
 IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 
@@ -38,22 +37,12 @@ IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 def problem(config: Config) -> Problem:
     """Return one with a table of which batches look up some rows, one that grows, and a layer."""
 
-    def build_model() -> keras.Model:
-        keras.utils.set_random_seed(0)
-        given = keras.Input((), dtype="int64")
+    def looked_up(given: Any) -> Any:
         rows = ShardedEmbedding(ROWS, 4, name="table")(given)
         grown = EmbeddingTable(2 * IDS, 4, name="grown")(given)
-        both = keras.layers.Concatenate()([rows, grown])
-        return keras.Model(given, keras.layers.Dense(2, name="logits")(both))
+        return keras.layers.Concatenate()([rows, grown])
 
-    objective = of_classes(2)
-    return Problem(
-        build_model=lambda: objective.attach(build_model()),
-        build_optimizer=lambda: build_optimizer(config.training),
-        loss=objective.loss,
-        chance_loss=1.0,
-        batches=lambda: tf.data.Dataset.counter().map(lambda n: (n % IDS, n % 2)).batch(BATCH),
-    )
+    return of_ids(config, looked_up, lambda n: (n % IDS, n % 2), BATCH)
 
 
 def values_of(variables: Any) -> dict[str, Any]:

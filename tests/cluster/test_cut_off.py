@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 
 import pytest
 
 from tests.cluster.pods import CHIEF, pods, why_not
+from tests.cluster.test_rejoin import Relay, server
 from trainer.cluster import rejoin, signals
-from trainer.cluster.local import free_port
 from trainer.errors import BEGIN_AGAIN
 from trainer.events import AttemptBegin, Progress
-from trainer.topology import Cluster, Task
+from trainer.topology import Task
 
+__all__ = ["server"]
 pytestmark = pytest.mark.cluster
 
 EVERY, STALL = 500, 10
@@ -36,71 +36,29 @@ def options(seconds: int) -> str:
     return ",".join(f"{name}={value}" for name, value in ours.items())
 
 
-class Swallowing:
-    """Passes connections on to a port, until all that come from those that are there is lost."""
+class Swallowing(Relay):
+    """Passes connections on to a port, until all that comes from those that are there is lost."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
-        self._sockets = [socket.create_server(("127.0.0.1", 0))]
-        self.port = self._sockets[0].getsockname()[1]
         self._lost = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__("127.0.0.1", 0, target)
 
     def lose(self) -> None:
         """Pass nothing on that comes from the connections so far; later ones are as ever."""
         self._lost.set()
         self._lost = threading.Event()
 
-    def close(self) -> None:
-        """Close it and all connections."""
-        for each in self._sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                caller, _ = self._sockets[0].accept()
-                self._sockets.append(caller)
-                try:
-                    called = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    # Not there yet: the caller tries again.
-                    caller.close()
-                    continue
-                self._sockets.append(called)
-                for pair in ((caller, called), (called, caller)):
-                    threading.Thread(
-                        target=self._pass_on, args=(*pair, self._lost), daemon=True
-                    ).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, lost: threading.Event) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not lost.is_set():
-                    target.sendall(data)
+    def _passing(self) -> Callable[[], bool]:
+        lost = self._lost
+        return lambda: not lost.is_set()
 
 
 @pytest.fixture
-def relay(tmp_path):
+def relay(server):
     """Return a relay to a server of TensorFlow."""
-    port = free_port()
-    alone = Cluster(addresses={"worker": (f"127.0.0.1:{port}",)})
-    settings = {
-        **os.environ,
-        **signals.parent_environment(),
-        "TF_CONFIG": alone.tf_config(Task(role="worker", index=0)),
-    }
-    with (tmp_path / "server.txt").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.server"], env=settings, stdout=log, stderr=log
-        )
-    made = Swallowing(port)
+    made = Swallowing(server)
     yield made
     made.close()
-    process.kill()
-    process.wait()
 
 
 @pytest.mark.slow

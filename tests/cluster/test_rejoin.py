@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,13 +70,20 @@ class Relay:
                     continue
                 self._sockets.append(called)
                 for pair in ((caller, called), (called, caller)):
-                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+                    threading.Thread(
+                        target=_pass_on, args=(*pair, self._passing()), daemon=True
+                    ).start()
+
+    def _passing(self) -> Callable[[], bool]:
+        """Return what says whether data of a connection that begins now is passed on."""
+        return lambda: True
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _pass_on(source: socket.socket, target: socket.socket, is_passed: Callable[[], bool]) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
-            target.sendall(data)
+            if is_passed():
+                target.sendall(data)
 
 
 def _can_mount() -> bool:

@@ -33,7 +33,7 @@ from trainer.checkpoints.index import (
 )
 from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.rows import RowFile
-from trainer.checkpoints.servers import UNWRITABLE, Layout, PartServers, assign_changed, unwritable
+from trainer.checkpoints.servers import WRITE, Layout, PartServers, assign_changed, of_files
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
@@ -431,10 +431,8 @@ def handed_on(
 def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
     """Write the files of a checkpoint; raises `UserError` where they cannot be written."""
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-    try:
+    with of_files(WRITE, lambda: prefix.parent):
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
-    except UNWRITABLE as error:
-        raise unwritable(error, prefix.parent) from None
 
 
 def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:

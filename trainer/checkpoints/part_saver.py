@@ -37,7 +37,7 @@ from trainer.checkpoints.servers import (
     CHANGED_ROWS,
     CHANGED_VALUES,
     GRAPH,
-    UNWRITABLE,
+    WRITE,
     Layout,
     Marked,
     PartServers,
@@ -48,11 +48,11 @@ from trainer.checkpoints.servers import (
     is_large,
     lost,
     merge,
+    of_files,
     operating_on,
     server_of,
     side_by_side,
     size_of,
-    unwritable,
 )
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import ClusterLostError, UserError
@@ -316,18 +316,14 @@ class PartSaver:
             # The first has what belongs to no variable.
             if save.parts[server] == 0:
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
-            try:
+            place = partial(self.servers.place, server, save.prefix(server))
+            with lost(server), of_files(WRITE, place):
                 tf.raw_ops.SaveV2(
                     prefix=save.prefix(server),
                     tensor_names=names,
                     shape_and_slices=[""] * len(names),
                     tensors=values,
                 )
-            except UNWRITABLE as error:
-                raise unwritable(error, self.servers.place(server, save.prefix(server))) from None
-            except tf.errors.OpError as error:
-                with lost(server):
-                    raise error
 
     def _require_finite(self, values: Mapping[str, tf.Tensor], step: int) -> None:
         for path, value in values.items():

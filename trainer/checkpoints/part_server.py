@@ -31,6 +31,7 @@ from pathlib import Path
 from trainer import storage
 from trainer.errors import UserError
 from trainer.json_records import from_tree, parse, tree_of
+from trainer.storage.errors import reported
 
 FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"
@@ -124,10 +125,11 @@ class PartServer:
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def start(self) -> None:
-        """Answer on threads, which end with the process, or by `stop`.
+    def start(self) -> bool:
+        """Answer on threads, which end with the process, or by `stop`; say whether it can.
 
-        Where the folder cannot be written, nobody answers: the chief writes all variables.
+        Where the folder cannot be written, nobody answers: the chief writes all variables. What an
+        earlier process said of itself may be left there.
         """
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
@@ -143,11 +145,12 @@ class PartServer:
                 self._folder / FOLDER,
                 error.strerror,
             )
-            return
+            return False
         for is_quick in (True, False):
             threading.Thread(
                 target=self._serve, args=(is_quick,), name="parts", daemon=True
             ).start()
+        return True
 
     def stop(self) -> None:
         """Answer no more."""
@@ -216,7 +219,8 @@ class PartServer:
 
     def _answer(self, request: Request) -> Reply:
         try:
-            return _ACTIONS[request.action](self._folder, request)
+            with reported(f"{request.action} a part of a checkpoint in {self._folder / FOLDER}"):
+                return _ACTIONS[request.action](self._folder, request)
         except UserError as error:
             transient = isinstance(error, storage.Unavailable)
             return Reply(error=f"{self._task}: {error}", transient=transient)

@@ -12,6 +12,7 @@ at each save.
 from __future__ import annotations
 
 import base64
+import errno
 import logging
 import math
 import os
@@ -47,11 +48,20 @@ _ROW_BYTES = 8
 # Between two looks for an answer: first and last; and until a server is probed.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
 # A full disk, a folder that may not be written, a file over the limit of its size.
-UNWRITABLE = (
+_UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
+# What the system says of a file, in an error of any type: TensorFlow has none for a damaged disk.
+# A file that is not there was one of a server that was started again.
+_REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
+_REMEDIES = {
+    os.strerror(errno.EIO): "look for errors of that disk in the log of the system there",
+    os.strerror(errno.ESTALE): "mount it again there",
+}
+WRITE, READ = "write a checkpoint to", "read a checkpoint from"
+_OTHERWISE = {WRITE: "free some space there, or make it writable", READ: "make it readable there"}
 Result = TypeVar("Result")
 Variables = Mapping[str, tf.Variable]
 log = logging.getLogger(__name__)
@@ -158,7 +168,7 @@ class PartServers:
         if not shared:
             self.ask(server, Request(action="fetch", uri=uri, prefix=fetched, files=files))
         prefix = f"{shared or fetched}/{PREFIX}"
-        with lost(server), operating_on(server):
+        with lost(server), operating_on(server), of_files(READ, lambda: self.place(server, prefix)):
             # One after the other: no more than one value is there twice.
             for path, variable in own.items():
                 if path in layout.changed:
@@ -184,15 +194,12 @@ class PartServers:
             return {}
 
     def _write(self, server: int, path: str, data: str) -> None:
-        with lost(server), operating_on(server):
-            try:
-                tf.io.write_file(path, data)
-            except UNWRITABLE as error:
-                raise unwritable(error, self.place(server, path)) from None
+        with lost(server), operating_on(server), of_files(WRITE, lambda: self.place(server, path)):
+            tf.io.write_file(path, data)
 
     def _read(self, server: int, path: str) -> bytes | None:
         """Return the content of a file in the folder of a server; None where there is none."""
-        with lost(server), operating_on(server):
+        with lost(server), operating_on(server), of_files(READ, lambda: self.place(server, path)):
             # To read what is not there would log an error on the server.
             if not len(tf.io.matching_files(path)):
                 return None
@@ -226,13 +233,33 @@ def _drop_locals(error: BaseException) -> None:
         each = each.__cause__ or each.__context__
 
 
-def unwritable(error: tf.errors.OpError, where: object) -> UserError:
-    """Return the error of a checkpoint that TensorFlow cannot write."""
+@contextmanager
+def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
+    """Turn an error of a file that TensorFlow reads or writes into one line; others pass.
+
+    Args:
+        action: `WRITE` or `READ`.
+        where: returns the words for the folder.
+
+    Raises:
+        UserError: "cannot ACTION WHERE: reason; remedy".
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if not (reason := _reason(error, action)):
+            raise
+        remedy = _REMEDIES.get(reason, _OTHERWISE[action])
+        raise UserError(f"cannot {action} {where()}: {reason}; {remedy}") from None
+
+
+def _reason(error: tf.errors.OpError, action: str) -> str:
+    """Return what the system said of a file; empty for an error of another kind."""
     # The line after the stack of the graph is "PATH; REASON".
-    last = error.message.strip().split("\n\n")[-1].splitlines()[0]
-    reason = last.rpartition("; ")[2].partition(" [Op:")[0]
-    remedy = "free some space there, or make it writable"
-    return UserError(f"cannot write a checkpoint to {where}: {reason}; {remedy}")
+    last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
+    path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
+    is_written = action == WRITE and isinstance(error, _UNWRITABLE)
+    return reason if is_written or (path and reason in _REASONS) else ""
 
 
 @contextmanager
@@ -314,10 +341,8 @@ class Layout:
             options = tf.train.CheckpointOptions(experimental_io_device=io_device)
             scalars = {path: tf.Variable(0.0, trainable=False) for path in paths}
             prefix = Path(folder, PREFIX)
-            try:
+            with of_files(WRITE, lambda: scratch):
                 tf.train.Checkpoint(variables=scalars).write(str(prefix), options)
-            except UNWRITABLE as error:
-                raise unwritable(error, scratch) from None
             graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
             found = cls.read(prefix)
             return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)
@@ -394,15 +419,12 @@ def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
         # TensorFlow renames them.
         Path(f"{prefix}{part_server.DATA}").touch()
-    try:
-        with tf.device(servers.io_device):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=prefixes,
-                destination_prefix=str(folder / PREFIX),
-                delete_old_dirs=False,
-            )
-    except UNWRITABLE as error:
-        raise unwritable(error, folder) from None
+    with of_files(WRITE, lambda: folder), tf.device(servers.io_device):
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=prefixes,
+            destination_prefix=str(folder / PREFIX),
+            delete_old_dirs=False,
+        )
     for path in folder.iterdir():
         if contents.is_data(path.name) or path.name.startswith("part-"):
             path.unlink()

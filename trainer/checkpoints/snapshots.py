@@ -73,10 +73,13 @@ class Snapshots:
         self._taken: dict[int, tuple[int, float]] = {}
         self._began, self._lasted = -math.inf, 0.0
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes that each task has more, by its name."""
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes that each task has more, and those besides while it gets a copy."""
         return {
-            "the chief" if each.peer is None else f"ps-{each.peer}": size_of(each.variables)
+            "the chief" if each.peer is None else f"ps-{each.peer}": (
+                size_of(each.variables),
+                each.on_their_way(),
+            )
             for each in self._copies.values()
         }
 
@@ -144,6 +147,12 @@ class _Copy:
         share = PORTION // max(1, len(self._groups))
         self._most = [max(1, share // group.row_bytes) for group in self._groups]
         self._make_functions()
+
+    def on_their_way(self) -> int:
+        """Return the bytes that the peer has twice until they are assigned, at most."""
+        rows = zip(self._groups, self._most, strict=True)
+        portion = sum(min(most, group.rows) * group.row_bytes for group, most in rows)
+        return max(size_of(self._whole), portion)
 
     def _make_functions(self) -> None:
         made = partial(tf.function, autograph=False)

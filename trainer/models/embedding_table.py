@@ -107,12 +107,12 @@ class EmbeddingTable(keras.layers.Layer):
         """Make the shards.
 
         Raises:
-            ValueError: in the scope of a strategy whose replicas have copies of variables.
+            ConfigError: in the scope of a strategy whose replicas have copies of variables.
         """
         if isinstance(tf.distribute.get_strategy(), _COPIES):
-            raise ValueError(
-                f"the table {self.name} grows on parameter servers or in one process, and copies "
-                "on several workers or GPUs would grow apart"
+            raise ConfigError(
+                f"training.strategy: each GPU or worker would have a copy of {self.name}, a table "
+                "that grows, and these grow apart; take one with parameter servers, or one GPU"
             )
         rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
         size = -(-self.capacity // self.shards)
@@ -245,7 +245,7 @@ class EmbeddingTable(keras.layers.Layer):
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
-                *(shard.free, shard.room, shard.earlier),
+                *(shard.free, shard.room, shard.earlier, shard.window),
             ]
             for shard in self._parts
         ]

@@ -21,13 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 # What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
-# got no row, those in the sieve since it was halved, and the step of the last search by age.
+# got no row, those that the sieve holds, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
 # Evicting is a search through all slots: it makes room for more than is needed at once.
 AT_ONCE = 16
 # The sieve has a block of cells for each slot, and at least so many. An id is counted by some cells
-# of one block. All are halved when so many ids for each block were counted.
+# of one block. All are halved when they hold more than so many ids for each block.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 # What a cell can hold.
 MOST_COUNTED = 255
@@ -93,6 +93,8 @@ class Shard:
             self.room = tf.Variable(capacity, dtype=tf.int64, trainable=False)
             # The steps of earlier runs, which ages go on from.
             self.earlier = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Ids that the sieve counted since it was halved, and those of the largest lookup.
+            self.window = tf.Variable(lambda: tf.zeros([2], tf.int64), trainable=False)
             # Servers outlive a process: a number would be that of a table of another one.
             name = uuid.uuid4().hex
             with tf.device(self.device):
@@ -207,13 +209,14 @@ class Shard:
     def _sieved(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return which ids have come often enough, and the change of `sieved`.
+        """Return which ids have come often enough, and by how many the sieve holds more.
 
         Four cells count each id, which is as frequent as the smallest one says (Cormode and
         Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is
         raised above the count of its id (Estan and Varghese 2002, "New Directions in Traffic
-        Measurement and Accounting"). From time to time all are halved (Einziger et al. 2017,
-        "TinyLFU"), but not before each id of batches like this one could come often enough.
+        Measurement and Accounting"). When they hold too many ids, all are halved (Einziger et al.
+        2017, "TinyLFU"), but not before each id of lookups like the largest one could come often
+        enough.
         """
         if self.noted.seen is None:
             return tf.ones_like(keys, tf.bool), tf.constant(0, tf.int64)
@@ -225,17 +228,28 @@ class Shard:
         times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
         raised = tf.cast(tf.minimum(times, MOST_COUNTED), tf.uint8)[:, tf.newaxis]
         seen.scatter_max(tf.IndexedSlices(tf.bitwise.bitwise_and(own, raised), block))
+        new = tf.math.count_nonzero(tf.equal(times, counts))
         now = tf.reduce_sum(counts)
-        total = sieved + now
-        full = total > tf.maximum(np.int64(WINDOW * count), self._rules.min_count * now)
+        counted, largest = tf.unstack(self.window.read_value())
+        counted, largest = counted + now, tf.maximum(largest, now)
+        full = (sieved + new > WINDOW * count) & (counted > self._rules.min_count * largest)
 
         def halve() -> tf.Tensor:
             half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            with tf.control_dependencies([seen.assign(half, read_value=True)]):
-                return -sieved
+            # In one byte for each block: there may be gigabytes of cells.
+            held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
+            left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
+            # A larger lookup may come again, and is forgotten as ids are.
+            begun = self.window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
+            with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
+                return left - sieved
+
+        def go_on() -> tf.Tensor:
+            with tf.control_dependencies([self.window.assign(tf.stack([counted, largest]))]):
+                return tf.identity(new)
 
         with tf.control_dependencies([times]):
-            change = tf.cond(full, halve, lambda: total - sieved)
+            change = tf.cond(full, halve, go_on)
         return times >= self._rules.min_count, change
 
     def _evicted(

@@ -9,7 +9,7 @@ them. What a dead worker took and did not apply is handed out again at the end o
 
 Examples that are lent (`data.partition: dynamic`) belong to the updates that were handed out with
 them. There the chief hands out portions of updates, one closure each, and a portion whose worker
-died is run again as a whole.
+died is run again as a whole. One that was taken for dead and lives ends its portion.
 """
 
 from __future__ import annotations
@@ -295,22 +295,31 @@ class AsyncParameterServer(Served):
 
     def _lent(self, steps: int, unit: int, batches: int) -> Call:
         turn = 1 if steps % TURN else unit
-        arguments = (self._iterator, tf.constant(steps // turn), *self.lease(batches))
+        number = tf.constant(self._closure, tf.int64)
+        self._closure += 1
+        arguments = (self._iterator, tf.constant(steps // turn), number, *self.lease(batches))
         return self._closures[turn], arguments
 
     def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
         """Return the function that makes a number of turns from a lease of examples."""
-        applied = self.applied
+        applied, turns = self.applied, self._turns
 
         @tf.function
-        def portion(iterator: tf.data.Iterator, turns: tf.Tensor, *lease: tf.Tensor) -> tf.Tensor:
-            updates = turns * turn
+        def portion(
+            iterator: tf.data.Iterator, count: tf.Tensor, closure: tf.Tensor, *lease: tf.Tensor
+        ) -> tf.Tensor:
+            own, updates = turns.begin(closure), count * turn
             iterator = self.lent(iterator, updates * self._batches_of_update(), *lease)
-            total = tf.constant(0.0)
+            total, made, found = tf.constant(0.0), tf.constant(0), turns.holds(own)
             before = applied.read_value()
-            for _ in tf.range(turns):
+            while found:
+                # No turn waits for the answer: of a run that is not the newest any more the one
+                # that has begun is made, and at most another one.
+                holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)
+                made += 1
+                found = holds & (made < count)
             others = applied.read_value() - before - tf.cast(updates, tf.int64)
             # In one tensor: the coordinator fetches results one by one.
             results = [total, worker_number(), others]

@@ -12,7 +12,9 @@ each closure, and so before each checkpoint and validation, all sums are pushed
 gradients of each row that it keeps, all since the last boundary. So is that of a closure which did
 not come to its end on a worker that goes on, as its connection to the chief was lost: half of an
 update may be written, so that the next one forgets all that is kept. Should the first one run on,
-it changes nothing of that any more, and pushes its gradients as they are.
+it changes nothing of that any more, and pushes its gradients as they are; but for the update that
+it writes while the next one begins, as each update asks once, before it writes. What that leaves is
+gone after `staleness` uses of a row.
 
 An id has a choice of two slots, by two hashes (Seznec 1993, "A Case for Two-Way Skewed-Associative
 Caches"), and tries that of the lower score. A slot is that of the id which comes more often: a use

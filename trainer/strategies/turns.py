@@ -6,7 +6,7 @@ does not hand out each of them. Nothing of this is part of a checkpoint.
 
 A worker that is taken for dead, as its connection to the chief is lost, may go on with its closure,
 which is run again elsewhere. Only the newest run of a closure takes turns, and none of a stretch
-that is over.
+that is over; a closure that is handed out with its updates asks by the same numbers.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class Turns:
             number = tf.raw_ops.ResourceCountUpTo(
                 resource=self._next.handle, limit=tf.int64.max, T=tf.int64
             )
-            is_left = number < self._end.read_value()
-            is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])
-            may_take = is_newest & (own[1] > self._before.read_value())
+            is_left, may_take = number < self._end.read_value(), self.holds(own)
             found = is_left & may_take
             back, refused = (
                 tf.cast(each, tf.int64) for each in (tf.logical_not(found), may_take & ~is_left)
@@ -100,6 +98,13 @@ class Turns:
             # Of a run that is not the newest the chief knows nothing.
             self._refused.assign_add(refused, read_value=False)
             return found
+
+    @tf.autograph.experimental.do_not_convert
+    def holds(self, own: tf.Tensor) -> tf.Tensor:
+        """Return whether a run is the newest one of its closure; in the graph of a worker."""
+        with tf.device(self._device):
+            is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])
+            return is_newest & (own[1] > self._before.read_value())
 
     @tf.autograph.experimental.do_not_convert
     def began(self) -> tf.Tensor:

@@ -85,7 +85,11 @@ class ServerSnapshots:
             log.warning(
                 "cluster.snapshot_seconds: a snapshot of the servers every %g s needs memory: %s",
                 seconds,
-                ", ".join(f"{size / 1e6:,.1f} MB on {task}" for task, size in sorted(sizes)),
+                ", ".join(
+                    f"{size / 1e6:,.1f} MB on {task}, and {more / 1e6:,.1f} MB more there while it "
+                    "is copied"
+                    for task, (size, more) in sorted(sizes)
+                ),
             )
 
     def take_if_due(self, global_step: int, *, rests: bool) -> None:
@@ -177,6 +181,9 @@ class _Recovery:
                 done = self._within_limit(lambda: self._partial(lost, copies))
             except Exception as error:
                 reason = _line(error)
+        if not done:
+            # One that was on its way may be published since.
+            newest = max(newest, self._newest())
         is_partial = done and lost != set(self._held)
         events.emit(
             events.ServersLost(

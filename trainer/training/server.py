@@ -5,6 +5,7 @@ Free of Keras, whose import costs more than TensorFlow's own: a server only runs
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import tensorflow as tf
@@ -58,9 +59,11 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
-    if task.role == "ps":
-        # It cleans its folder, in which graphs of the chief write as soon as the server is there.
-        PartServer(Path(), str(task)).start()
+    # It cleans its folder, in which graphs of the chief write as soon as the server is there.
+    if task.role == "ps" and not PartServer(Path(), str(task)).start():
+        # A record of an earlier process may be left there. The graphs would read it, and wait for
+        # ever for somebody who answers.
+        os.chdir("/")
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
         job_name=task.role,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from contextlib import contextmanager
 
@@ -101,19 +103,31 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
 
 
-def test_a_save_that_cannot_be_written_leaves_nothing_with_the_servers(
-    in_bucket, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("kind", "reason", "remedy"),
+    [
+        (tf.errors.ResourceExhaustedError, errno.ENOSPC, "free some space there"),
+        (tf.errors.PermissionDeniedError, errno.EROFS, "free some space there"),
+        (tf.errors.UnknownError, errno.EIO, "look for errors of that disk"),
+        (tf.errors.AbortedError, errno.ESTALE, "mount it again there"),
+        (tf.errors.FailedPreconditionError, errno.EBUSY, "free some space there"),
+    ],
+)
+def test_a_save_that_cannot_be_written_leaves_nothing_with_the_servers(  # noqa: PLR0913, PLR0917
+    in_bucket, tmp_path, monkeypatch, kind, reason, remedy
 ):
+    said = os.strerror(reason)
+
     def save(prefix, save=tf.raw_ops.SaveV2, **named):
         if not prefix.endswith("part-1"):
             return save(prefix=prefix, **named)
         (tmp_path / "servers" / f"{prefix}.data-00000-of-00001.tempstate7").write_bytes(b"values")
-        raise tf.errors.ResourceExhaustedError(None, None, f"{prefix}; No space left on device")
+        raise kind(None, None, f"{prefix}.data-00000-of-00001.tempstate7; {said} [Op:SaveV2]")
 
     monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
     made = in_bucket()
     made.save(variables(10), io_device=None, fields={})
-    line = r"^cannot write a checkpoint to ps-1 \(.*/servers/parts\): No space left on device; free"
+    line = rf"^cannot write a checkpoint to ps-1 \(.*/servers/parts\): {said}; {remedy}"
     with pytest.raises(UserError, match=line):
         made.flush()
     assert left(tmp_path) == ["ready.json"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import errno
+import os
 
 import pytest
 
 from tests.trainer.checkpoints.by_parts import room_for
 from trainer import storage
+from trainer.checkpoints import part_server
 from trainer.checkpoints.part_server import KEPT_REPLIES, PartServer, Reply, Request
 
 
@@ -115,6 +118,19 @@ def test_what_fails_is_an_answer(tmp_path):
     )
     assert lacking.error.startswith("ps-0: ")
     assert "KeyError" in answered(server, tmp_path, "b", Request(action="else")).error
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+def test_what_its_disk_refuses_is_one_line(tmp_path, monkeypatch, number):
+    server = waiting(tmp_path)
+
+    def refuse(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(part_server.Path, "read_bytes", refuse)
+    reply = server._answer(Request(action="publish", uri="file:///x", prefix="parts/y"))
+    line = f"ps-0: cannot publish a part of a checkpoint in {tmp_path}/parts: {tmp_path}/parts/y"
+    assert reply.error.startswith(f"{line}.index: {os.strerror(number)}")
 
 
 def test_a_request_that_is_not_whole_waits(tmp_path):

@@ -23,7 +23,7 @@ from trainer.checkpoints import part_server, servers
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import PartServer, Reply, Request
 from trainer.checkpoints.servers import Layout, PartServers
-from trainer.errors import UserError
+from trainer.errors import ClusterLostError, UserError
 
 __all__ = ["two_servers"]
 
@@ -52,6 +52,42 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
     line = r"^cannot write a checkpoint to ps-1 \(.*/servers/parts/requests\): No space left on d"
     with pytest.raises(UserError, match=line):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+
+
+def test_a_server_whose_disk_is_damaged_is_not_lost(two_servers):
+    # The system answers a write there with EIO, for which TensorFlow has no type of error.
+    line = r"^cannot write a checkpoint to ps-1 \(/proc/self\): Input/output error; look for errors"
+    with pytest.raises(UserError, match=line):
+        two_servers._write(1, "/proc/self/mem", "x")
+
+
+def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_path):
+    def damaged(path):
+        raise tf.errors.UnknownError(None, None, f"{path}; Input/output error [Op:ReadFile]")
+
+    monkeypatch.setattr(tf.io, "read_file", damaged)
+    line = rf"^cannot read a checkpoint from ps-1 \({tmp_path}/servers/parts\): Input/output error"
+    with pytest.raises(UserError, match=line):
+        two_servers._read(1, part_server.READY)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Socket closed",
+        "Connection reset by peer",
+        "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
+        # In the folder of a server that was started again.
+        "parts/requests/a.json; No such file or directory",
+    ],
+)
+def test_a_server_that_is_gone_is_lost(two_servers, monkeypatch, message):
+    def gone(*_):
+        raise tf.errors.UnavailableError(None, None, message)
+
+    monkeypatch.setattr(tf.io, "write_file", gone)
+    with pytest.raises(ClusterLostError, match="ps-1"):
+        two_servers._write(1, "parts/requests/a.json", "x")
 
 
 READ_ONLY = (

@@ -61,6 +61,17 @@ def move(own, group, row, value, *, marked=True):
         group.marks.scatter_update(tf.IndexedSlices(tf.constant([True]), [row]))
 
 
+def with_marks(server):
+    """Return what a server holds, its table with marks, and snapshots of which one is taken."""
+    variables = held()
+    own = variables[server]
+    group = group_of(own)
+    found = made(variables, [group])
+    found.take(10)
+    assert not group.marks.numpy().any()
+    return own, group, found
+
+
 def test_what_a_server_holds_is_copied_and_stays_as_it_was():
     variables = held()
     found = made(variables)
@@ -77,12 +88,7 @@ def test_what_a_server_holds_is_copied_and_stays_as_it_was():
 
 
 def test_only_marked_rows_are_copied_again_with_their_slots():
-    variables = held()
-    own = variables[1]
-    group = group_of(own)
-    found = made(variables, [group])
-    found.take(10)
-    assert not group.marks.numpy().any()
+    own, group, found = with_marks(1)
     move(own, group, 3, 1.0)
     move(own, group, 4, 2.0, marked=False)
     found.take(20)
@@ -143,11 +149,7 @@ def test_an_update_while_rows_are_copied_is_in_the_next_snapshot():
 
 
 def test_a_server_that_dies_while_it_is_read_leaves_the_copy_before():
-    variables = held()
-    own = variables[0]
-    group = group_of(own)
-    found = made(variables, [group])
-    found.take(10)
+    own, group, found = with_marks(0)
 
     def gone(*_):
         raise tf.errors.UnavailableError(None, None, "ps-0 is gone")
@@ -169,13 +171,27 @@ def test_the_copy_of_a_server_is_on_the_next_one():
     found = made(held(3))
     assert {server: each.peer for server, each in found._copies.items()} == {0: 1, 1: 2, 2: 0}
     size = ROWS * 3 * 4 + 8
-    assert found.sizes() == {"ps-0": size, "ps-1": size, "ps-2": size}
+    assert found.sizes() == dict.fromkeys(("ps-0", "ps-1", "ps-2"), (size, size))
     assert found.of({0}, 0.0) == {}
     found.take(10)
     assert set(found.of({0}, 0.0)) == {0}
     # That of the second was on the third.
     assert set(found.of({1, 2}, 0.0)) == {2}
     assert set(found.of({0, 1, 2}, 0.0)) == set()
+
+
+@pytest.mark.parametrize(("rows", "more"), [(1, 12), (4, 48), (2 * ROWS, ROWS * 12)])
+def test_what_is_on_its_way_is_a_portion_of_rows_or_all_that_is_copied_whole(
+    monkeypatch, rows, more
+):
+    monkeypatch.setattr(snapshots, "PORTION", rows * 12)
+    variables = held(1)
+    size = ROWS * 12 + 8
+    assert made(variables, [group_of(variables[0])]).sizes() == {"the chief": (size, more)}
+    variables[0]["other"] = tf.Variable(tf.zeros([ROWS, 3]))
+    more = max(more, ROWS * 12 + 8)
+    (found,) = made(variables, [group_of(variables[0])]).sizes().values()
+    assert found == (size + ROWS * 12, more)
 
 
 def test_the_copy_of_a_single_server_is_on_the_chief():

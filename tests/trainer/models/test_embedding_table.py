@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from trainer.config.schema import ModelConfig
 from trainer.errors import ConfigError
+from trainer.models import registry
 from trainer.models.embedding_table import EmbeddingTable, growing, shrink
 from trainer.models.spec import InputSpec
 from trainer.strategies import table_state
@@ -91,13 +93,13 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
     monkeypatch.setattr("trainer.models.table_shard.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
-    # Of one block: all cells are halved when more than 5 ids were counted.
-    for each in (1, 1, 1, 2, 3, 4):
+    # Of one block: all cells are halved when it holds more than 4 ids.
+    for each in (1, 1, 1, 2, 3, 4, 5):
         trained(layer, [each])
     trained(layer, [1, 1, 1])
     assert layer.metrics()["rows"] == 0
     trained(layer, [1])
-    assert known(layer, [1, 2, 3, 4]) == [True, False, False, False]
+    assert known(layer, [1, 2, 3, 4, 5]) == [True, False, False, False, False]
 
 
 def test_the_row_that_was_used_least_recently_makes_room():
@@ -346,7 +348,11 @@ def test_what_a_configuration_has_wrong_is_one_line(dtype, arguments, words):
     assert "\n" not in str(caught.value)
 
 
-def test_replicas_with_copies_of_their_own_are_refused():
-    refused = pytest.raises(ValueError, match="grows on parameter servers or in one process")
+def test_replicas_with_copies_of_their_own_are_refused_in_a_line_with_the_key():
+    spec = InputSpec(
+        shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
+    )
+    tables = {name: {"capacity": 8} for name in ("user", "item")}
+    refused = pytest.raises(ConfigError, match=r"^model two_tower: training\.strategy: each GPU or")
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), refused:
-        table()
+        registry.build(ModelConfig(name="two_tower", args={"tables": tables}), spec, 0)

@@ -26,17 +26,17 @@ class Truth:
     def __init__(self, layer):
         (self._shard,) = layer._parts
         self._step, self._min_count = in_graph(layer), layer.min_count
-        self._sieved = 0
+        self._counted = 0
         self.counts, self.due, self.with_row = Counter(), set(), set()
 
     def train(self, batch):
         self._step(tf.constant(batch))
         self.counts.update(each for each in batch.tolist() if each not in self.with_row)
         self.due.update(each for each in batch.tolist() if self.counts[each] >= self._min_count)
-        sieved = int(self._shard.noted.tally.numpy()[table_shard.SIEVED])
-        if sieved < self._sieved:
+        counted, _ = self._shard.window.numpy().tolist()
+        if counted < self._counted:
             self.counts = Counter({each: count // 2 for each, count in self.counts.items()})
-        self._sieved = sieved
+        self._counted = counted
         noted, slots = self._shard.noted, self._shard.capacity
         self.with_row = set(noted.ids.numpy()[:slots][noted.used.numpy()[:slots] >= 0].tolist())
 
@@ -78,6 +78,54 @@ def test_ids_of_a_large_batch_are_not_forgotten_before_the_next_one(capacity, id
     for rows in (0, 0, capacity):
         trained(layer, range(ids))
         assert layer.metrics()["rows"] == rows
+
+
+@pytest.mark.parametrize("small", [1, 64, 900])
+def test_ids_of_a_large_batch_are_not_forgotten_by_small_ones_in_between(small):
+    layer, due = table(100, min_count=3), set()
+    for number in range(12):
+        for ids in (range(small), range(small, small + 4096)):
+            trained(layer, ids)
+            if number >= 2:
+                due.update(each for each, has in zip(ids, known(layer, ids), strict=True) if has)
+    # As many as there is room for at once, and others when these rest.
+    assert layer.metrics()["rows"] == 100
+    assert len(due) > 100
+
+
+def sieved(layer):
+    (shard,) = layer._parts
+    return int(shard.noted.tally.numpy()[table_shard.SIEVED])
+
+
+def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
+    layer = table(2, min_count=3)
+    (shard,) = layer._parts
+    limit = table_shard.WINDOW * shard.noted.seen.shape[0]
+    # More occurrences than it can hold ids.
+    for _ in range(40):
+        trained(layer, [*range(64)] * 2)
+    assert 60 <= sieved(layer) <= 64
+    assert shard.noted.seen.numpy().max() == 80
+    first, held = 1000, 0
+    while sieved(layer) >= held:
+        held = sieved(layer)
+        trained(layer, range(first, first + 100))
+        first += 100
+    assert 0.85 * limit < held <= limit
+    assert shard.noted.seen.numpy().max() == 40
+
+
+def test_the_sieve_knows_what_it_holds_after_it_was_halved():
+    layer = table(100, min_count=3)
+    (shard,) = layer._parts
+    for _ in range(4):
+        trained(layer, range(2000))
+    seen = shard.noted.seen.numpy()
+    assert seen.max() == 2
+    assert sieved(layer) == np.count_nonzero(seen) // table_shard.CELLS_OF_ID
+    counted, largest = shard.window.numpy().tolist()
+    assert (counted, largest) == (0, 1000)
 
 
 def test_a_cell_of_the_sieve_does_not_begin_anew_when_it_is_full():
@@ -237,7 +285,7 @@ def test_its_variables_are_made_where_they_are_placed():
     with tf.variable_creator_scope(create):
         (shard,) = table(5)._parts
     large = [each for each in given if not np.isscalar(each)]
-    assert len(large) == 5
+    assert len(large) == 6
     assert all(map(callable, large))
     assert shard.free.numpy().tolist() == [4, 3, 2, 1, 0]
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import heapq
 
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer.strategies.fleet import Fleet, Led
 from trainer.strategies.async_parameter_server import MAX_PORTION, portions, unit_of
+from trainer.strategies.parameter_server import NUMBER_FILE
+from trainer.strategies.turns import Turns
 
 steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])
 
@@ -66,3 +70,39 @@ def test_a_worker_that_is_four_times_slower_takes_a_quarter(turn, others, each):
     cut = cut_up(steps, of, turn)
     ideal = steps / sum(1 / cost for cost in costs)
     assert spent(cut, costs) <= 1.15 * ideal
+
+
+class Lent(Led):
+    """The strategy with turns on this machine, and examples without end."""
+
+    def __init__(self):
+        super().__init__(Fleet(2))
+        self.applied = tf.Variable(0, dtype=tf.int64)
+        self._turns = Turns(2, self.applied)
+
+    def lent(self, iterator, batches, *lease):
+        del batches, lease
+        return iterator
+
+
+@pytest.mark.parametrize(("taken_at", "made"), [(0, 20), (1, 4), (3, 6), (17, 20)])
+def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch, taken_at, made):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NUMBER_FILE).write_text("1", encoding="utf-8")
+    strategy, closure = Lent(), tf.constant(5, tf.int64)
+    applied, turns = strategy.applied, strategy._turns
+
+    def update(iterator):
+        next(iterator)
+        applied.assign_add(1)
+        # Another worker begins with it.
+        tf.cond(applied == taken_at, lambda: turns.begin(closure), lambda: closure[None])
+        return tf.constant(2.0)
+
+    portion = strategy._portion(update, 2)
+    batches = iter(tf.data.Dataset.range(100))
+    total, worker, others = portion(batches, tf.constant(10), closure).numpy().tolist()
+    assert applied.numpy() == made
+    assert (total, worker) == (2.0 * made, 1)
+    if made == 20:
+        assert others == 0

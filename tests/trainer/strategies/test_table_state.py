@@ -228,6 +228,6 @@ def test_all_that_a_shard_needs_is_placed_with_it():
     model = keras.Sequential([keras.Input((), dtype="string"), table])
     groups = [{id(each) for each in group} for group in table_state.together(model)]
     for shard, group in zip(table.parts(), groups, strict=True):
-        assert {id(each) for each in (shard.free, shard.room, shard.earlier)} < group
+        assert {id(each) for each in (shard.free, shard.room, shard.earlier, shard.window)} < group
     assert {id(each) for each in made} == set.union(*groups)
-    assert sum(map(len, groups)) == len(made) == 2 * 9
+    assert sum(map(len, groups)) == len(made) == 2 * 10

@@ -94,6 +94,18 @@ def test_a_closure_that_runs_again_ends_the_run_before_at_its_next_turn(turns, b
     assert (seen.taken, seen.refused) == (4, 0)
 
 
+def test_only_the_newest_run_of_a_closure_holds_what_was_handed_out_with_it(turns, begin):
+    holds = tf.function(turns.holds)
+    one, other = begin(3), begin(4)
+    assert [bool(holds(each)) for each in (one, other)] == [True, True]
+    again = begin(3)
+    assert [bool(holds(each)) for each in (one, again, other)] == [False, True, True]
+    turns.deal(0)
+    assert not any(bool(holds(each)) for each in (again, other))
+    # It takes none.
+    assert (turns.look().taken, turns.look().refused) == (0, 0)
+
+
 def test_a_run_of_an_older_stretch_takes_no_turn(turns, begin, take):
     turns.deal(9)
     late = begin(0)

@@ -50,13 +50,14 @@ def lose(monkeypatch):
         steps=(500, 400),
         halt=None,
         copies=None,
+        published=None,
     ):
         read_step, newest = steps
         strategy = create_autospec(Strategy, instance=True)
         strategy.configure_mock(read_step=read_step, mixes_steps=mixes, publishes=True)
         strategy.halt.side_effect = halt
         seen.checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
-        seen.checkpoints.newest_step.side_effect = [newest]
+        seen.checkpoints.newest_step.side_effect = [newest, published or newest]
         monkeypatch.setattr(joined, "held_by", lambda _: {0: {}, 1: {}, 2: {}})
         monkeypatch.setattr(joined, "lost_of", lambda *_: set(gone))
         monkeypatch.setattr(joined, "save", save)
@@ -203,8 +204,8 @@ def copying(monkeypatch):
 def test_their_memory_is_said_at_the_start(copying, caplog):
     copying()
     assert "snapshot of the servers every 1.5 s needs memory: " in caplog.text
-    assert "MB on ps-0" in caplog.text
-    assert "MB on ps-1" in caplog.text
+    of_each = (f"0.0 MB on ps-{n}, and 0.0 MB more there while it is copied" for n in (0, 1))
+    assert ", ".join(of_each) in caplog.text
 
 
 def test_without_the_key_there_are_none(copying, caplog):
@@ -258,6 +259,19 @@ def test_what_fails_leaves_a_full_recovery(lose, error, reason):
     recovery_, step, back_to, why = said(lose.lose(save=fails))
     assert (recovery_, step, back_to) == ("full", 500, 400)
     assert why.endswith(reason)
+
+
+def test_what_is_published_at_the_moment_of_the_loss_is_what_all_go_back_to(lose):
+    def nothing(*_, **__):
+        raise joined.NothingSavedError("no step is known since the newest checkpoint")
+
+    recovery_, step, back_to, why = said(lose.lose(save=nothing, steps=(490, 400), published=500))
+    assert (recovery_, step, back_to) == ("full", 500, 500)
+    assert why == "no step is known since the newest checkpoint"
+    found = said(lose.lose({"cluster": {"recovery": "full"}}, published=500))
+    assert found[:3] == ("full", 500, 500)
+    found = said(lose.lose(save=nothing, published=UserError("the store")))
+    assert found[:3] == ("full", 500, 400)
 
 
 def test_workers_that_do_not_end_are_not_waited_for(lose, monkeypatch):
