@@ -128,11 +128,8 @@ class Lookups:
             return [tf.concat(each, 0) if each else tf.zeros([0], tf.int64) for each in asked]
 
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(batch)]
-        # The user's code is converted here too, where it is outside.
-        autograph = tf.__internal__.autograph
-        converted = autograph.tf_convert(of_batch, autograph.control_status_ctx())
         try:
-            traced = tf.compat.v1.wrap_function(converted, specs)
+            traced = tf.compat.v1.wrap_function(of_batch, specs)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise Unforeseen(str(error).partition("\n")[0]) from error
         handles = {id(shard.value.handle) for shard in self.variables()}

@@ -48,6 +48,7 @@ STALENESS_WINDOW = 400
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
+@tf.autograph.experimental.do_not_convert
 def worker_number() -> tf.Tensor:
     """Return the number of the worker that runs this graph, as a scalar int64."""
     return tf.strings.to_number(tf.io.read_file(NUMBER_FILE), tf.int64)
