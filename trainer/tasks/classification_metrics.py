@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sklearn import metrics as scores
 
 TOP = 3
 BINARY = 2
@@ -24,6 +23,13 @@ CURVE_POINTS = 100
 Floats = npt.NDArray[np.floating[Any]]
 Labels = npt.NDArray[np.int64]
 Metrics = dict[str, float | None]
+
+
+def _scores() -> Any:
+    # It loads pandas and takes half a second, which training has no use for.
+    from sklearn import metrics  # noqa: PLC0415
+
+    return metrics
 
 
 def losses(labels: Labels, logits: Floats) -> Floats:
@@ -136,8 +142,8 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
         own, score = labels == index, probabilities[:, index]
         if not 0 < own.sum() < len(own):
             continue
-        false, true, _ = scores.roc_curve(own, score)
-        precision, recall, _ = scores.precision_recall_curve(own, score)
+        false, true, _ = _scores().roc_curve(own, score)
+        precision, recall, _ = _scores().precision_recall_curve(own, score)
         found.append(
             {"label": name, "roc": _thinned(false, true), "pr": _thinned(recall, precision)}
         )
@@ -159,7 +165,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
         score = probabilities.ravel()
     if not 0 < own.sum() < len(own):
         return []
-    false, true, thresholds = scores.roc_curve(own, score)
+    false, true, thresholds = _scores().roc_curve(own, score)
     kept = _kept(false, true)
     # The first threshold is above every score: it is infinite, which JSON cannot say.
     found = zip(false[kept], true[kept], thresholds[kept].clip(0, 1), strict=True)
@@ -209,8 +215,8 @@ def _areas(own: npt.NDArray[np.bool_], score: Floats, weights: Floats | None) ->
     if not each[own].sum() or not each[~own].sum():
         return {"auc": None, "pr_auc": None}
     return {
-        "auc": float(scores.roc_auc_score(own, score, sample_weight=weights)),
-        "pr_auc": float(scores.average_precision_score(own, score, sample_weight=weights)),
+        "auc": float(_scores().roc_auc_score(own, score, sample_weight=weights)),
+        "pr_auc": float(_scores().average_precision_score(own, score, sample_weight=weights)),
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from scipy.stats import binomtest
@@ -14,6 +17,15 @@ from trainer.tasks import base
 from trainer.tasks import classification_metrics as metrics
 
 NAMES = list("abcdef")
+
+
+def test_training_does_not_load_scikit_learn():
+    script = (
+        "import sys, trainer.tasks.classification_metrics;"
+        "print(sorted({'sklearn', 'pandas'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
 
 
 def predictions(count=400, classes=6, seed=0, lift=1.5):
