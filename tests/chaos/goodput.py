@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.run import FLOTILLA, events_of
+from tests.chaos.followed import FLOTILLA, events_of, say
 from tests.kubernetes.cluster import Cluster, real_cluster
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
@@ -171,12 +171,6 @@ def _followed(
     assert clock, f"training has not begun; see {workdir.parent}"
     clock.join()
     return course
-
-
-def say(text: str) -> None:
-    """Print a line, and flush it."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

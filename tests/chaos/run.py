@@ -7,23 +7,20 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import MissedError, Target, inject, lie_of
+from tests.chaos.followed import FLOTILLA, events_of
 from tests.chaos.invariants import KILLED, Outcome
 from tests.chaos.plan import OUTAGES, Fault, Plan
 from tests.chaos.stores import Store
 from tests.pipelines.called import processes_of
 from trainer import storage
-from trainer.events import Event, Progress, parse
+from trainer.events import Progress
 
-# A ceiling for a machine that is busy with other things.
-SECONDS = 900
-FLOTILLA = [sys.executable, "-c", "from pipelines.cli.__main__ import main; main()"]
 SECONDS_TO_NOTICE = 30
 # Named, and not imported: it loads Keras.
 LIAR = "tests.chaos.liar:mlp"
@@ -140,30 +137,6 @@ class Run:
         while processes_of(self._workdir) and time.monotonic() < deadline:
             time.sleep(0.1)
         return [" ".join(each.cmdline()) for each in processes_of(self._workdir)]
-
-
-def events_of(
-    process: subprocess.Popen[bytes],
-    workdir: Path,
-    read: dict[Path, int],
-    seconds: float = SECONDS,
-) -> Iterator[Event]:
-    """Yield the events of a run as they come, to its end; `read` counts the bytes of each file."""
-    deadline = time.monotonic() + seconds
-    ended = False
-    while not ended:
-        ended = process.poll() is not None
-        for path in workdir.glob("*/events.jsonl"):
-            with path.open("rb") as lines:
-                # A resumed run appends to what is there.
-                lines.seek(read.get(path, 0))
-                whole = [line for line in lines if line.endswith(b"\n")]
-            read[path] = read.get(path, 0) + sum(map(len, whole))
-            yield from filter(None, (parse(line.decode("utf-8", "replace")) for line in whole))
-        if time.monotonic() > deadline:
-            process.kill()
-            raise TimeoutError(f"the run has not ended after {seconds:g} s; see {workdir}")
-        time.sleep(0.1)
 
 
 def _attempts_lost(plan: Plan, fault: Fault) -> int:

@@ -105,7 +105,9 @@ class Snapshots:
             self._taken[server] = (global_step, began)
 
         side_by_side(self._copies, one)
-        self._began, self._lasted = began, time.monotonic() - began
+        # The first one traces its functions and copies all rows: no later one takes as long.
+        is_first = self._began == -math.inf
+        self._began, self._lasted = began, 0.0 if is_first else time.monotonic() - began
 
     def of(self, lost: Collection[int], noticed: float) -> dict[int, Copied]:
         """Return the copies of lost servers, without those that were lost themselves.

@@ -67,6 +67,7 @@ def training_batches(  # noqa: PLR0913
     *,
     batch_size: int,
     seed: int | tf.Tensor,
+    taken: int = 0,
     shuffle_buffer: int | None = None,
     buckets: Sequence[int] = (),
 ) -> tf.data.Dataset:
@@ -74,6 +75,9 @@ def training_batches(  # noqa: PLR0913
 
     An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
     nothing is skipped at the seam. The same seed gives the same order.
+
+    So many examples that were `taken` before are passed over, without reading them, where the whole
+    split fits in memory. Otherwise another order begins for them.
 
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
     `shuffle_buffer` examples are held in memory; by default as many as take 256 MiB. Where the
@@ -84,10 +88,10 @@ def training_batches(  # noqa: PLR0913
     """
     held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
     if fits_in_memory(spec, held):
-        batches = _from_memory(spec, _whole(files, seed), seed, spec.examples("train"))
+        batches = _from_memory(spec, _whole(files, seed), seed, taken)
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
-        batches = _shuffled(files, seed, held)
+        batches = _shuffled(files, seed + taken, held)
         if buckets and lengths.varying(spec):
             batches = lengths.bucketed(spec, batches, buckets, batch_size)
         else:
@@ -175,14 +179,17 @@ def _parallel(spec: DatasetSpec) -> int | None:
 
 
 def _from_memory(
-    spec: DatasetSpec, records: tf.data.Dataset, seed: int | tf.Tensor, examples: int
+    spec: DatasetSpec, records: tf.data.Dataset, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
-    def reordered(example: Any, epoch: Any) -> Any:
-        count = tf.shape(tf.nest.flatten(example)[0])[0]
+    def reordered(example: Any, number: Any) -> Any:
+        # Of the shards that this task has.
+        count = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
+        epoch = number + taken // count
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
+        order = order[tf.where(number == 0, taken % count, 0) :]
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
-    parsed = _parsed(spec, records, examples).cache().repeat()
+    parsed = _parsed(spec, records, spec.examples("train")).cache().repeat()
     return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
 
 

@@ -223,14 +223,30 @@ def _batches(
     config: Config, spec: DatasetSpec, streaming: Streaming | None, start: int
 ) -> tf.data.Dataset:
     """Return the batches of the task in whose working folder this graph runs."""
+    taken = _taken(config, start)
+    # Where it is not known what was taken, a resumed attempt shuffles differently.
+    seed = config.training.seed + (0 if taken else start)
     return training_batches(
         spec,
         streaming or PATTERN,
         batch_size=config.training.batch_size,
         buckets=config.data.buckets,
-        # Two workers on the same examples shuffle differently, and so does a resumed attempt.
-        seed=config.training.seed + start + 7919 * worker_number(),
+        # Two workers on the same examples shuffle differently.
+        seed=seed + 7919 * worker_number(),
+        taken=taken,
     )
+
+
+def _taken(config: Config, start: int) -> int:
+    """Return about how many examples each worker has taken before a global step; 0: not known.
+
+    Asynchronous workers of one speed share the steps evenly.
+    """
+    training, cluster = config.training, config.cluster
+    if training.strategy != "async_parameter_server":
+        return 0
+    of_step = training.step_examples * training.pull_every * max(1, cluster.gpus_per_worker)
+    return start * of_step // cluster.workers
 
 
 def _totals(  # noqa: PLR0913, PLR0917

@@ -236,6 +236,9 @@ def test_slow_copies_take_no_more_than_half_of_the_time(clock):
 
     found._copies[0].take = slow
     found.take(10)
+    # The first one traces its functions, and copies all rows.
+    assert found.is_due(rests=False)
+    found.take(20)
     clock.now += 9.9
     assert not found.is_due(rests=False)
     clock.now += 0.2

@@ -85,6 +85,31 @@ def test_the_seed_gives_the_order(numbered, buffer):
     assert first != other
 
 
+@pytest.mark.parametrize("taken", [1, 8, 23, 24, 60, 2**40])
+def test_the_order_in_memory_goes_on_where_it_was(numbered, taken):
+    spec, files = numbered(23)
+    resumed = numbers(training_batches(spec, files, batch_size=4, seed=3, taken=taken), 46)
+    # Epochs are numbered, so that those before need not be read.
+    epochs = [
+        numbers(training_batches(spec, files, batch_size=4, seed=3, taken=epoch * 23), 23)
+        for epoch in range(taken // 23, taken // 23 + 4)
+    ]
+    whole = list(itertools.chain.from_iterable(epochs))
+    assert resumed == whole[taken % 23 :][:46]
+    if taken < 100:
+        assert resumed == numbers(train(spec, files, seed=3), taken + 46)[taken:]
+
+
+def test_another_order_begins_where_the_split_is_streamed(numbered):
+    spec, files = numbered(60)
+    first, resumed = (
+        numbers(training_batches(spec, files, batch_size=4, seed=3, taken=n, shuffle_buffer=7), 60)
+        for n in (0, 20)
+    )
+    assert first != resumed
+    assert sorted(first) == sorted(resumed)
+
+
 @pytest.mark.parametrize("seed", [0, 2**31 - 1])
 def test_every_seed_of_the_configuration(numbered, buffer, seed):
     spec, files = numbered(12)

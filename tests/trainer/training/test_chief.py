@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import create_autospec
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -13,9 +15,12 @@ from tests.trainer.objectives import NO_ROLES
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.cluster.lease import LeaseLostError, NoLease
 from trainer.config.load import parse_config
+from trainer.data.preparation.shards import ShardWriter
+from trainer.data.records import encode
 from trainer.data.spec import KIND, SCHEMA, FeatureSpec
 from trainer.storage import Manifest
 from trainer.training.chief import hooks_of
+from trainer.training.input import NUMBER_FILE, SHARDS
 from trainer.training.recovery import is_lost
 from trainer.training.stall import StallWatch
 
@@ -152,3 +157,45 @@ def test_steps_are_watched_for_a_stall(hooks):
     watch.stepping.side_effect = stepping
     with made.watch_steps():
         assert entered == ["steps"]
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Return the batches of 4 of worker 1 of 2, which has 20 examples, of an attempt."""
+    numbers = np.arange(20)
+    features = {each: FeatureSpec(shape=(), dtype="int64", stored="int") for each in ("x", "y")}
+    (tmp_path / SHARDS).mkdir()
+    writer = ShardWriter(tmp_path / SHARDS, "train", 1)
+    for record in encode(features, {"x": numbers, "y": numbers}):
+        writer.add(record)
+    writer.flush()
+    (tmp_path / NUMBER_FILE).write_text("1", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    manifest = dataset(0)
+    manifest.fields["splits"]["train"]["shards"] = [20, 20]
+    manifest.fields["features"] = {name: each.to_json() for name, each in features.items()}
+
+    def batches(start, count, **training):
+        training = {"batch_size": 4, **training}
+        config = parse_config({"cluster": {"workers": 2}, "training": training})
+        checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
+        watch = create_autospec(StallWatch, instance=True)
+        made = hooks_of(config, manifest, checkpoints, watch, lambda: False)
+        taken = made.make_problem(start).batches().take(count)
+        return [tuple(values.numpy().tolist()) for values, _ in taken]
+
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("updates", "before"), [({}, 3), ({"pull_every": 2}, 6), ({"accumulate": 3}, 9)]
+)
+def test_an_asynchronous_attempt_goes_on_in_the_examples(worker, updates, before):
+    # Of 6 steps each of two workers took half.
+    assert worker(6, 9, **updates) == worker(0, 18, **updates)[before : before + 9]
+
+
+def test_an_attempt_of_another_strategy_shuffles_anew(worker):
+    first, resumed = (worker(start, 5, strategy="sync_parameter_server") for start in (0, 5))
+    assert first != resumed
+    assert {*itertools.chain(*first)} == {*itertools.chain(*resumed)} == set(range(20))

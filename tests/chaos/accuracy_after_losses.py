@@ -1,0 +1,168 @@
+"""What the loss of parameter servers costs in accuracy, and not in time.
+
+    python -m tests.chaos.accuracy_after_losses configs/clicks_large.yaml --steps 4000 --losses 20 \
+        --set cluster.snapshot_seconds=1 --seed 1 --seed 2 --seed 3
+
+For each seed two runs train the same number of steps, one after the other: an undisturbed one, and
+one of which a parameter server is killed (SIGKILL) so many times. The kills are spaced evenly over
+the steps; the last one is as far from the end. Progress is reported, and a snapshot is taken, about
+once a second at one moment, so each kill comes up to a second after the progress that reaches its
+step, drawn by the seed. A kill waits until the run has gone on after the one before.
+
+The newest checkpoints of both, which are those of the last step, answer the same test split. What
+they differ by has the chance of asynchronous training in it: that of undisturbed runs of several
+seeds is printed, and the same seed may be given twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.chaos.followed import say
+from tests.chaos.kills import Course, Kills
+from trainer import storage
+from trainer.config.load import load_config
+from trainer.evaluation.evaluate import evaluate
+
+METRICS = ("auc", "query_auc")
+SETTINGS = {"training.validate_every": 0, "cluster.max_restarts": 10**4}
+# Between two reports of progress.
+SPREAD_SECONDS = 1.0
+Measured = Mapping[str, float]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print both runs of each seed, what they differ by, and what undisturbed ones do."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.accuracy_after_losses", description=__doc__
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--steps", type=int, default=4000, help="of each run")
+    parser.add_argument("--losses", type=int, default=20, help="of servers, in the second run")
+    parser.add_argument("--seed", type=int, action="append", help="default: 1; again for more")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds of a run")
+    parser.add_argument("--folder", type=Path, default=None, help="where to work; kept")
+    options = parser.parse_args(arguments)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="flotilla-losses-"))
+    say(f"in {folder}")
+    pairs = [
+        _pair(options, folder, f"{number}-seed-{seed}", seed)
+        for number, seed in enumerate(options.seed or [1])
+    ]
+    for name in sorted(pairs[0][0]):
+        quiet, lossy = zip(*((one[name], other[name]) for one, other in pairs), strict=True)
+        differences = [other - one for one, other in zip(quiet, lossy, strict=True)]
+        say(f"{name} undisturbed: {_spread(quiet)}")
+        say(f"{name}, killed less undisturbed: {_spread(differences)}")
+    return 0
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"mean {statistics.mean(values):+.5f}"
+    if len(values) == 1:
+        return mean
+    deviation = statistics.stdev(values)
+    error = deviation / math.sqrt(len(values))
+    return f"{mean} (standard deviation {deviation:.5f}, standard error of the mean {error:.5f})"
+
+
+def _pair(
+    options: argparse.Namespace, folder: Path, name: str, seed: int
+) -> tuple[Measured, Measured]:
+    """Return the metrics of the undisturbed run of a seed, and of the one that loses servers."""
+    quiet, lossy = (
+        _measured(options, folder, f"{name}-{kind}", seed, losses)
+        for kind, losses in (("quiet", 0), ("killed", options.losses))
+    )
+    differ = ", ".join(f"{each} {lossy[each] - quiet[each]:+.5f}" for each in quiet)
+    say(f"seed {seed}, killed less undisturbed: {differ}")
+    return quiet, lossy
+
+
+def _measured(
+    options: argparse.Namespace, folder: Path, name: str, seed: int, losses: int
+) -> Measured:
+    kills = EvenKills(options, folder, name, seed, losses)
+    began = time.monotonic()
+    course = kills.course()
+    if course.step < options.steps:
+        sys.exit(f"{name} ended at step {course.step}; see {folder / name}")
+    seconds = time.monotonic() - began
+    config = load_config(kills.config)
+    (dataset,) = (folder / "store" / "datasets").iterdir()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = evaluate(
+            config,
+            storage.uri_of(dataset),
+            course.checkpoint,
+            storage.uri_of(folder / name / "evaluation"),
+            Path(scratch),
+        )
+    metrics = {each: found.metrics[each] for each in METRICS if each in found.metrics}
+    text = ", ".join(f"{each} {value:.5f}" for each, value in metrics.items())
+    say(
+        f"{name}: {text}; {course.step} steps, {course.seconds:.0f} s of training, "
+        f"{seconds:.0f} s in all"
+    )
+    if losses:
+        _say_losses(course, kills.struck)
+    return metrics
+
+
+def _say_losses(course: Course, struck: int) -> None:
+    back = [each.global_step - each.back_to for each in course.losses]
+    ages = [each.snapshot_age for each in course.losses]
+    partial = sum(each.recovery == "partial" for each in course.losses)
+    reasons = sorted({each.reason for each in course.losses if each.reason})
+    say(
+        f"  {struck} servers killed; {len(back)} losses: {partial} recovered in part, "
+        f"{len(back) - partial} in full{f' ({reasons})' if reasons else ''}; "
+        f"{course.restarts} restarts"
+    )
+    say(f"  of {[','.join(each.servers) for each in course.losses]}")
+    say(f"  steps that their values went back, {sum(back)} in all: {back}")
+    say(f"  seconds since the snapshot, 0 of a checkpoint: {[round(each, 1) for each in ages]}")
+    waits = course.returns.get("ps", [])
+    say(f"  seconds without progress: {[round(each, 1) for each in waits]}")
+
+
+class EvenKills(Kills):
+    """Kills servers at steps that divide the run evenly."""
+
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, name: str, seed: int, losses: int
+    ) -> None:
+        """Train below a folder in `folder`, in which all runs have one store, for the dataset."""
+        settings = {**SETTINGS, "training.steps": options.steps, "training.seed": seed}
+        super().__init__(
+            options.config,
+            [*(f"{key}={value}" for key, value in settings.items()), *options.set],
+            folder / name,
+            root=storage.uri_of(folder / "store"),
+            seed=seed,
+            limit=options.limit,
+        )
+        #: How many servers were killed.
+        self.struck = 0
+        self._due = [options.steps * each / (losses + 1) for each in range(1, losses + 1)]
+
+    def progressed(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a server where that is due, and the one before was survived."""
+        if self.struck == len(self._due) or self.step < self._due[self.struck] or self.is_awaited:
+            return
+        time.sleep(self.draw.uniform(0, SPREAD_SECONDS))
+        if process.poll() is None:
+            self.struck += self.kill("ps")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

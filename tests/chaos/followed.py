@@ -1,0 +1,45 @@
+"""A run of `flotilla` in a process of its own, followed by its events."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.events import Event, parse
+
+# A ceiling for a machine that is busy with other things.
+SECONDS = 900
+FLOTILLA = [sys.executable, "-c", "from pipelines.cli.__main__ import main; main()"]
+
+
+def events_of(
+    process: subprocess.Popen[bytes],
+    workdir: Path,
+    read: dict[Path, int],
+    seconds: float = SECONDS,
+) -> Iterator[Event]:
+    """Yield the events of a run as they come, to its end; `read` counts the bytes of each file."""
+    deadline = time.monotonic() + seconds
+    ended = False
+    while not ended:
+        ended = process.poll() is not None
+        for path in workdir.glob("*/events.jsonl"):
+            with path.open("rb") as lines:
+                # A resumed run appends to what is there.
+                lines.seek(read.get(path, 0))
+                whole = [line for line in lines if line.endswith(b"\n")]
+            read[path] = read.get(path, 0) + sum(map(len, whole))
+            yield from filter(None, (parse(line.decode("utf-8", "replace")) for line in whole))
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"the run has not ended after {seconds:g} s; see {workdir}")
+        time.sleep(0.1)
+
+
+def say(text: str) -> None:
+    """Print a line, and flush it."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,172 @@
+"""A run on this machine of which tasks are killed (SIGKILL); when that is, subclasses decide."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.followed import FLOTILLA, events_of, say
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.events import AttemptBegin, Progress, Restart, ServersLost
+
+# Exit codes of a run that is done, and of one that was asked to end.
+ENDS = (0, 130)
+
+
+@dataclass(kw_only=True)
+class Course:
+    """What came of a run.
+
+    Attributes:
+        checkpoint: URI of its newest one, and `step` its global step.
+        seconds: of training, by the last progress.
+        returns: by role, the seconds from each kill until the global step was higher again.
+        restarts: of tasks.
+        losses: of servers, as the chief reported them.
+        memory: of all its processes together, in MB, at some moments.
+    """
+
+    checkpoint: str = ""
+    step: int = 0
+    seconds: float = 0.0
+    returns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    restarts: int = 0
+    losses: list[ServersLost] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+
+class Kills:
+    """One run, and the kills in it."""
+
+    def __init__(  # noqa: PLR0913
+        self, config: Path, settings: Sequence[str], folder: Path, *, root: str, seed: int,
+        limit: float,
+    ) -> None:  # fmt: skip
+        """Prepare to train below `folder`; `limit` is the seconds after which it must have ended.
+
+        Args:
+            config: its YAML file.
+            settings: `section.key=value` texts laid over it.
+            folder: does not exist yet.
+            root: `storage.root`.
+            seed: of which task of a role is killed.
+            limit: of the run.
+        """
+        self.workdir = folder / "runs"
+        self.found = Course()
+        self.draw = random.Random(seed)
+        #: The newest global step that the run reported.
+        self.step = 0
+        self._command = [*FLOTILLA, "train", str(config), "--workdir", str(self.workdir)]
+        self._command += [f"--set={each}" for each in [*settings, f"storage.root={root}"]]
+        self._folder, self._root, self._limit = folder, root, limit
+        # The role that was killed last, when, and the step that the run had reached.
+        self._awaited: tuple[str, float, int] | None = None
+        self._has_begun = False
+        self._lock = threading.Lock()
+
+    def progressed(self, process: subprocess.Popen[bytes]) -> None:
+        """Act on a progress of the run."""
+
+    def ended(self) -> None:
+        """Act on the end of the run."""
+
+    def course(self) -> Course:
+        """Run it to its end, and return what came of it."""
+        self._folder.mkdir(parents=True)
+        with (self._folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(self._command, stdout=output, stderr=output)
+        for event in events_of(process, self.workdir, {}, self._limit):
+            if isinstance(event, Restart):
+                self.found.restarts += 1
+            elif isinstance(event, ServersLost):
+                self.found.losses.append(event)
+            elif isinstance(event, AttemptBegin):
+                self._has_begun = True
+            elif isinstance(event, Progress):
+                self.found.seconds = event.seconds
+                self._reached(event.global_step)
+                self.progressed(process)
+        self.ended()
+        if process.wait() not in ENDS:
+            raise SystemExit(f"exit code {process.returncode}; see {self._folder}/output.txt")
+        checkpoints = storage.join(self._root, self.config.parent.name, "checkpoints")
+        self.found.checkpoint, self.found.step = newest_checkpoint(checkpoints)
+        return self.found
+
+    @property
+    def config(self) -> Path:
+        """The file with the configuration of the run."""
+        (found,) = self.workdir.glob("*/config.json")
+        return found
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the run has not gone on since the last kill."""
+        return self._awaited is not None
+
+    def kill(self, role: str) -> bool:
+        """Kill a task of a role, drawn by the seed; return whether one was there."""
+        tasks = self._tasks()
+        self.weigh(tasks)
+        names = sorted(name for name in tasks if name.startswith(f"{role}-"))
+        if not names:
+            say(f"no {role} was there to be killed")
+            return False
+        name = self.draw.choice(names)
+        with self._lock:
+            if self._awaited:
+                say(f"{self._awaited[0]} was not back before the next kill")
+            self._has_begun = False
+            tasks[name].kill()
+            self._awaited = (role, time.monotonic(), self.step)
+        return True
+
+    def weigh(self, tasks: dict[str, psutil.Process] | None = None) -> None:
+        """Note the memory of the tasks."""
+        found = self._tasks() if tasks is None else tasks
+        self.found.memory.append(_megabytes(found))
+
+    def _reached(self, step: int) -> None:
+        with self._lock:
+            self.step = step
+            if not self._awaited:
+                return
+            role, at, before = self._awaited
+            # A progress from before the loss of a server may be read only after it.
+            if step > before and (role == "worker" or self._has_begun):
+                self.found.returns[role].append(time.monotonic() - at)
+                self._awaited = None
+
+    def _tasks(self) -> dict[str, psutil.Process]:
+        """Return the processes of the tasks, by name."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            for word in words:
+                path = Path(word)
+                if path.name == "config.json" and self.workdir in path.parents:
+                    found[path.parent.name] = process
+        return found
+
+
+def _megabytes(tasks: dict[str, psutil.Process]) -> int:
+    total = 0
+    for process in tasks.values():
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:
+            continue
+    return total >> 20

@@ -1,0 +1,80 @@
+"""When a run is struck, and when it has survived that."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from unittest import mock
+
+import pytest
+
+from tests.chaos import accuracy_after_losses, kills
+from tests.chaos.accuracy_after_losses import EvenKills
+from trainer.events import AttemptBegin, Progress, ServersLost
+
+
+def progress(step):
+    return Progress(global_step=step, steps=400, loss=0.0, steps_per_second=1.0, seconds_left=0.0)
+
+
+def begin(step):
+    return AttemptBegin(global_step=step, steps=400, resumed=True)
+
+
+def lost(step, back_to):
+    return ServersLost(
+        servers=("ps-1",), recovery="partial", global_step=step, back_to=back_to, snapshot_age=1.0
+    )
+
+
+@pytest.fixture
+def struck_at(tmp_path, monkeypatch):
+    """Return a function that plays events to a run of 400 steps: where it was struck."""
+    monkeypatch.setattr(accuracy_after_losses, "SPREAD_SECONDS", 0.0)
+
+    def play(losses, *events):
+        options = argparse.Namespace(config="c.yaml", set=[], steps=400, limit=1.0)
+        run = EvenKills(options, tmp_path, "run", seed=1, losses=losses)
+        server = mock.Mock()
+        monkeypatch.setattr(run, "_tasks", lambda: {"ps-0": server, "chief-0": mock.Mock()})
+        monkeypatch.setattr(kills, "_megabytes", lambda _tasks: 1)
+        process = mock.Mock(**{"poll.return_value": None, "wait.return_value": 0})
+
+        def started(*_args, **_named):
+            folder = run.workdir / "r"
+            folder.mkdir(parents=True)
+            (folder / "config.json").touch()
+            return process
+
+        monkeypatch.setattr(kills.subprocess, "Popen", started)
+        monkeypatch.setattr(kills, "newest_checkpoint", lambda _uri: ("uri", 400))
+        steps = []
+        server.kill.side_effect = lambda: steps.append(run.step)
+        monkeypatch.setattr(kills, "events_of", lambda *_args: iter(events))
+        return steps, run.course()
+
+    return play
+
+
+def test_servers_are_killed_at_even_steps(struck_at):
+    each = ([progress(step), begin(step)] for step in range(20, 401, 20))
+    steps, course = struck_at(3, *itertools.chain.from_iterable(each))
+    assert steps == [100, 200, 300]
+    assert len(course.returns["ps"]) == 3
+
+
+def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
+    steps, course = struck_at(
+        3,
+        progress(210),
+        # Of the attempt that lost its server.
+        progress(220),
+        lost(220, 200),
+        begin(220),
+        progress(220),
+        progress(230),
+        begin(230),
+        progress(320),
+    )
+    assert steps == [210, 220, 320]
+    assert [each.back_to for each in course.losses] == [200]
