@@ -111,9 +111,9 @@ class Plan:
         return 0
 
     @property
-    def config(self) -> tuple[str, ...]:
-        """Return the file of the configuration, where it is not that of digits."""
-        return ()
+    def command(self) -> tuple[str, ...]:
+        """Return the command, with the file of the configuration where it is not that of digits."""
+        return ("run",)
 
     @property
     def exits_early(self) -> bool:

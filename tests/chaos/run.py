@@ -75,7 +75,7 @@ class Run:
             own |= {"model.name": LIAR, "model.args": lie}
         settings = {**self._plan.settings(), **own}
         options = [f"--set={name}={value}" for name, value in settings.items()]
-        arguments = ["run", *self._plan.config, "--workdir", str(self._workdir), *options]
+        arguments = [*self._plan.command, "--workdir", str(self._workdir), *options]
         self._tried(arguments)
         (config,) = self._workdir.glob("*/config.json")
         run_id = config.parent.name

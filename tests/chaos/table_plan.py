@@ -50,6 +50,7 @@ class TablePlan(Plan):
         min_count: how often an id has to come before it gets a row.
         keep: newest checkpoints that are kept.
         in_bucket: whether the store is one of objects, also without an outage.
+        is_whole: whether the model is exported; else it is only trained, which is most of the time.
     """
 
     steps: int = STEPS
@@ -62,6 +63,7 @@ class TablePlan(Plan):
     min_count: int = 1
     keep: int = 3
     in_bucket: bool = False
+    is_whole: bool = False
 
     def __str__(self) -> str:
         """Describe strategy, cluster, and what is not as by default."""
@@ -75,6 +77,7 @@ class TablePlan(Plan):
             f"min_count {self.min_count}": self.min_count > 1,
             f"keep {self.keep}": True,
             "bucket": self.has_outages,
+            "whole pipeline": self.is_whole,
         }
         return ", ".join(part for part, is_so in parts.items() if is_so)
 
@@ -94,9 +97,14 @@ class TablePlan(Plan):
         return () if self.cached_rows else TABLES
 
     @property
-    def config(self) -> tuple[str, ...]:
+    def config(self) -> Path:
         """Return the file of the configuration."""
-        return (str(CONFIGS / ("clicks.yaml" if self.cached_rows else "clicks_large.yaml")),)
+        return CONFIGS / ("clicks.yaml" if self.cached_rows else "clicks_large.yaml")
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the command, with the file of the configuration."""
+        return ("run" if self.is_whole else "train", str(self.config))
 
     @property
     def halfway(self) -> int:
@@ -174,7 +182,7 @@ def draw_table_plan(seed: int) -> TablePlan:
     further = draw.choices(list(FURTHER), list(FURTHER.values()), k=draw.randint(0, 2))
     kinds = [(kind, role), *((each, "") for each in further)]
     faults = sorted((_fault(draw, shape, *each) for each in kinds), key=lambda fault: fault.step)
-    return replace(shape, faults=tuple(faults))
+    return replace(shape, faults=tuple(faults), is_whole=draw.random() < 0.1)
 
 
 def _fault(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Fault:

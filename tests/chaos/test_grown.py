@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,7 +220,7 @@ def test_a_plan_of_tables_is_a_configuration():
     for seed in range(40):
         plan = draw_table_plan(seed)
         assignments = [f"{name}={value}" for name, value in plan.settings().items()]
-        config = load_config(Path(*plan.config), assignments)
+        config = load_config(plan.config, assignments)
         assert config.training.steps == plan.steps
         assert config.cluster.snapshot_seconds == plan.snapshots
         tables = config.model.args.get("tables", {})
