@@ -75,7 +75,7 @@ style: $(SETUP)
 lint: style ## style, types, import contracts, house rules
 	$(PYTEST) -q $(HOUSE_RULES)
 
-chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1, on an engine: ON=tfjob, ON=jobset
+chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1, of tables: ON=tables, on an engine: ON=tfjob, ON=jobset
 	$(PYTHON) -m tests.chaos --on $(ON) --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
 compile: $(SETUP) ## the pipeline as KFP YAML, in build/

@@ -2,6 +2,7 @@
 
 Each run is the whole pipeline, with faults injected while it trains: with the cluster on this
 machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose pods are processes.
+`--on tables` trains a recommender on this machine, whose tables grow, and looks at their rows.
 The faults follow from its seed alone; when exactly they happen depends on the machine.
 """
 
@@ -14,19 +15,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.invariants import violations_of
+from tests.chaos.grown import in_words
+from tests.chaos.invariants import rows_of, violations_of
 from tests.chaos.job_plan import JobPlan, draw_job_plan
 from tests.chaos.job_run import run_job_plan
 from tests.chaos.plan import Plan, draw_plan
 from tests.chaos.run import forget, run_plan
 from tests.chaos.stores import store_below
+from tests.chaos.table_plan import draw_table_plan
 from tests.chaos.tally import Tally
+
+ON_THIS_MACHINE = {"local": draw_plan, "tables": draw_table_plan}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all; return 1 when an invariant is violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--on", choices=("local", "tfjob", "jobset"), default="local")
+    parser.add_argument("--on", choices=(*ON_THIS_MACHINE, "tfjob", "jobset"), default="local")
     parser.add_argument("--runs", type=int, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), metavar="S")
     parser.add_argument("--folder", type=Path, default=None, help="where to work; kept")
@@ -46,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
     """Run one plan; print its faults, and whether the invariants held."""
-    plan: Plan = draw_plan(seed) if where == "local" else draw_job_plan(seed, where)
+    draw = ON_THIS_MACHINE.get(where)
+    plan: Plan = draw(seed) if draw else draw_job_plan(seed, where)
+    began = time.monotonic()
     say(f"run {seed}: {'' if where == 'local' else f'{where}, '}{plan}")
     with store_below(folder.absolute(), has_outages=plan.has_outages) as store:
         if isinstance(plan, JobPlan):
@@ -54,7 +61,10 @@ def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
         else:
             found = run_plan(plan, folder.absolute(), say, store)
         violations = violations_of(found)
+        if found.tables:
+            say(f"  {in_words(list(rows_of(found).values()))}")
         tally.add(plan, found, violations)
+    say(f"  {time.monotonic() - began:.0f} seconds")
     for violation in violations:
         say(f"  BROKEN, {violation.total}: {violation.words}")
     if not violations:

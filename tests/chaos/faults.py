@@ -15,6 +15,9 @@ import psutil
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
 from trainer import storage
+from trainer.checkpoints import bases
+from trainer.checkpoints.contents import is_data
+from trainer.storage.manifest import MANIFEST, Manifest
 
 # The free space of a full disk, less than any checkpoint.
 ROOM = 4096
@@ -63,9 +66,20 @@ class Target:
             return self.task("worker-0")
 
     def checkpoints(self) -> list[str]:
-        """Return the data files of the published checkpoints, oldest first."""
+        """Return the URIs of the published checkpoints, oldest first."""
         names = self.store.names(f"{self._run_id}/checkpoints")
-        return [name for name in names if "/variables.data-" in name]
+        folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")]
+        # Of a file system also what is not published yet, in a hidden folder.
+        published = [each for each in folders if not each.rpartition("/")[2].startswith(".")]
+        return [storage.join(self.store.root, *each.split("/")) for each in published]
+
+    def manifest_of(self, checkpoint: str) -> Manifest:
+        """Return the manifest of a published checkpoint, also where runs cannot reach it."""
+        return Manifest.from_json(self.store.read(self.name_of(checkpoint, MANIFEST)), checkpoint)
+
+    def name_of(self, checkpoint: str, path: str) -> str:
+        """Return the name in the store of a file of a checkpoint."""
+        return f"{self._run_id}/checkpoints/{storage.name_of(checkpoint)}/{path}"
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Call `action` after some seconds, unless the run has ended before."""
@@ -114,30 +128,37 @@ def _pause(fault: Fault, target: Target) -> None:
     target.later(fault.seconds, go_on)
 
 
-def _full_disk(_fault: Fault, target: Target) -> None:
-    """Limit the size of the leader's files; a later process has no such limit."""
-    process = target.leader()
+def _full_disk(fault: Fault, target: Target) -> None:
+    """Limit the size of the files of a task or the leader; a later process has no such limit."""
+    process = target.task(fault.task) if fault.task else target.leader()
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, hard))
 
 
 def _torn_file(_fault: Fault, target: Target) -> str:
-    """Damage the newest checkpoint, and kill the leader, which has to find another one."""
+    """Damage the newest checkpoint, and kill the leader, which has to find another one.
+
+    Of a difference it is that, or its base.
+    """
     published = target.checkpoints()
     if not published:
         raise MissedError("there was no checkpoint")
-    name = published[-1]
+    checkpoint = published[-1]
+    base = bases.uri_of(checkpoint, target.manifest_of(checkpoint).fields)
+    if base and target.draw.random() < 0.5:
+        checkpoint = base
+    files = [each for each in target.manifest_of(checkpoint).files if is_data(each.path)]
+    name = target.name_of(checkpoint, target.draw.choice(files).stored_at)
     data = bytearray(target.store.read(name))
     if target.draw.random() < 0.5:
         del data[len(data) // 2 :]
     else:
         data[target.draw.randrange(len(data))] ^= 1 << target.draw.randrange(8)
     target.store.write(name, bytes(data))
-    checkpoint = name.rpartition("/")[0]
-    target.torn.add(storage.join(target.store.root, *checkpoint.split("/")))
+    target.torn.add(checkpoint)
     with suppress(MissedError):
         target.leader().kill()
-    return checkpoint.rpartition("/")[2]
+    return f"{storage.name_of(checkpoint)}{', a base' if checkpoint == base else ''}"
 
 
 def _kill_launcher(_fault: Fault, target: Target) -> None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
+from tests.chaos.grown import Shards, faults_of, grown, lost_between
 from trainer import storage
+from trainer.checkpoints import bases
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
-from trainer.events import AttemptBegin, Event, Progress, Restart
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Event,
+    Progress,
+    Restart,
+    ServersLost,
+)
 from trainer.strategies.async_parameter_server import MAX_PORTION
 
 # The exit code of a command line that was killed.
@@ -27,6 +38,9 @@ class Outcome:
         checkpoints: URI below which the run has published.
         steps: how many it had to train.
         every: the steps between checkpoints.
+        by_parts: whether servers write their own parts.
+        tables: the features whose tables grow.
+        halfway: how many ids of a shard a loss may leave halfway to a row.
         struck: the kind of each fault that found what it was to hit.
         losses: how many faults may have cost an attempt of the chief.
         cancels: how many faults have requested the end of a try.
@@ -40,6 +54,9 @@ class Outcome:
     checkpoints: str
     steps: int
     every: int
+    by_parts: bool = False
+    tables: tuple[str, ...] = ()
+    halfway: int = 0
     ends: list[tuple[int, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     struck: list[str] = field(default_factory=list)
@@ -92,13 +109,18 @@ def no_try_fails_for_what_is_survived(outcome: Outcome) -> Iterator[str]:
 
 
 def no_checkpoint_is_torn(outcome: Outcome) -> Iterator[str]:
-    """Every published checkpoint is whole, unless a fault has torn it."""
+    """Every published checkpoint is whole, with its base, unless a fault has torn one of them."""
     for uri, _ in list_checkpoints(outcome.checkpoints):
         try:
-            storage.verify(uri)
+            bases.verify(uri)
         except UserError as error:
-            if uri not in outcome.torn:
+            if not _is_torn(outcome, uri):
                 yield f"a checkpoint is torn: {error}"
+
+
+def _is_torn(outcome: Outcome, uri: str) -> bool:
+    """Say whether a fault has torn a checkpoint, or the base of it."""
+    return not {uri, bases.uri_of(uri, storage.read_manifest(uri).fields)}.isdisjoint(outcome.torn)
 
 
 def a_green_end_has_all_steps(outcome: Outcome) -> Iterator[str]:
@@ -116,10 +138,132 @@ def no_step_is_added(outcome: Outcome) -> Iterator[str]:
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """Each lost server or leader repeats the steps since a checkpoint, each torn one as many."""
+    """Each lost server or leader repeats the steps since a checkpoint, each torn one as many.
+
+    What servers have written and not published is lost with the leader: then what is published is
+    the bound, by the invariant that no published step is repeated.
+    """
+    if outcome.by_parts:
+        return
     most = outcome.every * (outcome.losses + len(outcome.torn)) + MAX_PORTION * restarts(outcome)
     if (steps := repeated(outcome)) > most:
         yield f"{steps} steps were repeated, and {most} are the most"
+
+
+def no_published_step_is_repeated(outcome: Outcome) -> Iterator[str]:
+    """An attempt begins at the newest checkpoint that was published and is whole, or later."""
+    published: dict[str, int] = {}
+    for event in outcome.events:
+        if isinstance(event, CheckpointPublished):
+            published[event.uri] = event.global_step
+        elif isinstance(event, CheckpointPassedOver):
+            published.pop(event.uri, None)
+        elif isinstance(event, AttemptBegin):
+            newest = max(published.values(), default=0)
+            if event.global_step < newest:
+                yield f"an attempt began at step {event.global_step}, and {newest} was published"
+
+
+def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
+    """The values of lost servers go back to the newest checkpoint, or to a snapshot after it.
+
+    In a checkpoint that was saved when servers were lost, theirs are as old as was said then.
+    """
+    # By the step of each checkpoint, how old the values of servers are that were lost.
+    ages: dict[int, Mapping[str, int]] = {}
+    for event in outcome.events:
+        if isinstance(event, CheckpointPublished):
+            ages.setdefault(event.global_step, {})
+        elif isinstance(event, CheckpointPassedOver):
+            ages.pop(_step_of(event.uri), None)
+        elif isinstance(event, AttemptBegin):
+            ages = {step: each for step, each in ages.items() if step <= event.global_step}
+        elif isinstance(event, ServersLost) and (event.recovery == "partial" or event.snapshot_age):
+            # What is left was saved at one of the two, and may be published by now.
+            saved = (event.global_step, event.back_to)
+            there = [step for step in ages if step < max(saved) and step not in saved]
+            newest = max(there, default=0)
+            bound = min(ages.get(newest, {}).get(each, newest) for each in event.servers)
+            if event.back_to < bound:
+                yield f"values went back to step {event.back_to}, and {bound} is the bound"
+            if event.recovery == "partial":
+                ages[event.global_step] = dict.fromkeys(event.servers, event.back_to)
+
+
+def _step_of(uri: str) -> int:
+    digits = storage.name_of(uri).rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
+    """A table has given out no fewer rows than at the step from which training went on.
+
+    That is the one at which an attempt begins, or the earlier one of what a server has lost.
+    """
+    # Steps, and how many rows each table had given out there, evicted ones included.
+    before: list[tuple[int, dict[str, int]]] = []
+    backs: list[int] = []
+    for event in outcome.events:
+        if isinstance(event, ServersLost) and event.recovery == "partial":
+            backs.append(event.back_to)
+        elif isinstance(event, AttemptBegin):
+            least = min([event.global_step, *backs])
+            before = [pair for pair in before if pair[0] <= least]
+            backs.clear()
+        elif isinstance(event, Progress) and (counts := event.metrics.get("tables")):
+            given = {name: each["rows"] + each["evicted"] for name, each in counts.items()}
+            for name, count in given.items():
+                most = max((each.get(name, 0) for _, each in before), default=0)
+                if count < most:
+                    at = event.global_step
+                    yield f"{name} had {count} rows at step {at}, and {most} before"
+            before.append((event.global_step, given))
+
+
+def rows_are_whole(outcome: Outcome) -> Iterator[str]:
+    """In a checkpoint an id has one row, in one shard, with slots, and all rows are counted.
+
+    A step that a loss has ended halfway may leave an id with two rows, or a row without a count.
+    The copy of a snapshot has its counts of an earlier moment.
+    """
+    most, counts = outcome.halfway * _disturbances(outcome), not _is_of_snapshot(outcome)
+    for uri, shards in rows_of(outcome).items():
+        for words in faults_of(shards, halfway=most, counts=counts):
+            yield f"{storage.name_of(uri)}: {words}"
+
+
+def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
+    """What a checkpoint has of a table each later one has, but for rows that were taken back."""
+    most = outcome.halfway * _disturbances(outcome)
+    found = rows_of(outcome)
+    if _is_of_snapshot(outcome):
+        # Rows that were taken back while it was made are not counted.
+        most += sum(len(each.ids) for shards in found.values() for each in shards.values())
+    for (uri, earlier), (later_uri, later) in combinations(found.items(), 2):
+        for words in lost_between(earlier, later, halfway=most):
+            yield f"{storage.name_of(uri)} to {storage.name_of(later_uri)}: {words}"
+
+
+def rows_of(outcome: Outcome) -> dict[str, Shards]:
+    """Return the rows in each checkpoint that no fault has torn, oldest first."""
+    found = {}
+    for uri, _ in list_checkpoints(outcome.checkpoints) if outcome.tables else ():
+        if not _is_torn(outcome, uri):
+            created = storage.read_manifest(uri).created
+            try:
+                found[uri] = grown(uri, created, outcome.tables)
+            except UserError:
+                # Another invariant describes it.
+                continue
+    return found
+
+
+def _disturbances(outcome: Outcome) -> int:
+    return restarts(outcome) + max(0, attempts(outcome) - 1)
+
+
+def _is_of_snapshot(outcome: Outcome) -> bool:
+    return any(isinstance(each, ServersLost) and each.snapshot_age for each in outcome.events)
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:
@@ -136,6 +280,11 @@ INVARIANTS = (
     (a_green_end_has_all_steps, "wrongly green"),
     (no_step_is_added, "inexact"),
     (few_steps_are_repeated, "lost"),
+    (no_published_step_is_repeated, "lost"),
+    (values_go_back_to_a_checkpoint_at_most, "lost"),
+    (no_row_goes_back_further_than_is_said, "lost"),
+    (rows_are_whole, "torn"),
+    (no_row_is_lost, "lost"),
     (no_process_is_left, "left"),
 )
 TOTALS = tuple(dict.fromkeys(total for _, total in INVARIANTS))

@@ -96,6 +96,26 @@ class Plan:
         return any(fault.kind in OUTAGES for fault in self.faults)
 
     @property
+    def by_parts(self) -> bool:
+        """Return whether servers write what they hold: these are too small."""
+        return False
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Return the features whose tables grow."""
+        return ()
+
+    @property
+    def halfway(self) -> int:
+        """Return how many ids a loss may leave halfway to a row."""
+        return 0
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the command, with the file of the configuration where it is not that of digits."""
+        return ("run",)
+
+    @property
     def exits_early(self) -> bool:
         """Return whether the model is to end its process."""
         return any(fault.kind == "lie" for fault in self.faults)

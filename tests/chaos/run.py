@@ -50,7 +50,14 @@ class Run:
         self._store = store
         self._say = say
         self._faults = list(plan.faults)
-        self._found = Outcome(checkpoints="", steps=plan.steps, every=plan.every)
+        self._found = Outcome(
+            checkpoints="",
+            steps=plan.steps,
+            every=plan.every,
+            by_parts=plan.by_parts,
+            tables=plan.tables,
+            halfway=plan.halfway,
+        )
         self._environment = {**os.environ, **variables}
         # Exit codes of a try after which the run is resumed.
         self._resumable: tuple[int, ...] = (1, KILLED)
@@ -65,7 +72,7 @@ class Run:
             own |= {"model.name": LIAR, "model.args": lie}
         settings = {**self._plan.settings(), **own}
         options = [f"--set={name}={value}" for name, value in settings.items()]
-        arguments = ["run", "--workdir", str(self._workdir), *options]
+        arguments = [*self._plan.command, "--workdir", str(self._workdir), *options]
         self._tried(arguments)
         (config,) = self._workdir.glob("*/config.json")
         run_id = config.parent.name

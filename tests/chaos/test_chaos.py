@@ -37,3 +37,16 @@ def test_the_invariants_hold_on_an_engine(tmp_path, capsys, engine, seed):
     output = capsys.readouterr().out
     assert code == 0, output
     assert NOTHING in output.splitlines()[-1]
+
+
+# Between them: kills of a server, of the chief and of two tasks, a damaged checkpoint.
+TABLE_SEEDS = (1, 2, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", TABLE_SEEDS)
+def test_the_invariants_hold_of_tables(tmp_path, capsys, seed):
+    code = main(["--on", "tables", "--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert NOTHING in output.splitlines()[-1]

@@ -8,14 +8,27 @@ import pytest
 
 from tests.chaos import job_plan
 from tests.chaos.faults import FAULTS
-from tests.chaos.invariants import INVARIANTS, KILLED, TOTALS, Outcome, repeated, violations_of
+from tests.chaos.invariants import (
+    INVARIANTS,
+    KILLED,
+    TOTALS,
+    Outcome,
+    repeated,
+    violations_of,
+)
 from tests.chaos.job_faults import OF_THE_RUN
 from tests.chaos.job_plan import draw_job_plan
 from tests.chaos.plan import KINDS, OUTAGES, STEPS, STRATEGIES, draw_plan
 from tests.chaos.stores import LOOPBACK, Door, store_below
 from tests.chaos.tally import Tally
 from trainer import storage
-from trainer.events import AttemptBegin, Progress
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Progress,
+    ServersLost,
+)
 
 
 def publish(folder, step):
@@ -40,12 +53,38 @@ def sound(tmp_path):
     )
 
 
+def published(step):
+    return CheckpointPublished(uri=f"file:///run/step-{step:08d}", global_step=step)
+
+
+def passed_over(step):
+    return CheckpointPassedOver(uri=f"file:///run/step-{step:08d}", reason="damaged")
+
+
+def lost(step, back_to, *servers, recovery="partial", age=0.0):
+    return ServersLost(
+        servers=servers or ("ps-1",),
+        recovery=recovery,
+        global_step=step,
+        back_to=back_to,
+        snapshot_age=age,
+    )
+
+
 def attempt(step):
     return AttemptBegin(global_step=step, steps=3000, resumed=step > 0)
 
 
-def progress(step):
-    return Progress(global_step=step, steps=3000, loss=1.0, steps_per_second=1.0, seconds_left=0.0)
+def progress(step, rows=0, evicted=0):
+    tables = {"tables": {"user": {"rows": rows, "evicted": evicted}}} if rows else {}
+    return Progress(
+        global_step=step,
+        steps=3000,
+        loss=1.0,
+        steps_per_second=1.0,
+        seconds_left=0.0,
+        metrics=tables,
+    )
 
 
 def test_a_sound_run_violates_none(sound):
@@ -116,6 +155,105 @@ def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
     assert violation.words.startswith(f"a checkpoint is torn: {storage.uri_of(path)} is damaged")
     sound.torn.add(storage.uri_of(path))
     assert violations_of(sound) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        (
+            [published(0), published(500), attempt(250)],
+            "an attempt began at step 250, and 500 was published",
+        ),
+        ([published(250), published(500), passed_over(500), attempt(250)], ""),
+        ([published(250), attempt(260)], ""),
+        (
+            [published(250), published(500), lost(700, 250)],
+            "values went back to step 250, and 500 is the bound",
+        ),
+        ([published(250), published(500), passed_over(500), lost(700, 250)], ""),
+        ([published(250), published(500), lost(700, 690, age=1.0)], ""),
+        # What is left was saved at 700, with values of ps-1 of 500: so they are until 750.
+        ([published(500), published(700), lost(700, 500), attempt(700), lost(740, 500)], ""),
+        (
+            [published(500), lost(700, 500), published(700), attempt(700), lost(740, 500, "ps-0")],
+            "values went back to step 500, and 700 is the bound",
+        ),
+        (
+            [
+                published(500),
+                lost(700, 500),
+                published(700),
+                attempt(700),
+                published(750),
+                lost(760, 500),
+            ],
+            "values went back to step 500, and 750 is the bound",
+        ),
+        # With one server all went back to a snapshot, and that was saved.
+        ([published(500), published(690), lost(700, 690, recovery="full", age=1.0)], ""),
+        (
+            [published(500), lost(700, 400, recovery="full", age=1.0)],
+            "values went back to step 400, and 500 is the bound",
+        ),
+    ],
+)
+def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
+    # What they repeat is not what is looked at.
+    sound.events, sound.by_parts = [attempt(0), *events], True
+    assert [each.words for each in violations_of(sound)] == ([words] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("events", "count"),
+    [
+        ([progress(500, rows=40), progress(600, rows=39)], 40),
+        ([progress(500, rows=40), progress(600, rows=38, evicted=2)], 0),
+        ([progress(500, rows=40), progress(600, rows=50), attempt(500), progress(520, rows=41)], 0),
+        (
+            [progress(500, rows=40), progress(600, rows=50), attempt(500), progress(520, rows=39)],
+            40,
+        ),
+        # The chief has saved what is left at 600, with values of ps-1 of 500.
+        (
+            [
+                progress(500, rows=40),
+                progress(600, rows=50),
+                published(500),
+                lost(600, 500),
+                attempt(600),
+                progress(620, rows=45),
+            ],
+            0,
+        ),
+        (
+            [
+                progress(500, rows=40),
+                progress(600, rows=50),
+                published(500),
+                lost(600, 500),
+                attempt(600),
+                progress(620, rows=39),
+            ],
+            40,
+        ),
+        # All go back to the checkpoint of an attempt, whatever was said before.
+        (
+            [
+                progress(500, rows=40),
+                lost(600, 400, recovery="full"),
+                attempt(500),
+                progress(520, rows=39),
+            ],
+            40,
+        ),
+    ],
+)
+def test_a_table_has_the_rows_that_it_had_given_out(sound, events, count):
+    sound.events, sound.by_parts = [attempt(0), *events], True
+    found = [each.words for each in violations_of(sound)]
+    at = events[-1].global_step
+    words = f"user had {events[-1].metrics['tables']['user']['rows']} rows at step {at}"
+    assert found == ([f"{words}, and {count} before"] if count else [])
 
 
 def test_every_invariant_is_documented():

@@ -263,10 +263,21 @@ def _reason(error: tf.errors.OpError, action: str) -> str:
 
 
 @contextmanager
+def in_own_line() -> Iterator[None]:
+    """Run operations not in line with those of other threads.
+
+    In one line TensorFlow aborts all that are on their way with the first one that fails, also
+    those on other servers than the lost one.
+    """
+    own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
+    with context.executor_scope(own):
+        yield
+
+
+@contextmanager
 def operating_at(device: str) -> Iterator[None]:
     """Run operations on a device, not in line with those of other threads."""
-    own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
-    with context.executor_scope(own), tf.device(device):
+    with in_own_line(), tf.device(device):
         yield
 
 

@@ -314,8 +314,8 @@ class Shard:
         """Give ids the first free slots, with new rows and new slots of the optimizer."""
         count = tf.size(places, tf.int64)
         rows = self._draw(tf.cast(count, tf.int32), given)
-        noted, used = self.noted, tf.fill(tf.shape(places), now)
-        new = [(noted.rows.value, rows), (noted.ids.value, asked.keys), (noted.used.value, used)]
+        noted = self.noted
+        new = [(noted.rows.value, rows), (noted.ids.value, asked.keys)]
         if noted.checks is not None:
             new.append((noted.checks.value, asked.checks))
         for slot, value in self.slots:
@@ -327,7 +327,10 @@ class Shard:
             room = self.room.assign_sub(count, read_value=True)
         with tf.control_dependencies([room]):
             written = [_put(variable, places, values) for variable, values in new]
+        # A slot that is used is an id's once the map is made again, whatever is in it.
         with tf.control_dependencies(written):
+            used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
+        with tf.control_dependencies([used]):
             tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=asked.keys, values=places)
 
     def restored(self) -> None:

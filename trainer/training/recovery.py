@@ -24,6 +24,7 @@ from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
+from trainer.checkpoints.servers import in_own_line
 from trainer.checkpoints.snapshots import Copied, Snapshots
 from trainer.cluster.lease import NoLease
 from trainer.config.data import DYNAMIC
@@ -250,7 +251,9 @@ class _Recovery:
 
         def run() -> None:
             try:
-                done.append(work())
+                # The coordinator still runs into the loss, on threads of its own.
+                with in_own_line():
+                    done.append(work())
             except BaseException as error:
                 done.append(error)
                 return

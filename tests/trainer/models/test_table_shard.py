@@ -346,6 +346,9 @@ def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
     written = found["ResourceScatterUpdate"]
     assert len(written) == (5 if keys == "string" else 4)
     assert all(op.name in before(insert) and room.name in before(op) for op in written)
+    # A slot is noted as used after all else of it is new.
+    *others, used = sorted(written, key=lambda op: len(before(op)))
+    assert all(op.name in before(used) for op in others)
     found = branch_with(graph, "LookupTableRemoveV2")
     (removed,), (room,) = found["LookupTableRemoveV2"], found["AssignAddVariableOp"]
     used, free = found["ResourceScatterUpdate"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
@@ -120,6 +121,24 @@ def test_where_it_is_not_possible_all_go_back(lose):
     assert "averages" in said(lose.lose(whole=False))[3]
     assert "no other server" in said(lose.lose(gone=(0, 1, 2)))[3]
     assert not lose.saved
+
+
+def test_an_operation_of_another_thread_that_fails_does_not_end_it(lose, monkeypatch):
+    lines = []
+
+    @contextmanager
+    def own_line():
+        lines.append("begins")
+        yield
+        lines.append("ends")
+
+    def save(*_, **__):
+        lines.append("saves")
+        return Joined(uri="file:///step-510", global_step=510, back_to=400)
+
+    monkeypatch.setattr(recovery, "in_own_line", own_line)
+    lose.lose(save=save)
+    assert lines == ["begins", "saves", "ends"]
 
 
 def test_two_servers_at_once_are_both_named(lose):

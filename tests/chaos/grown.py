@@ -1,0 +1,174 @@
+"""The rows of tables that grow, as a checkpoint has them.
+
+Values are read with TensorFlow's own reader and not with what restores them, so that a test of the
+one is not a test of the same.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from trainer.checkpoints import bases
+from trainer.checkpoints.contents import PREFIX, is_variable, path_of
+from trainer.checkpoints.servers import CHANGED_ROWS, CHANGED_VALUES
+from trainer.models.table_shard import EVICTED, GIVEN
+
+# Of a table's name and the number of a shard, its rows.
+Shards = Mapping[tuple[str, int], "GrownShard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrownShard:
+    """One shard of a table.
+
+    Attributes:
+        ids: that have a row, by their slots; one that has two is there twice.
+        given: how many rows were given to ids.
+        evicted: how many were taken back.
+        empty: of `ids` those whose row is of zeros, which no new one is.
+        unfit: variables of rows or of the optimizer that are not finite, or of another length.
+        slots: how many variables the optimizer has of the rows.
+    """
+
+    ids: npt.NDArray[np.int64]
+    given: int
+    evicted: int
+    empty: int
+    unfit: tuple[str, ...]
+    slots: int
+
+    @property
+    def twice(self) -> int:
+        """Return how many ids have more than one row."""
+        return sum(count > 1 for count in Counter(self.ids.tolist()).values())
+
+    @property
+    def miscounted(self) -> int:
+        """Return by how many the rows differ from those that are counted."""
+        return abs(len(self.ids) - (self.given - self.evicted))
+
+
+@cache
+def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
+    """Return the shards of tables in a checkpoint, of which `created` says which one it is.
+
+    Raises:
+        UserError: it is damaged, or its base is.
+    """
+    del created
+    with tempfile.TemporaryDirectory(prefix="flotilla-rows-") as folder:
+        bases.fetch(uri, Path(folder, "checkpoint"))
+        values = _values_of(Path(folder, "checkpoint"))
+    found = {}
+    for table in tables:
+        for number in range(len(values)):
+            own = f"model/{table}_embedding/shard_{number}_"
+            if f"{own}rows" not in values:
+                break
+            found[table, number] = _shard_of(values, own)
+    return found
+
+
+def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return all values by path: those of a difference over those of its base."""
+    own = tf.train.load_checkpoint(str(folder / PREFIX))
+    keys = own.get_variable_to_shape_map()
+    values = {path_of(key): own.get_tensor(key) for key in keys if is_variable(key)}
+    changed = [key.removeprefix(CHANGED_ROWS) for key in keys if key.startswith(CHANGED_ROWS)]
+    if changed:
+        base = tf.train.load_checkpoint(str(folder / bases.FOLDER / PREFIX))
+        for key in changed:
+            value = base.get_tensor(key)
+            value[own.get_tensor(f"{CHANGED_ROWS}{key}")] = own.get_tensor(f"{CHANGED_VALUES}{key}")
+            values[path_of(key)] = value
+    return values
+
+
+def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
+    rows, used = values[f"{own}rows"], values[f"{own}used"]
+    # The last slot is that of all ids without a row.
+    live = np.flatnonzero(used[:-1] >= 0)
+    name = f"{own.removeprefix('model/')}rows".replace("/", "_")
+    slots = [path for path in values if path.startswith("optimizer/") and name in path]
+    by_rows = {path: values[path] for path in (f"{own}rows", f"{own}ids", f"{own}used", *slots)}
+    return GrownShard(
+        ids=values[f"{own}ids"][live],
+        given=int(values[f"{own}tally"][GIVEN]),
+        evicted=int(values[f"{own}tally"][EVICTED]),
+        empty=int((rows[live] == 0).all(axis=1).sum()),
+        unfit=tuple(
+            path
+            for path, each in by_rows.items()
+            if len(each) != len(rows) or not np.isfinite(each).all()
+        ),
+        slots=len(slots),
+    )
+
+
+def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
+    """Describe what is wrong with the rows of one checkpoint.
+
+    Args:
+        shards: of all tables.
+        halfway: how many ids of a shard may have two rows, or one that is not counted, as the step
+            that gave it to them did not come to its end.
+        counts: whether rows and their count are of one moment.
+    """
+    for (table, number), each in shards.items():
+        where = f"shard {number} of {table}"
+        if each.twice > halfway:
+            yield f"{where}: {each.twice} ids have two rows, and {halfway} are the most"
+        if counts and each.miscounted > halfway:
+            yield f"{where}: {len(each.ids)} rows, of {each.given} given and {each.evicted} taken"
+        if each.empty:
+            yield f"{where}: {each.empty} rows are of zeros"
+        for path in each.unfit:
+            yield f"{where}: {path} is not finite, or of another length"
+        if not each.slots:
+            yield f"{where}: the optimizer has no slots of its rows"
+    for table in {table for table, _ in shards}:
+        ids = [set(each.ids.tolist()) for (own, _), each in shards.items() if own == table]
+        if both := sum(map(len, ids)) - len(set().union(*ids)):
+            yield f"{both} ids of {table} are in two shards"
+
+
+def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[str]:
+    """Describe the ids of one checkpoint that a later one has not, and that were not evicted.
+
+    Of `halfway` ids the eviction may not be counted, where there are any.
+    """
+    if earlier.keys() != later.keys():
+        yield "it has other shards"
+        return
+    for (table, number), before in earlier.items():
+        after, where = later[table, number], f"shard {number} of {table}"
+        if after.given < before.given:
+            yield f"{where}: {after.given} rows were given, and {before.given} before"
+        evicted = after.evicted - before.evicted
+        gone = len(set(before.ids.tolist()) - set(after.ids.tolist()))
+        if gone > max(0, evicted) + (halfway if after.evicted else 0):
+            yield f"{where}: {gone} ids are gone, and {evicted} rows were taken back"
+
+
+def in_words(all_shards: Sequence[Shards]) -> str:
+    """Return in a line what was read of some checkpoints, oldest first."""
+    if not all_shards:
+        return "no rows"
+    last = all_shards[-1].values()
+    return (
+        f"{len(all_shards)} checkpoints read, {sum(len(each.ids) for each in last)} rows in the "
+        f"last, {sum(each.evicted for each in last)} taken back, "
+        f"{sum(each.twice for shards in all_shards for each in shards.values())} ids with two "
+        f"rows, {sum(each.miscounted for shards in all_shards for each in shards.values())} "
+        "miscounted"
+    )

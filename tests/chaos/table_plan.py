@@ -1,0 +1,219 @@
+"""The plan of a run that trains tables: raw ids get rows, and lose them where there are too few."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.plan import OUTAGES, Fault, Plan
+
+STEPS, EVERY, BATCH = 1200, 120, 64
+STRATEGIES = {"async_parameter_server": 14, "sync_parameter_server": 3, "in_graph": 3}
+SERVERS = {2: 7, 1: 2, 3: 2}
+ROLES = {"ps": 4, "chief": 2, "worker": 3, "evaluator": 1}
+# The first fault of a run takes its turn: 20 runs in a row have each of these twice. Where no role
+# is named it hits the whole run, the leader, or two tasks.
+TURNS = (
+    ("kill", "ps"), ("kill", "chief"), ("torn file", ""), ("kill pair", ""), ("outage", ""),
+    ("stop", "ps"), ("full disk", "ps"), ("kill", "worker"), ("kill launcher", ""),
+    ("kill pair", "ps"),
+)  # fmt: skip
+# Each further one by its weight.
+FURTHER = {"kill": 6, "kill pair": 2, "stop": 2, "pause": 2, "torn file": 2, "full disk": 1}
+OF_TASKS = ("kill", "stop", "pause")
+CONFIGS = Path(__file__).parents[2] / "configs"
+# About 2,200 users come in these events, and nearly all items: these are new for most of a run.
+CLICKS = {
+    "users": 6000, "items": 12_000, "new_users": 100, "new_items": 20, "segments": 64,
+    "categories": 64, "zipf": 0.2, "events": 60_000, "test_events": 4000,
+}  # fmt: skip
+# Slots of a shard, of users and of items: for all of them, or so few that rows are given away. Of
+# fewer than 512 a difference has none.
+ROOM, LITTLE_ROOM = (2048, 8192), (600, 2400)
+TABLES = ("user", "item", "segment", "category")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlan(Plan):
+    """A run with tables, and its faults.
+
+    Attributes:
+        parts_mb: from how much on servers write their own parts.
+        differences: `training.checkpoint_differences`.
+        snapshots: `cluster.snapshot_seconds`.
+        cached_rows: hot rows that workers keep, of tables of a fixed size.
+        little_room: whether rows are given away.
+        min_count: how often an id has to come before it gets a row.
+        keep: newest checkpoints that are kept.
+        in_bucket: whether the store is one of objects, also without an outage.
+        is_whole: whether the model is exported; else it is only trained, which is most of the time.
+    """
+
+    steps: int = STEPS
+    every: int = EVERY
+    parts_mb: int = 0
+    differences: float = 0.0
+    snapshots: int = 0
+    cached_rows: int = 0
+    little_room: bool = False
+    min_count: int = 1
+    keep: int = 3
+    in_bucket: bool = False
+    is_whole: bool = False
+
+    def __str__(self) -> str:
+        """Describe strategy, cluster, and what is not as by default."""
+        parts = {
+            super().__str__(): True,
+            "by parts": self.by_parts,
+            "differences": self.differences,
+            "snapshots": self.snapshots,
+            "cached rows": self.cached_rows,
+            "little room": self.little_room,
+            f"min_count {self.min_count}": self.min_count > 1,
+            f"keep {self.keep}": True,
+            "bucket": self.has_outages,
+            "whole pipeline": self.is_whole,
+        }
+        return ", ".join(part for part, is_so in parts.items() if is_so)
+
+    @property
+    def has_outages(self) -> bool:
+        """Return whether the store is one of objects."""
+        return self.in_bucket or super().has_outages
+
+    @property
+    def by_parts(self) -> bool:
+        """Return whether servers write what they hold."""
+        return self.parts_mb == 0
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Return the features whose tables grow."""
+        return () if self.cached_rows else TABLES
+
+    @property
+    def config(self) -> Path:
+        """Return the file of the configuration."""
+        return CONFIGS / ("clicks.yaml" if self.cached_rows else "clicks_large.yaml")
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the command, with the file of the configuration."""
+        return ("run" if self.is_whole else "train", str(self.config))
+
+    @property
+    def halfway(self) -> int:
+        """Return how many ids a loss may leave halfway to a row: those of all workers."""
+        return BATCH * self.workers
+
+    def settings(self) -> dict[str, object]:
+        """Return the configuration, by `section.key`."""
+        of_all = super().settings()
+        del of_all["gate.min.accuracy"]
+        return {
+            **of_all,
+            "training.batch_size": BATCH,
+            "training.keep": self.keep,
+            "training.checkpoint_parts_mb": self.parts_mb,
+            "training.checkpoint_differences": self.differences,
+            "cluster.snapshot_seconds": self.snapshots,
+            # At least one for each server.
+            "model.args.shards": max(2, self.servers),
+            **(self._of_fixed_size() if self.cached_rows else self._growing()),
+        }
+
+    def _of_fixed_size(self) -> dict[str, object]:
+        return {
+            "training.optimizer": json.dumps({"name": "adagrad", "learning_rate": 0.2}),
+            "training.cached_rows": self.cached_rows,
+            "gate.min": json.dumps({"accuracy": 0.5}),
+        }
+
+    def _growing(self) -> dict[str, object]:
+        shards = max(2, self.servers)
+        users, items = LITTLE_ROOM if self.little_room else ROOM
+        tables: dict[str, Any] = {
+            "user": {"capacity": shards * users, "min_count": self.min_count},
+            "item": {"capacity": shards * items, "min_count": self.min_count},
+            "segment": {"capacity": shards * 128},
+            "category": {"capacity": shards * 128},
+        }
+        return {
+            "data.builder_args": json.dumps(CLICKS),
+            "data.validation": 0.02 if self.evaluator else 0,
+            "model.args.tables": json.dumps(tables),
+            "training.warm_start": "''",
+            "gate.min": json.dumps({"query_auc": 0.4}),
+            "export.formats": json.dumps(["saved_model"]),
+        }
+
+
+def draw_table_plan(seed: int) -> TablePlan:
+    """Return the plan of a seed; 20 in a row have each kind of fault twice."""
+    draw = random.Random(seed)
+    strategy = _one_of(draw, STRATEGIES)
+    is_asynchronous = strategy == "async_parameter_server"
+    by_parts = draw.random() < 0.8
+    shape = TablePlan(
+        seed=seed,
+        strategy=strategy,
+        servers=_one_of(draw, SERVERS),
+        workers=draw.randint(2, 3),
+        evaluator=draw.random() < 0.15,
+        faults=(),
+        parts_mb=0 if by_parts else 64,
+        differences=0.9 if draw.random() < 0.5 and by_parts else 0.0,
+        snapshots=int(draw.random() < 0.4 and is_asynchronous),
+        cached_rows=64 if draw.random() < 0.15 and is_asynchronous else 0,
+        little_room=draw.random() < 0.4,
+        min_count=draw.randint(1, 2),
+        keep=draw.choice((3, 100, 100)),
+        in_bucket=draw.random() < 0.25,
+    )
+    turn, number = divmod(seed, len(TURNS))
+    kind, role = TURNS[number]
+    if kind == "outage":
+        kind = list(OUTAGES)[turn % len(OUTAGES)]
+    further = draw.choices(list(FURTHER), list(FURTHER.values()), k=draw.randint(0, 2))
+    kinds = [(kind, role), *((each, "") for each in further)]
+    faults = sorted((_fault(draw, shape, *each) for each in kinds), key=lambda fault: fault.step)
+    return replace(shape, faults=tuple(faults), is_whole=draw.random() < 0.1)
+
+
+def _fault(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Fault:
+    tasks = _tasks(draw, plan, kind, role)
+    if kind == "kill pair" and len(tasks) == 1:
+        kind = "kill"
+    return Fault(
+        kind=kind,
+        task=tasks[0] if tasks else "",
+        step=draw.randrange(1, plan.steps - plan.every),
+        seconds=draw.uniform(0.2, 5) if kind == "pause" else OUTAGES.get(kind, 0.0),
+        other=tasks[1] if len(tasks) > 1 else "",
+        silent=kind in OUTAGES and draw.random() < 0.5,
+    )
+
+
+def _tasks(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Sequence[str]:
+    """Draw the tasks that a fault hits: of the role, or of one that is drawn."""
+    if kind == "kill pair":
+        # Two servers, or any two tasks.
+        among = _of_role(plan, role) if role else plan.tasks()
+        return draw.sample(among, min(2, len(among)))
+    if kind in OF_TASKS or (kind == "full disk" and role):
+        there = {name: weight for name, weight in ROLES.items() if _of_role(plan, name)}
+        return [draw.choice(_of_role(plan, role or _one_of(draw, there)))]
+    return []
+
+
+def _of_role(plan: TablePlan, role: str) -> list[str]:
+    return [task for task in plan.tasks() if task.startswith(f"{role}-")]
+
+
+def _one_of(draw: random.Random, weights: Mapping[Any, int]) -> Any:
+    return draw.choices(list(weights), list(weights.values()))[0]
