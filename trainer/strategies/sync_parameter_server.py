@@ -75,19 +75,16 @@ class SyncParameterServer(Served):
         numbers = self._numbers.read_value()
         lease = (plan_of(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
-            own = tokens.handle, tf.constant(number, tf.int64)
+            own = tokens.handle, tf.constant(number, tf.int64), begin + steps
             # Nothing waits for them: a slow or dead worker finds its loop ended later.
-            self.coordinator.schedule(
-                self._loop, args=(self._iterator, *own, begin + steps, *lease)
-            )
+            self.coordinator.schedule(self._loop, args=(self._iterator, *own, *lease))
         self._watch.begin()
         try:
             loss, accepted, dropped, used = self._updates(tf.constant(steps))
         except tf.errors.OpError as error:
             raise self._watch.error or error from error
-        for worker, (taken, refused) in enumerate(
-            zip(fetched(accepted), fetched(dropped), strict=True)
-        ):
+        counts = zip(fetched(accepted), fetched(dropped), strict=True)
+        for worker, (taken, refused) in enumerate(counts):
             self._tally.add(f"worker-{worker}", int(taken + refused))
             self._dropped += int(refused)
         if self.stream:
@@ -115,7 +112,7 @@ class SyncParameterServer(Served):
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
         computed, turn = self._gradient_of_step(problem), self._turn()
 
-        @tf.function
+        @tf.function(autograph=False)
         def loop(
             iterator: tf.data.Iterator,
             handle: tf.Tensor,
@@ -133,6 +130,12 @@ class SyncParameterServer(Served):
                 with tf.control_dependencies([self._announce(step, number, own, sent, found)]):
                     return self._later(tokens, step), loss
 
+            def of_turn(step: tf.Tensor) -> tuple[tf.Tensor]:
+                before: list[tf.Tensor] = []
+                for _ in range(turn):
+                    step, *before = made(step, *before)
+                return (step,)
+
             with tf.device(HUB):
                 # Sent once, and not with every announcement.
                 own = tf.identity(own)
@@ -142,12 +145,8 @@ class SyncParameterServer(Served):
                 tokens.put(step)
             # Controlled on the worker: where it is, TensorFlow puts what it computes.
             if turn > 1:
-                while step + (turn - 1) < end:
-                    before: list[tf.Tensor] = []
-                    for _ in range(turn):
-                        step, *before = made(step, *before)
-            while step < end:
-                step, _ = made(step)
+                (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, of_turn, (step,))
+            (step,) = tf.while_loop(lambda step: step < end, lambda each: made(each)[:1], (step,))
             with tf.device(HUB):
                 # A slow worker's loop may have taken it from the next loop on the same tokens.
                 tokens.put(step)
@@ -161,7 +160,6 @@ class SyncParameterServer(Served):
         # The hub, as its variables spell it.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
-        @tf.autograph.experimental.do_not_convert
         def computed(
             iterator: Any, held: Any, number: tf.Tensor, before: Any, *lease: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, list[Gradient]]:
@@ -194,7 +192,6 @@ class SyncParameterServer(Served):
         long = self.config.training.steps >= LONG_RUN
         return TURN if everyone and long and self.pulls_whole() else 1
 
-    @tf.autograph.experimental.do_not_convert
     def _number(self, step: tf.Tensor) -> tf.Tensor:
         """Return the number of the next gradient, once a step is open."""
         # Atomic on the server, unlike an addition and a read.
@@ -217,7 +214,6 @@ class SyncParameterServer(Served):
 
         return self.towers.take(Batches(batch, self.config.training.accumulate))
 
-    @tf.autograph.experimental.do_not_convert
     def _announce(
         self,
         step: tf.Tensor,
@@ -230,7 +226,6 @@ class SyncParameterServer(Served):
         with tf.control_dependencies(staged), tf.device(HUB):
             return self._announced.put(tf.concat([[step, number], own], 0), loss)
 
-    @tf.autograph.experimental.do_not_convert
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""
         with tf.device(HUB):
@@ -246,29 +241,26 @@ class SyncParameterServer(Served):
             return self._open.read_value()
 
     def _updates_of_chief(self) -> Callable[[tf.Tensor], tuple[tf.Tensor, ...]]:
-        variables = self.model.trainable_variables
+        def update(index: Any, total: Any, accepted: Any, dropped: Any, used: Any) -> Any:
+            loss, means, taken, refused, numbers = self._first(self._next_step())
+            used = used.write(index, numbers)
+            # The counter moves only when there is something to apply.
+            with tf.control_dependencies([loss]):
+                self.optimizer.apply(means, self.model.trainable_variables)
+            return index + 1, total + loss, accepted + taken, dropped + refused, used
 
-        @tf.function
+        @tf.function(autograph=False)
         def updates(steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
             with tf.device(HUB):
-                steps = tf.identity(steps)
-                total = tf.constant(0.0)
-                accepted = dropped = tf.zeros([self._workers], tf.int64)
+                steps, none = tf.identity(steps), tf.zeros([self._workers], tf.int64)
                 used = tf.TensorArray(tf.int64, size=steps, element_shape=[self._needed])
-                for index in tf.range(steps):
-                    step = self._next_step()
-                    loss, means, taken, refused, numbers = self._first(step)
-                    used = used.write(index, numbers)
-                    # The counter moves only when there is something to apply.
-                    with tf.control_dependencies([loss]):
-                        self.optimizer.apply(means, variables)
-                    total, accepted, dropped = total + loss, accepted + taken, dropped + refused
+                begin = (tf.constant(0), tf.constant(0.0), none, none, used)
+                _, *sums, used = tf.while_loop(lambda index, *_: index < steps, update, begin)
                 self._next_step()
-                return total, accepted, dropped, used.stack()
+                return *sums, used.stack()
 
         return updates  # type: ignore[no-any-return]
 
-    @tf.autograph.experimental.do_not_convert
     def _next_step(self) -> tf.Tensor:
         """Open the step after all updates so far, and return it.
 
@@ -281,7 +273,6 @@ class SyncParameterServer(Served):
             tokens.put(step)
         return step
 
-    @tf.autograph.experimental.do_not_convert
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
         """Return the means of loss and gradient over the first announcements of an open step.
 
@@ -348,12 +339,10 @@ class NamedQueue:
                 component_types=self._dtypes, shapes=self._shapes, shared_name=name
             )
 
-    @tf.autograph.experimental.do_not_convert
     def like(self, handle: tf.Tensor) -> NamedQueue:
         """Return another queue of this kind."""
         return NamedQueue(self._dtypes, self._shapes, handle=handle)
 
-    @tf.autograph.experimental.do_not_convert
     def put(self, *values: tf.Tensor) -> tf.Operation:
         """Enqueue one element."""
         return tf.raw_ops.QueueEnqueueV2(handle=self.handle, components=values)
