@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api
 
 from trainer.strategies import table_state
 from trainer.strategies.batch_rows import Lookups, Sent, Unforeseen
@@ -196,6 +197,7 @@ class PureGradient:
         """Read what the function takes, from wherever it is; see `Messages.pulled`."""
         return _pull([] if self._in_place else self.dense, self.state, after)
 
+    @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
         """Compute the loss of a batch with zeros for all variables but the tables of `lookups`.
 
@@ -222,6 +224,8 @@ class PureGradient:
 
         return moved
 
+    # Functions that the model gives to `tf.map_fn` are converted.
+    @api.call_with_unspecified_conversion_status
     def _compute(
         self, weights: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, list[Gradient], Tensors]:

@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api
 
 from trainer import user_code
 from trainer.config.schema import Config
@@ -286,6 +287,8 @@ def gradient_of(
     needs the variables in this process.
     """
 
+    # Not converted, but for functions that the model gives to `tf.map_fn`.
+    @api.call_with_unspecified_conversion_status
     def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
         with tf.GradientTape() as tape:
             value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
@@ -294,15 +297,11 @@ def gradient_of(
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
-    return tf.function(gradient, jit_compile=True, autograph=False) if jit else gradient
+    return tf.function(gradient, jit_compile=True, autograph=False) if jit else gradient  # type: ignore[no-any-return]
 
 
 def step_of(
-    model: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
-    loss: Loss,
-    *,
-    jit: bool = False,
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, loss: Loss, *, jit: bool = False
 ) -> Callable[[Batch], tf.Tensor]:
     """Return the function that computes one gradient and applies it: batch to loss."""
     gradient = gradient_of(model, loss, jit=jit)

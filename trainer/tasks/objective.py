@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
+from tensorflow.python.autograph.impl import api
 
 from trainer import user_code
 from trainer.errors import ConfigError, UserError
@@ -108,7 +109,7 @@ class Objective:
         if all(
             type(each).__module__.startswith(_BUILT_IN) for each in (task, *task.parts.values())
         ):
-            self._summed = tf.autograph.experimental.do_not_convert(self._sums)
+            self._summed = api.call_with_unspecified_conversion_status(self._sums)
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._traced_alone: dict[str, Any] = {}
         self._shapes: list[list[tuple[int, ...]]] = []

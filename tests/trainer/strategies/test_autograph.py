@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import tempfile
+from functools import partial
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
@@ -12,7 +14,8 @@ from tensorflow.python.autograph.impl import api
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
 from trainer.config.load import parse_config
 from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.strategy import create
+from trainer.strategies.gradients import pulled_gradient_of
+from trainer.strategies.strategy import create, gradient_of
 from trainer.strategies.turns import Turns
 
 NUMBERS = tf.data.Dataset.counter()
@@ -68,3 +71,32 @@ def test_of_turns_the_loop_is_converted(converted, tmp_path, monkeypatch):
     assert int(applied) == 6
     assert strategy._turns.look().taken == 3
     assert converted() == {"loop"}
+
+
+def turned(row):
+    if tf.reduce_sum(row) > 0:
+        return row
+    return -row
+
+
+class Turned(keras.layers.Layer):
+    """Turns each example by itself, by a branch over a tensor."""
+
+    def call(self, inputs):
+        """Return the examples."""
+        return tf.map_fn(turned, inputs)
+
+
+def loss(_model, _batch, outputs):
+    return tf.reduce_sum(tf.map_fn(turned, outputs))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("make", [gradient_of, partial(pulled_gradient_of, parts=2)])
+def test_what_a_model_and_a_loss_map_over_examples_is_converted(make, jit):
+    twice = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(2))
+    model = keras.Sequential([keras.Input((1,)), Turned(), twice])
+    batch = tf.constant([[-1.0], [2.0]])
+    stack = (batch if make is gradient_of else tf.stack([batch, batch]),)
+    value, _ = tf.function(make(model, loss, jit=jit), autograph=False)(stack)
+    assert float(value) == 6.0

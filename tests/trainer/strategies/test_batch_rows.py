@@ -104,6 +104,27 @@ def test_one_message_holds_all_tables_of_a_server(monkeypatch):
     np.testing.assert_array_equal(rows[0], expected)
 
 
+class Turned(keras.layers.Layer):
+    """Turns each example by itself, by a branch over a tensor."""
+
+    def call(self, examples):
+        def turned(example):
+            if example[0] > 0:
+                return example
+            return -example
+
+        return tf.map_fn(turned, examples)
+
+
+def test_rows_are_known_where_the_model_maps_a_function_that_branches():
+    ids = keras.Input((), dtype="int32")
+    rows = keras.layers.Embedding(20, 1, embeddings_initializer=keras.initializers.Constant(-2))
+    model = keras.Model(ids, Turned()(rows(ids)))
+    read_rows(model)
+    value, _ = of_rows(model)((tf.constant([3, 5]), tf.zeros([2])))
+    assert float(value) == 4.0
+
+
 def test_a_table_that_no_batch_asks_has_no_row_in_its_gradient():
     model = model_of()
     asked = Sent(tables_of(model), [tf.zeros([0], tf.int64), tf.constant([3], tf.int64)])

@@ -32,3 +32,19 @@ def test_a_metric_that_returns_its_variable_has_its_value():
     parts = InParts(labels, labels[:, np.newaxis]).parts()
     found = objective.means(np.sum([objective.sums(part) for part in parts], axis=0))
     assert (found["seen"], found["twice"]) == (20, 40)
+
+
+def turned(_labels, predictions):
+    def turn(row):
+        if row[0] > 0:
+            return row
+        return -row
+
+    return tf.map_fn(turn, tf.reshape(predictions, [-1, 1]))[:, 0]
+
+
+def test_what_a_metric_maps_over_examples_may_branch():
+    labels = np.arange(4, dtype="float32")
+    objective = Objective(Regression(target(labels)), metrics=[f"{__name__}:turned"])
+    (part,) = InParts(labels, np.float32([[-1], [2], [-3], [4]])).parts()
+    assert objective.means(objective.sums(part))["turned"] == 2.5
