@@ -275,19 +275,26 @@ class AsyncParameterServer(Served):
         unit = unit_of(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
-        ended = self.dispatch(
-            [
-                self._lent(size, unit, before * self._batches_of_update())
-                for size, before in zip(sizes, accumulate(sizes, initial=0), strict=False)
-            ]
-        )
+        total, left = 0.0, list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+        while left:
+            ended = self.dispatch(
+                [
+                    self._lent(size, unit, before * self._batches_of_update())
+                    for before, size in left
+                ]
+            )
+            again = []
+            for (before, size), (loss, worker, others, made) in zip(left, ended, strict=True):
+                total += loss
+                if made:
+                    self._count(int(worker), int(made), others)
+                # Where an older run of it, which came late, was taken for the newest one.
+                if made < size:
+                    again.append((before + int(made), size - int(made)))
+            left = again
         self.pass_over(steps * self._batches_of_update())
         self._has_turned |= self.warming
         self.warming = False
-        total = 0.0
-        for size, (loss, worker, others) in zip(sizes, ended, strict=True):
-            total += loss
-            self._count(int(worker), size, others)
         return Report(loss=total / steps, metrics=self.metrics())
 
     def _batches_of_update(self) -> int:
@@ -320,9 +327,9 @@ class AsyncParameterServer(Served):
                     total += update(iterator)
                 made += 1
                 found = holds & (made < count)
-            others = applied.read_value() - before - tf.cast(updates, tf.int64)
+            others = applied.read_value() - before - tf.cast(made * turn, tf.int64)
             # In one tensor: the coordinator fetches results one by one.
-            results = [total, worker_number(), others]
+            results = [total, worker_number(), others, made * turn]
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
         return portion  # type: ignore[no-any-return]

@@ -101,8 +101,39 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
 
     portion = strategy._portion(update, 2)
     batches = iter(tf.data.Dataset.range(100))
-    total, worker, others = portion(batches, tf.constant(10), closure).numpy().tolist()
+    total, worker, others, reported = portion(batches, tf.constant(10), closure).numpy().tolist()
     assert applied.numpy() == made
-    assert (total, worker) == (2.0 * made, 1)
-    if made == 20:
-        assert others == 0
+    assert (total, worker, others, reported) == (2.0 * made, 1, 0, made)
+
+
+class CutShort(Led):
+    """The strategy with portions of which some runs end before all of their updates are made."""
+
+    def __init__(self, made):
+        super().__init__(Fleet(2))
+        self._made = iter(made)
+        self.taken, self.visited_updates = [], 0
+
+    def lease(self, batches):
+        return (batches,)
+
+    def dispatch(self, calls):
+        ended = []
+        for turn, (_, turns, _, first) in calls:
+            size = int(turns) * turn
+            made = min(size, next(self._made, size))
+            self.taken += range(first, first + made)
+            ended.append((2.0 * made, 1, 0, made))
+        return ended
+
+    def pass_over(self, batches):
+        self.visited_updates = batches
+
+
+@pytest.mark.parametrize("made", [[], [0, 1, 2], [3] * 20])
+def test_what_a_portion_did_not_make_is_made_again_of_the_same_examples(made):
+    strategy = CutShort(made)
+    report = strategy._portions(50)
+    assert sorted(strategy.taken) == list(range(50))
+    assert (strategy.visited_updates, report.loss) == (50, 2.0)
+    assert report.metrics["workers"]["worker-1"]["local_steps"] == 50
