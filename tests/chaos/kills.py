@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,7 +128,8 @@ class Kills:
             if self._awaited:
                 say(f"{self._awaited[0]} was not back before the next kill")
             self._has_begun = False
-            tasks[name].kill()
+            with suppress(psutil.NoSuchProcess):
+                tasks[name].kill()
             self._awaited = (role, time.monotonic(), self.step)
         return True
 

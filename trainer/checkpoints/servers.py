@@ -292,7 +292,7 @@ def lost(server: int) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        line = str(error.message).strip().splitlines()[0]
+        line, *_ = str(error.message).strip().splitlines() or [type(error).__name__]
         raise ClusterLostError(f"a task of the cluster is gone: ps-{server}: {line}") from error
 
 

@@ -235,6 +235,7 @@ class EmbeddingTable(keras.layers.Layer):
         """Find rows by the variables again: to be called when these were assigned."""
         for shard in self._parts:
             shard.restored()
+            _recount(shard)
 
     def parts(self) -> list[Shard]:
         """Return the shards."""
@@ -356,6 +357,18 @@ def shrink(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, EmbeddingTable):
             layer.shrink()
+
+
+def _recount(shard: Shard) -> None:
+    """Make the count of rows what the rows are: those of a snapshot may be younger than it."""
+    with tf.device(shard.device):
+        tally = shard.noted.tally.value
+        given, evicted = (
+            tally.read_value()[each] for each in (table_shard.GIVEN, table_shard.EVICTED)
+        )
+        more = shard.capacity - shard.room.read_value() - (given - evicted)
+        which = tf.where(more > 0, table_shard.GIVEN, table_shard.EVICTED)
+        tally.assign_add(tf.abs(more) * tf.one_hot(which, table_shard.COUNTS, dtype=tf.int64))
 
 
 def _check(given: Mapping[str, int], keys: str) -> None:

@@ -74,6 +74,7 @@ def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     "message",
     [
+        "",
         "Socket closed",
         "Connection reset by peer",
         "failed to connect to all addresses; last error: UNKNOWN: Connection refused",

@@ -14,6 +14,7 @@ from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.embedding_table import EmbeddingTable, growing, shrink
 from trainer.models.spec import InputSpec
+from trainer.models.table_shard import GIVEN
 from trainer.strategies import table_state
 
 DIMENSION = 3
@@ -41,6 +42,17 @@ def trained(layer, ids):
 def known(layer, ids):
     """Say which ids have rows of their own."""
     return layer(ids_of(layer, ids), training=False).numpy().any(axis=-1).tolist()
+
+
+@pytest.mark.parametrize("counted", [1, 4])
+def test_rows_that_are_younger_or_older_than_their_count_are_counted_again(counted):
+    layer = table()
+    trained(layer, [1, 2])
+    tally = layer.parts()[0].noted.tally
+    tally.assign(tf.tensor_scatter_nd_update(tally.value, [[GIVEN]], [counted]))
+    layer.restored()
+    assert layer.metrics() == {"rows": 2, "evicted": max(0, counted - 2), "turned_away": 0}
+    assert known(layer, [1, 2, 3]) == [True, True, False]
 
 
 @pytest.mark.parametrize("keys", KEYS)
