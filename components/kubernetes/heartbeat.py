@@ -92,8 +92,7 @@ class Heartbeat(threading.Thread):
         refusals = 0
         while not self.stopped.wait(self._interval):
             try:
-                self._require_own()
-                self._renew()
+                self._renew(self._own_version())
                 refusals = 0
             except TakenOverError as error:
                 self.is_taken_over = True
@@ -104,6 +103,9 @@ class Heartbeat(threading.Thread):
             except RefusedError as error:
                 if error.is_missing:
                     return
+                if error.code == HTTPStatus.CONFLICT:
+                    # Perhaps another launcher has taken it since it was read: the next one sees.
+                    continue
                 # Any other refusal may be temporary; without heartbeats the guard ends the job.
                 refusals += 1
                 if refusals * self._interval >= self._limit / 2:
@@ -112,14 +114,18 @@ class Heartbeat(threading.Thread):
                 if refusals == 1:
                     log.warning("a heartbeat was refused, retrying: %s", error)
 
-    def _require_own(self) -> None:
-        """Raise `TakenOverError` where another launcher holds the lease of this very job."""
+    def _own_version(self) -> str:
+        """Return the version of the lease; empty where there is none.
+
+        Raises:
+            TakenOverError: another launcher holds the lease of this very job.
+        """
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
         try:
             lease = self._api.get(LEASES, name)
         except RefusedError as error:
             if error.is_missing:
-                return
+                return ""
             raise
         owners = [each["uid"] for each in lease["metadata"].get("ownerReferences") or []]
         holder = (lease.get("spec") or {}).get("holderIdentity")
@@ -127,6 +133,7 @@ class Heartbeat(threading.Thread):
             raise TakenOverError(
                 f"another launcher ({holder}) has taken over the job {name}, which is left to it"
             )
+        return str(lease["metadata"].get("resourceVersion", ""))
 
     def _take(self) -> None:
         """Create the lease, or take over the one of an earlier launcher."""
@@ -175,11 +182,13 @@ class Heartbeat(threading.Thread):
         metadata |= {"uid": found["metadata"]["uid"], "annotations": stop}
         self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})
 
-    def _renew(self) -> Tree:
+    def _renew(self, version: str = "") -> Tree:
+        """Renew the lease; where a version is given, only if it is still that one."""
         name = self._job["metadata"]["name"]
         patch = {"spec": {"holderIdentity": self._holder, "renewTime": _now()}}
+        known = {"metadata": {"resourceVersion": version}} if version else {}
         try:
-            return self._api.patch(LEASES, name, patch)
+            return self._api.patch(LEASES, name, {**patch, **known})
         except RefusedError as error:
             if not error.is_missing:
                 raise

@@ -8,6 +8,7 @@ import pytest
 
 from components.kubernetes import names
 from components.kubernetes.api import watch
+from components.kubernetes.heartbeat import Heartbeat
 from tests.components.kubernetes.attempts import Attempt, job_of, step
 from tests.components.kubernetes.test_launcher_jobset import finish, start, tree_of, uids
 from tests.kubernetes import pods
@@ -168,3 +169,19 @@ def test_a_launcher_whose_job_another_one_has_taken_over_leaves_it(kube):
     assert kube.wait_renewed(but=before)
     assert kube.jobset()["metadata"]["uid"] == uid
     finish(kube, second)
+
+
+def test_a_job_that_is_taken_over_between_a_look_and_a_heartbeat_is_left(kube, monkeypatch):
+    other, look = "flotilla-launcher-other", Heartbeat._own_version
+
+    def looked_and_lost(heartbeat):
+        version = look(heartbeat)
+        (lease,) = kube.leases()
+        name = lease["metadata"]["name"]
+        kube.store.patch("leases", NAMESPACE, name, {"spec": {"holderIdentity": other}})
+        return version
+
+    monkeypatch.setattr(Heartbeat, "_own_version", looked_and_lost)
+    assert f"another launcher ({other})" in start(kube, heartbeat=1).failure()
+    (lease,) = kube.leases()
+    assert lease["spec"]["holderIdentity"] == other
