@@ -122,7 +122,7 @@ def _pause(fault: Fault, target: Target) -> None:
     process.suspend()
 
     def go_on() -> None:
-        if process.is_running():
+        with suppress(psutil.NoSuchProcess):
             process.resume()
 
     target.later(fault.seconds, go_on)

@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -62,7 +62,7 @@ def started(*command):
         # All of them first: each holds the pipe that `communicate` reads to its end.
         starter.kill()
         for process in family:
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):  # it may end with its starter at this moment
                 process.kill()
         starter.communicate()
 
