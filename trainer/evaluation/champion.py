@@ -19,8 +19,7 @@ from trainer.config.thresholds import ChampionRule
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.comparison import Opponents, compare
-from trainer.evaluation.measure import measured
-from trainer.evaluation.predictions import Answer, Predictions
+from trainer.evaluation.predictions import Answer, Predictions, measured
 from trainer.evaluation.signature import LABELS, SERVING, described, labels_of
 from trainer.tasks.base import Task
 from trainer.tasks.objective import Objective

@@ -29,8 +29,7 @@ from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
 from trainer.evaluation.champion import champion_of, compared
-from trainer.evaluation.measure import measured
-from trainer.evaluation.predictions import Predictions, Writer, predict
+from trainer.evaluation.predictions import Predictions, Writer, measured, predict
 from trainer.evaluation.slices import sliced
 from trainer.models import registry
 from trainer.models.spec import InputSpec

@@ -1,6 +1,6 @@
 """The predictions of a model, and of the champion, for a stream of examples, kept on disk.
 
-The examples with the highest losses, as pictures where an input is one.
+Their metrics, and the examples with the highest losses, as pictures where an input is one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.evaluation.columns import Column
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
-from trainer.tasks.base import Part, SplitError, Task
+from trainer.tasks.base import Examples, Part, SplitError, Task
 from trainer.tasks.objective import Objective, in_single_precision
 
 MOST_WORST = 25
@@ -290,6 +290,18 @@ def predict(  # noqa: PLR0913, PLR0917
     return Predictions(
         own=own, champion=writer.stored(_CHAMPION), unsound=(own_bad, other_bad), worst=worst
     )
+
+
+def measured(objective: Objective, examples: Examples) -> dict[str, Any]:
+    """Return what `metrics.json` says: `metrics`, `intervals`, and the details of the task."""
+    sums = sum(objective.sums(part) for part in examples.parts())
+    details = objective.task.details(examples)
+    means = objective.measured(np.asarray(sums))
+    return {
+        **details,
+        "metrics": {**means, **details.get("metrics", {})},
+        "intervals": details.get("intervals", {}),
+    }
 
 
 def unsound(outputs: Any) -> int:

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from tests.trainer.tasks.measuring import target
 from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.evaluation.measure import measured
-from trainer.evaluation.predictions import Writer, predict
+from trainer.evaluation.predictions import Writer, measured, predict
 from trainer.tasks.base import SplitError
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.classification import Classification

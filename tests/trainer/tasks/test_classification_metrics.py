@@ -12,7 +12,7 @@ from sklearn import metrics as scores
 
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts
-from trainer.evaluation.measure import measured
+from trainer.evaluation.predictions import measured
 from trainer.tasks import base
 from trainer.tasks import classification_metrics as metrics
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.trainer.tasks.measuring import target
 from trainer.evaluation import columns
-from trainer.evaluation.measure import measured
-from trainer.evaluation.predictions import Writer
+from trainer.evaluation.predictions import Writer, measured
 from trainer.evaluation.slices import sliced
 from trainer.tasks import base
 from trainer.tasks.base import Part

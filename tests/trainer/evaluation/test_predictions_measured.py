@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.trainer.tasks.measuring import InParts, target
-from trainer.evaluation.measure import measured
+from trainer.evaluation.predictions import measured
 from trainer.tasks.classification import Classification
 from trainer.tasks.objective import Objective
 from trainer.tasks.regression import Regression
