@@ -8,6 +8,7 @@ variable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import Variable
 
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
@@ -74,7 +76,8 @@ def place(
     with each variable on its server.
     """
     made: list[tf.Variable] = []
-    with tf.variable_creator_scope(_recording(made)):
+    sketched = _replaced(Variable, "_initialize_with_initializer", _sketched)
+    with tf.variable_creator_scope(_recording(made)), sketched:
         sketch = build_model()
     paths = {id(variable.value): variable.path for variable in sketch.variables}
     seen = {id(variable) for variable in made}
@@ -165,6 +168,15 @@ def _recording(made: list[tf.Variable]) -> Callable[..., tf.Variable]:
         return made[-1]
 
     return create
+
+
+def _sketched(variable: Any, initializer: Any) -> None:
+    """Initialize a variable of Keras's as `_untouched` would, which would trace its initializer."""
+    shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
+    if math.prod(shape) * dtype.size < LARGE_BYTES:
+        variable._initialize(initializer(shape, dtype=variable._dtype))
+    else:
+        variable._initialize(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
 
 
 def _untouched(kwargs: dict[str, Any]) -> Any:

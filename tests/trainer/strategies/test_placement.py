@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras.src.backend import Variable
 
 from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
 from trainer.config.schema import TrainingConfig
@@ -194,4 +195,19 @@ def test_a_large_variable_has_no_values_in_the_sketch_of_a_model(monkeypatch):
     # In a graph the shape is found; the values of the small one alone are made.
     assert asked == [False, True, False]
     assert [each.shape.as_list() for each in made] == [[99], [100], [500]]
+    assert made[0].numpy().tolist() == [1.0] * 99
+
+
+def test_the_initializer_of_a_large_variable_is_not_asked_for_a_sketch(monkeypatch):
+    monkeypatch.setattr(placement, "LARGE_BYTES", 400)
+    monkeypatch.setattr(Variable, "_initialize_with_initializer", placement._sketched)
+    asked = []
+
+    def initial(shape, dtype):
+        asked.append(tuple(shape))
+        return tf.ones(shape, dtype)
+
+    made = [keras.Variable(initial, shape=(size,)) for size in (99, 100)]
+    assert asked == [(99,)]
+    assert [each.shape for each in made] == [(99,), (100,)]
     assert made[0].numpy().tolist() == [1.0] * 99
