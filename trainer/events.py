@@ -165,6 +165,7 @@ class ServersLost(Event):
         back_to: the global step of the values that go back; -1 where it is not known.
         snapshot_age: seconds since the snapshot that these are of; 0: of a checkpoint.
         reason: why the recovery is full, else empty.
+        rejoined: whether they were started again at once, and the attempt goes on with them.
     """
 
     servers: tuple[str, ...]
@@ -173,6 +174,7 @@ class ServersLost(Event):
     back_to: int
     snapshot_age: float = 0.0
     reason: str = ""
+    rejoined: bool = False
 
 
 class Suspension(Event):

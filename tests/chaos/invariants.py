@@ -186,7 +186,7 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
             bound = min(ages.get(newest, {}).get(each, newest) for each in event.servers)
             if event.back_to < bound:
                 yield f"values went back to step {event.back_to}, and {bound} is the bound"
-            if event.recovery == "partial":
+            if event.recovery == "partial" and not event.rejoined:
                 ages[event.global_step] = dict.fromkeys(event.servers, event.back_to)
 
 
@@ -204,7 +204,9 @@ def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []
     for event in outcome.events:
-        if isinstance(event, ServersLost) and event.recovery == "partial":
+        if isinstance(event, ServersLost) and event.rejoined:
+            before = [pair for pair in before if pair[0] <= event.back_to]
+        elif isinstance(event, ServersLost) and event.recovery == "partial":
             backs.append(event.back_to)
         elif isinstance(event, AttemptBegin):
             least = min([event.global_step, *backs])

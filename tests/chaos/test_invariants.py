@@ -61,13 +61,14 @@ def passed_over(step):
     return CheckpointPassedOver(uri=f"file:///run/step-{step:08d}", reason="damaged")
 
 
-def lost(step, back_to, *servers, recovery="partial", age=0.0):
+def lost(step, back_to, *servers, recovery="partial", age=0.0, rejoined=False):
     return ServersLost(
         servers=servers or ("ps-1",),
         recovery=recovery,
         global_step=step,
         back_to=back_to,
         snapshot_age=age,
+        rejoined=rejoined,
     )
 
 
@@ -189,6 +190,12 @@ def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
             ],
             "values went back to step 500, and 750 is the bound",
         ),
+        # Nothing was saved, and the values were of 500 once more.
+        ([published(500), lost(700, 500, rejoined=True), lost(740, 500)], ""),
+        (
+            [published(500), lost(700, 500, rejoined=True), published(750), lost(760, 500)],
+            "values went back to step 500, and 750 is the bound",
+        ),
         # With one server all went back to a snapshot, and that was saved.
         ([published(500), published(690), lost(700, 690, recovery="full", age=1.0)], ""),
         (
@@ -232,6 +239,27 @@ def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
                 published(500),
                 lost(600, 500),
                 attempt(600),
+                progress(620, rows=39),
+            ],
+            40,
+        ),
+        # The same attempt goes on with values of ps-1 of 500.
+        (
+            [
+                progress(500, rows=40),
+                progress(600, rows=50),
+                published(500),
+                lost(600, 500, rejoined=True),
+                progress(620, rows=41),
+            ],
+            0,
+        ),
+        (
+            [
+                progress(500, rows=40),
+                progress(600, rows=50),
+                published(500),
+                lost(600, 500, rejoined=True),
                 progress(620, rows=39),
             ],
             40,

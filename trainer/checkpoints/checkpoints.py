@@ -170,7 +170,13 @@ class Checkpoints:
                 ended()
         # What has failed would end the next save.
         self.uploads = UploadQueue()
-        self.by_parts(self.parts.servers, self.parts.least)
+        before = self.parts
+        self.by_parts(before.servers, before.least, share=before.share, last_step=before.last_step)
+        last, self.last = self.last, ""
+        with suppress(UserError):
+            # One that was given up is to be saved again.
+            if any(last.endswith(f"/{storage.name_of(uri)}") for uri, _ in self._candidates()):
+                self.last = last
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""

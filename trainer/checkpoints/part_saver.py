@@ -182,6 +182,12 @@ class PartSaver:
         self._written.clear()
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
 
+    def is_busy(self) -> bool:
+        """Say whether a save is not published yet, or has failed."""
+        with self._mutex:
+            left = [each for each in self._pending if not each.over]
+        return bool(left or self._failure or not self._written.is_set())
+
     def bases(self) -> set[str]:
         """Return the URIs of what differences need that are still on their way."""
         with self._mutex:

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from trainer.checkpoints.servers import Variables, operating_at, side_by_side, size_of
 from trainer.strategies.placement import fetched, server_device
+from trainer.strategies.remade import Remade
 from trainer.strategies.updates.touched_rows import RowGroup
 
 # So many bytes of rows are on their way at once: no more of a server's memory is needed.
@@ -109,6 +110,13 @@ class Snapshots:
         is_first = self._began == -math.inf
         self._began, self._lasted = began, 0.0 if is_first else time.monotonic() - began
 
+    def remake(self, remade: Remade) -> None:
+        """Make again the copies that are gone with their servers; the next one has all rows."""
+        for server, copy in self._copies.items():
+            if copy.remake(remade):
+                self._taken.pop(server, None)
+        self._began = -math.inf
+
     def of(self, lost: Collection[int], noticed: float) -> dict[int, Copied]:
         """Return the copies of lost servers, without those that were lost themselves.
 
@@ -149,6 +157,16 @@ class _Copy:
         share = PORTION // max(1, len(self._groups))
         self._most = [max(1, share // group.row_bytes) for group in self._groups]
         self._make_functions()
+
+    def remake(self, remade: Remade) -> bool:
+        """Make the copy again where it is gone, without values; return whether it was."""
+        was_there = [remade.variable(each) for each in self.variables.values()]
+        if not any(was_there):
+            return False
+        for group in self._groups:
+            if group.marks is not None:
+                group.marks.assign(tf.ones(group.marks.shape, tf.bool))
+        return True
 
     def on_their_way(self) -> int:
         """Return the bytes that the peer has twice until they are assigned, at most."""
@@ -221,6 +239,60 @@ class _Copy:
                     tf.raw_ops.ResourceScatterUpdate(
                         resource=each.handle, indices=rows, updates=next(given)
                     )
+
+
+def give_back(copies: Variables, variables: Variables, chief: str | None) -> None:
+    """Assign copies to variables that were made again, by path, some of them after the other.
+
+    Args:
+        copies: as they are in a `Copied`.
+        variables: with at least these paths.
+        chief: its device.
+
+    Raises:
+        OpError: of TensorFlow, where a task is gone.
+    """
+    together = dict[str, tf.Variable]()
+    with operating_at(f"{chief or ''}/device:CPU:0"):
+        for path, copy in copies.items():
+            if size_of({path: copy}) > PORTION:
+                _give_back_rows(copy, variables[path])
+                continue
+            if size_of({**together, path: copy}) > PORTION:
+                _give_back_whole(together, variables)
+                together = {}
+            together[path] = copy
+        _give_back_whole(together, variables)
+
+
+def _give_back_whole(copies: Variables, variables: Variables) -> None:
+    @partial(tf.function, autograph=False)
+    def give_back() -> None:
+        for path, copy in copies.items():
+            with tf.device(copy.device):
+                value = copy.read_value()
+            with tf.device(variables[path].device):
+                variables[path].assign(tf.identity(value), read_value=False)
+
+    give_back()
+
+
+def _give_back_rows(copy: tf.Variable, variable: tf.Variable) -> None:
+    count = int(copy.shape[0])
+    most = max(1, PORTION * count // size_of({"": copy}))
+
+    @partial(tf.function, autograph=False)
+    def give_back(begin: tf.Tensor) -> None:
+        with tf.device(copy.device):
+            rows = tf.range(begin, tf.minimum(begin + most, count))
+            values = tf.raw_ops.ResourceGather(resource=copy.handle, indices=rows, dtype=copy.dtype)
+        with tf.device(variable.device):
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=variable.handle, indices=tf.identity(rows), updates=tf.identity(values)
+            )
+
+    for begin in range(0, count, most):
+        give_back(tf.constant(begin, tf.int64))
 
 
 def _rows_of(group: RowGroup, begin: tf.Tensor, most: int) -> list[tf.Tensor]:

@@ -44,7 +44,8 @@ def _lost(event: ServersLost) -> str:
         back += f", to a snapshot {event.snapshot_age:.1f} s old"
     if event.recovery == "partial":
         whose = "their" if len(event.servers) > 1 else "its"
-        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"
+        on = ", and training goes on" if event.rejoined else ""
+        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay{on}"
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 

@@ -19,6 +19,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,9 +100,14 @@ def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -
         for index in range(len(hosts))
     ]
     others.remove(this)
+    return probe(cluster, others, timeout)
+
+
+def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECONDS) -> Peers:
+    """Probe some tasks at once, and wait up to `timeout` seconds for their answers."""
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        answers = list(pool.map(lambda task: _answers(cluster.address(task), timeout), others))
-    found = list(zip(others, answers, strict=True))
+        answers = list(pool.map(lambda task: _answers(cluster.address(task), timeout), tasks))
+    found = list(zip(tasks, answers, strict=True))
     return Peers(
         silent=tuple(task for task, answer in found if answer is False),
         gone=tuple(task for task, answer in found if answer is None),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -231,11 +231,12 @@ class EmbeddingTable(keras.layers.Layer):
         for shard in self._parts:
             shard.steps, shard.slots = steps, slots_of(shard.noted.rows)
 
-    def restored(self) -> None:
-        """Find rows by the variables again: to be called when these were assigned."""
+    def restored(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
+        """Find rows by the variables again: to be called when these were assigned, on a device."""
         for shard in self._parts:
-            shard.restored()
-            _recount(shard)
+            if was_on(shard.device):
+                shard.restored()
+                _recount(shard)
 
     def parts(self) -> list[Shard]:
         """Return the shards."""
@@ -246,7 +247,7 @@ class EmbeddingTable(keras.layers.Layer):
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
-                *(shard.free, shard.room, shard.earlier, shard.window),
+                *shard.unsaved,
             ]
             for shard in self._parts
         ]

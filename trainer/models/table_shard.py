@@ -14,6 +14,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -87,26 +88,30 @@ class Shard:
         self.changed: tf.Variable | None = None
         with tf.init_scope():
             # Made where it is placed, and not sent there.
-            self.free = tf.Variable(
-                lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64), trainable=False
-            )
-            self.room = tf.Variable(capacity, dtype=tf.int64, trainable=False)
+            made = partial(tf.Variable, dtype=tf.int64, trainable=False)
+            self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
+            self.room = made(capacity)
             # The steps of earlier runs, which ages go on from.
-            self.earlier = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.earlier = made(0)
             # Ids that the sieve counted since it was halved, and those of the largest lookup.
-            self.window = tf.Variable(lambda: tf.zeros([2], tf.int64), trainable=False)
-            # Servers outlive a process: a number would be that of a table of another one.
-            name = uuid.uuid4().hex
-            with tf.device(self.device):
-                self._map = tf.raw_ops.MutableHashTableV2(
-                    key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"ids-{name}"
-                )
-                self._mutex = tf.raw_ops.MutexV2(shared_name=f"mutex-{name}")
+            self.window = made(lambda: tf.zeros([2], tf.int64))
+            self.make_map()
+        #: Variables that no checkpoint has.
+        self.unsaved = (self.free, self.room, self.earlier, self.window)
 
     @property
     def device(self) -> str:
         """Return the device of everything."""
         return str(self.free.device)
+
+    def make_map(self) -> None:
+        """Make the map, which `restored` fills, and the mutex."""
+        # Servers outlive a process: a number would be that of a table of another one.
+        with tf.device(self.device):
+            self.map = tf.raw_ops.MutableHashTableV2(
+                key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"ids-{uuid.uuid4().hex}"
+            )
+            self.mutex = tf.raw_ops.MutexV2(shared_name=f"mutex-{uuid.uuid4().hex}")
 
     def found(self, asked: Asked) -> tf.Tensor:
         """Return the slot [n] of each id, and change nothing."""
@@ -135,7 +140,7 @@ class Shard:
 
     def locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
         """Return tensors that `work` makes while no id gets or loses a slot; of a graph."""
-        lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        lock = tf.raw_ops.MutexLock(mutex=self.mutex)
         with tf.control_dependencies([lock]):
             made = work()
         with tf.control_dependencies(made):
@@ -294,7 +299,7 @@ class Shard:
         keys = tf.boolean_mask(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
         # A worker may die at any place: a slot is free only after no id has it.
-        last = tf.raw_ops.LookupTableRemoveV2(table_handle=self._map, keys=keys)
+        last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
         with tf.control_dependencies([last]):
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
         with tf.control_dependencies([last]):
@@ -331,7 +336,7 @@ class Shard:
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
-            tf.raw_ops.LookupTableInsertV2(table_handle=self._map, keys=asked.keys, values=places)
+            tf.raw_ops.LookupTableInsertV2(table_handle=self.map, keys=asked.keys, values=places)
 
     def restored(self) -> None:
         """Make the map, and the list of free slots, of what the variables say."""
@@ -348,7 +353,7 @@ class Shard:
             # Of two slots of one id, as a worker that died may have left them, the later one stays.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
-            tf.raw_ops.LookupTableImportV2(table_handle=self._map, keys=keys, values=live)
+            tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
             twice = tf.boolean_mask(live, tf.not_equal(self._find(keys), live))
             _put(self.noted.used.value, twice, tf.fill(tf.shape(twice), _NEVER))
             free = tf.where(self.noted.used.value.read_value()[: self.capacity] < 0)[::-1, 0]
@@ -372,9 +377,7 @@ class Shard:
         self.restored()
 
     def _find(self, keys: tf.Tensor) -> tf.Tensor:
-        found = tf.raw_ops.LookupTableFindV2(
-            table_handle=self._map, keys=keys, default_value=_NEVER
-        )
+        found = tf.raw_ops.LookupTableFindV2(table_handle=self.map, keys=keys, default_value=_NEVER)
         found.set_shape(keys.shape)
         return found
 

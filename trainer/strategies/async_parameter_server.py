@@ -35,6 +35,7 @@ from trainer.strategies.gradients import (
 )
 from trainer.strategies.parameter_server import LONG_RUN, Call, Served, worker_number
 from trainer.strategies.placement import server_device
+from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Batch, Loss, Problem, Report
 from trainer.strategies.towers import ONE, Towers
 from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
@@ -102,17 +103,14 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
-    spares_workers = True
-    mixes_steps = True
+    spares_workers = mixes_steps = rejoins = True
     #: Updates of a turn of the stretch that workers are at; 0 where they rest.
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
     _began = _sent = 0
-    #: The closures that were ever sent.
-    _closure = 0
+    #: The closures that were ever sent, and the mean loss that was reported last.
+    _closure, _loss = 0, 0.0
     _cache: row_cache.RowCache | None = None
-    #: The mean loss that was reported last.
-    _loss = 0.0
 
     def build(self, problem: Problem) -> None:
         """Connect, and build model and optimizer on the servers, input on the workers."""
@@ -165,6 +163,12 @@ class AsyncParameterServer(Served):
         with suppress(tf.errors.OpError):
             self._turns.extend(0)
         super().halt()
+
+    def remake(self, remade: Remade) -> None:
+        """Begin with no turn."""
+        self._unit, self._has_turned = 0, False
+        if self._turns.remake(remade):
+            self._reported = 0 * self._reported
 
     def _look(self) -> None:
         self._seen = self._turns.look()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainer.strategies import table_state
 from trainer.strategies.batch_rows import Lookups, Unforeseen, lookups_of
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
+from trainer.strategies.remade import Remade, connect_again
 from trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
@@ -75,7 +76,10 @@ class Served(KerasStrategy):
     lookups: Lookups | None = None
     #: Of which a snapshot copies the rows that have changed; empty without snapshots.
     row_groups: Sequence[RowGroup] = ()
+    #: Whether it goes on with servers that were started again: see `rejoin`.
+    rejoins = False
     _tally: Tally
+    _configured: Sequence[tuple[tf.Variable, Any]] = ()
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def connect(self) -> None:
@@ -118,6 +122,13 @@ class Served(KerasStrategy):
         self.lookups = None if whole else lookups_of(self.model)
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
+        saved = {id(each) for each in self.variables().values()}
+        # What a configuration says, and no checkpoint: the learning rate.
+        self._configured = [
+            (each.value, each.numpy())
+            for each in self.optimizer.variables
+            if id(each.value) not in saved
+        ]
         if self.config.cluster.snapshot_seconds:
             self.row_groups = touched_rows.row_groups(
                 self.model, self.optimizer, training, pulled=whole
@@ -228,6 +239,34 @@ class Served(KerasStrategy):
         # What the functions of the workers end with does not matter any more.
         with suppress(Exception):
             self.coordinator.join()
+
+    def rejoin(self, lost: Collection[int], assign: Callable[[Remade], None]) -> None:
+        """Go on with servers that were started again, without a new attempt.
+
+        To be called when nothing runs on the cluster (`halt`), and the servers answer. `assign` has
+        to give values to the variables of a checkpoint that were there.
+
+        Raises:
+            OpError: of TensorFlow, where a task is gone meanwhile.
+        """
+        connect_again(self.coordinator)
+        remade = Remade(lost)
+        for each in self.variables().values():
+            remade.variable(each)
+        for variable, value in self._configured:
+            if remade.variable(variable):
+                variable.assign(value)
+        for group in self.row_groups:
+            if group.marks is not None:
+                remade.variable(group.marks, tf.ones)
+        table_state.remake(self.model, remade)
+        self.remake(remade)
+        assign(remade)
+        table_state.restored_on(self.model, remade)
+        remade.rebind()
+
+    def remake(self, remade: Remade) -> None:
+        """Make again what a strategy has on servers besides model and optimizer."""
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums over all parts, one for each worker; that of a dead worker moves."""

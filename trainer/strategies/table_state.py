@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.strategies.remade import Remade
 
 # Where each worker has a copy of all variables.
 _COPIES = "multi_worker_mirrored"
@@ -52,6 +53,27 @@ def restored(model: keras.Model) -> None:
     """Let the tables of a model find their rows again, after its variables were assigned."""
     for table in tables_of(model):
         table.restored()
+
+
+def remake(model: keras.Model, remade: Remade) -> None:
+    """Make again what tables have on lost servers besides the values of a checkpoint.
+
+    `restored_on` has to follow when they have these.
+    """
+    for part in (each for table in tables_of(model) for each in table.parts()):
+        if remade.was_on(part.device):
+            for each in part.unsaved:
+                remade.variable(each)
+            before = (part.map, part.mutex)
+            part.make_map()
+            for old, new in zip(before, (part.map, part.mutex), strict=True):
+                remade.handle(old, new)
+
+
+def restored_on(model: keras.Model, remade: Remade) -> None:
+    """Let tables find their rows again whose variables were assigned on lost servers."""
+    for table in tables_of(model):
+        table.restored(remade.was_on)
 
 
 def metrics(model: keras.Model) -> Mapping[str, Any]:

@@ -19,12 +19,15 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from trainer.strategies.placement import fetched
+from trainer.strategies.remade import Remade
 
 # The columns of the table of reports.
 LOSS, UPDATES, OTHERS = range(3)
 # Closures of a stretch whose runs are told apart; half a megabyte. The oldest of more than that
 # would end before the others.
 CLOSURES = 1 << 16
+# No process of a server sees as many runs of closures.
+_RUNS_OF_SERVER = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
         self._newest = tf.Variable(tf.zeros([CLOSURES], tf.int64), trainable=False)
+        # How often all of them were lost with their server.
+        self._losses = 0
         self._look = tf.function(self._numbers, autograph=False)
         self._set = tf.function(self._begin, autograph=False)
 
@@ -135,6 +140,18 @@ class Turns:
     def extend(self, turns: int) -> None:
         """Say how many turns there are since `deal`; 0 ends all workers after their turn."""
         self._end.assign(turns)
+
+    def remake(self, remade: Remade) -> bool:
+        """Make all of it again where it is gone, without a turn; return whether it was."""
+        held = (self._next, self._end, self._refused, self._reports, self._newest)
+        runs = (self._runs, self._before)
+        if not all(remade.variable(each) for each in (*held, *runs)):
+            return False
+        self._losses += 1
+        # No two runs have the same number: workers keep what they cache by it.
+        for each in runs:
+            each.assign(self._losses * _RUNS_OF_SERVER)
+        return True
 
     def look(self) -> Seen:
         """Return what is there, in one message."""

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+import tensorflow as tf
+
 from trainer.checkpoints import checkpoints as checkpointing
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
@@ -156,10 +158,8 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     loop.snapshots = recovery.ServerSnapshots(config, strategy)
     if not found:
         loop.save()
-    with recovery.of_lost_servers(
-        config, strategy, checkpoints, journal.fields, loop.is_whole, loop.snapshots
-    ):
-        return loop.run(found)
+    loop.losses = recovery.Recovery(config, strategy, checkpoints, journal.fields, loop.snapshots)
+    return loop.run(found)
 
 
 def _stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
@@ -193,6 +193,7 @@ class _InnerResult(NamedTuple):
 
 class _OuterLoop:
     snapshots: recovery.ServerSnapshots
+    losses: recovery.Recovery
 
     def __init__(
         self,
@@ -211,7 +212,10 @@ class _OuterLoop:
         self._pace = Pace(training=training)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
-        # Whether averages are in the place of weights; it stays where a task is lost meanwhile.
+        # What is still to be done of a boundary that was reached; it stays where a task is lost.
+        self._lacks_validation = self._owes_save = False
+        self._row: tuple[int, dict[str, Any]] | None = None
+        # Whether averages are in the place of weights; it stays as well.
         self._has_exchanged = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
@@ -221,19 +225,32 @@ class _OuterLoop:
         for row in journal.rows:
             self._note_validation(row)
 
-    def is_whole(self) -> bool:
-        """Say whether the variables have values that training may begin with."""
-        return not self._has_exchanged
-
     def run(self, found: RestoredCheckpoint | None) -> int:
+        self._lacks_validation = bool(found and RECOVERED in found.fields)
         try:
-            if found and RECOVERED in found.fields:
-                self._make_up_validation()
-            return self._run()
+            while True:
+                try:
+                    return self._run()
+                except (tf.errors.OpError, ClusterLostError) as error:
+                    if not self.losses.goes_on(error, is_whole=not self._has_exchanged):
+                        raise
+                    self._goes_on_since = None
         finally:
             self._profiler.end()
 
+    def _catch_up(self) -> None:
+        """Do what is still to be done of a boundary, at which a task was lost."""
+        if self._lacks_validation:
+            self._make_up_validation()
+            self._lacks_validation = False
+        if self._row:
+            self._finish_row(*self._row)
+        if self._owes_save:
+            self.save()
+        self._stepped_at = time.monotonic()
+
     def _run(self) -> int:
+        self._catch_up()
         step = self._strategy.global_step()
         while step < self._training.steps:
             decision = self._decide(step)
@@ -268,20 +285,24 @@ class _OuterLoop:
         if result.global_step == step:
             self._require_no_stall(step)
             return step
-        self._record(step, result)
         before, step = step, result.global_step
-        if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
+        every, end = self._training.checkpoint_every, self._training.steps
+        self._owes_save = _crossed(before, step, every, end)
+        self._record(before, result)
+        if self._owes_save:
             self.save()
         self._stepped_at = time.monotonic()
         return step
 
     def save(self) -> str:
+        self._owes_save = True
         visited = self._strategy.visited()
         uri = self._journal.save(self._strategy.variables(), self._strategy.io_device, visited)
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
         # A task that did not wait could not begin again together with a publisher that dies here.
         self._strategy.barrier()
+        self._owes_save = False
         return uri
 
     def _decide(self, step: int) -> _Decision:
@@ -322,7 +343,7 @@ class _OuterLoop:
             )
 
     def _record(self, before: int, result: _InnerResult) -> None:
-        """Report and keep what an inner loop brought, with a validation where one is due."""
+        """Report and keep what an inner loop brought."""
         step = result.global_step
         self._pace.steps_per_second = result.steps_per_second
         self._seconds += result.seconds
@@ -337,10 +358,17 @@ class _OuterLoop:
         if stream := self._strategy.stream:
             row["epoch"] = stream.epoch(self._strategy.position)
         self._journal.progress(row)
+        self._row = before, row
+        self._finish_row(before, row)
+
+    def _finish_row(self, before: int, row: dict[str, Any]) -> None:
+        """Keep a row, which began after step `before`, with a validation where one is due."""
+        step = row["global_step"]
         if _crossed(before, step, self._training.validate_every, self._training.steps):
             row |= self._validate(step)
         self._note_validation(row)
         self._journal.add(row)
+        self._row = None
 
     def _make_up_validation(self) -> None:
         """Validate what a joined checkpoint holds, where a boundary before it has no validation.
@@ -356,7 +384,6 @@ class _OuterLoop:
             row = {"global_step": step, "seconds": self._seconds, **metrics}
             self._note_validation(row)
             self._journal.add_of_last_checkpoint(row)
-        self._stepped_at = time.monotonic()
 
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:

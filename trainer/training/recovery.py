@@ -1,11 +1,14 @@
 """What goes back when a parameter server dies: its own variables, or all of them.
 
-The chief that loses a server ends, and its next attempt begins from the newest checkpoint. Before
-it ends, it publishes one of what is left (`trainer.checkpoints.joined`), so that only the variables
-of the lost server go back: "partial recovery" (Maeng et al. 2020, "CPR: Understanding and Improving
-Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). With
-`cluster.snapshot_seconds` they go back to the newest snapshot and not to the checkpoint. Where that
-is not wanted, not possible, or takes too long, all variables go back as they did: full recovery.
+Only the variables of the lost server go back: "partial recovery" (Maeng et al. 2020, "CPR:
+Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial
+Recovery"), to the newest checkpoint, or with `cluster.snapshot_seconds` to the newest snapshot.
+
+Where the strategy can and the server comes back soon, the chief connects with it again, gives it
+its variables, and goes on (`trainer.strategies.remade`). Otherwise its attempt ends. Before, it
+publishes a checkpoint of what is left (`trainer.checkpoints.joined`), from which its next attempt
+begins. Where that is not wanted, not possible, or takes too long, all variables go back to the
+newest checkpoint: full recovery.
 """
 
 from __future__ import annotations
@@ -15,30 +18,37 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from trainer import events
 from trainer.checkpoints import joined
-from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.checkpoints import Checkpoints, restore, resumed
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
-from trainer.checkpoints.servers import in_own_line
-from trainer.checkpoints.snapshots import Copied, Snapshots
+from trainer.checkpoints.servers import Variables, in_own_line, server_of
+from trainer.checkpoints.snapshots import Copied, Snapshots, give_back
+from trainer.cluster import liveness
 from trainer.cluster.lease import NoLease
 from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.errors import ClusterLostError, UserError
 from trainer.strategies.parameter_server import Served
+from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Strategy
+from trainer.topology import Task
 
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 # A server that has not answered for so long is taken as lost.
 ANSWER_SECONDS = 10.0
 # Asynchronous workers are not waited for any longer: they find no more turns, if they still run.
 HALT_SECONDS = 20.0
+# A server that is back so soon costs less than a new attempt. A probe of it, and a pause after one.
+RETURN_SECONDS, PROBE_SECONDS, PAUSE_SECONDS = 30.0, 2.0, 0.05
 # Longer than a checkpoint of a large model takes, and shorter than most steps that are repeated.
 LIMIT_SECONDS = 120.0
 # What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
@@ -75,6 +85,7 @@ class ServerSnapshots:
     def __init__(self, config: Config, strategy: Strategy) -> None:
         """Take memory for them on the tasks of a strategy that is built; a line says how much."""
         self._made: Snapshots | None = None
+        self._io_device = strategy.io_device
         seconds = config.cluster.snapshot_seconds
         held = joined.held_by(strategy.variables()) if seconds and strategy.publishes else {}
         if not held:
@@ -107,6 +118,16 @@ class ServerSnapshots:
         """Return the newest copies of lost servers, as far as they are left; see `Snapshots.of`."""
         return self._made.of(lost, noticed) if self._made else {}
 
+    def give_back(self, copies: Mapping[int, Copied], variables: Variables) -> None:
+        """Assign copies of lost servers to their variables, which were made again."""
+        for each in copies.values():
+            give_back(each.variables, variables, self._io_device)
+
+    def remake(self, remade: Remade) -> None:
+        """Make again the copies that are gone with servers."""
+        if self._made:
+            self._made.remake(remade)
+
     @contextmanager
     def _or_without(self) -> Iterator[None]:
         try:
@@ -118,34 +139,9 @@ class ServerSnapshots:
             self._made = None
 
 
-@contextmanager
-def of_lost_servers(  # noqa: PLR0913, PLR0917
-    config: Config,
-    strategy: Strategy,
-    checkpoints: Checkpoints,
-    fields: Callable[[], Mapping[str, Any]],
-    is_whole: Callable[[], bool],
-    snapshots: ServerSnapshots,
-) -> Iterator[None]:
-    """Keep what is left where the block ends as parameter servers are lost; its error is raised.
+class Recovery:
+    """What is done in an attempt when parameter servers are lost."""
 
-    `fields` returns those of the manifest of a checkpoint, and `is_whole` says whether the
-    variables have values that training may begin with. What is lost is taken of `snapshots` where
-    these have it.
-    """
-    try:
-        yield
-    except (tf.errors.OpError, ClusterLostError) as error:
-        if is_lost(error) and strategy.publishes:
-            # A checkpoint is published that the next attempt begins from, whatever fails here.
-            try:
-                _Recovery(config, strategy, checkpoints, fields, snapshots).run(is_whole())
-            except Exception as failure:
-                log.warning("nothing is known of the servers: %s", _line(failure))
-        raise
-
-
-class _Recovery:
     def __init__(
         self,
         config: Config,
@@ -154,19 +150,42 @@ class _Recovery:
         fields: Callable[[], Mapping[str, Any]],
         snapshots: ServerSnapshots,
     ) -> None:
+        """Describe the attempt, whose strategy is built.
+
+        `fields` returns those of the manifest of a checkpoint. What is lost is taken of `snapshots`
+        where these have it.
+        """
         self._config, self._strategy = config, strategy
         self._checkpoints, self._fields = checkpoints, fields
         self._snapshots = snapshots
         self._variables = strategy.variables()
         self._held = joined.held_by(self._variables)
 
-    def run(self, is_whole: bool) -> None:
-        """Keep what is left, and emit what goes back."""
+    def goes_on(self, error: Exception, *, is_whole: bool) -> bool:
+        """Keep what is left where servers are lost; return whether this attempt goes on with it.
+
+        Otherwise the error has to be raised, and the next attempt begins from the newest
+        checkpoint, whatever fails here.
+
+        Args:
+            error: what ended the loop.
+            is_whole: whether the variables have values that training may begin with.
+        """
+        if not (is_lost(error) and self._strategy.publishes):
+            return False
+        try:
+            return self._recover(is_whole=is_whole)
+        except Exception as failure:
+            log.warning("nothing is known of the servers: %s", _line(failure))
+            return False
+
+    def _recover(self, *, is_whole: bool) -> bool:
+        """Keep what is left, and emit what goes back; return whether the attempt goes on."""
         noticed = time.monotonic()
         lost = joined.lost_of(self._held, ANSWER_SECONDS)
         if not lost:
             # It was a worker, or training stands still for another reason.
-            return
+            return False
         # A read of the counter could fail now, or wait without end.
         reached, newest = self._strategy.read_step, self._newest()
         copies = {
@@ -177,23 +196,36 @@ class _Recovery:
         steps = [each.global_step for each in copies.values()]
         back_to = min(steps) if copies.keys() == lost else newest
         reason, done = self._reason(lost, copies.keys(), is_whole, (reached, back_to)), None
+        if not reason and (back := self._rejoined(lost, copies, reached)):
+            self._say(lost, back, is_partial=True, rejoined=True)
+            return True
         if not reason:
             try:
-                done = self._within_limit(lambda: self._partial(lost, copies))
+                done = self._within_limit(
+                    lambda: self._partial(lost, copies), self._checkpoints.flush
+                )
             except Exception as error:
                 reason = _line(error)
         if not done:
             # One that was on its way may be published since.
             newest = max(newest, self._newest())
-        is_partial = done and lost != set(self._held)
+        is_partial = bool(done) and lost != set(self._held)
+        step = max(reached, done.global_step if done else newest)
+        back = _Back(step=step, to=done.back_to if done else newest, age=done.age if done else 0.0)
+        reason = _NO_OTHER if done and not is_partial else reason
+        self._say(lost, back, is_partial=is_partial, reason=reason)
+        return False
+
+    @staticmethod
+    def _say(lost: set[int], back: _Back, *, is_partial: bool, **more: Any) -> None:
         events.emit(
             events.ServersLost(
                 servers=tuple(f"ps-{number}" for number in sorted(lost)),
                 recovery="partial" if is_partial else "full",
-                global_step=max(reached, done.global_step if done else newest),
-                back_to=done.back_to if done else newest,
-                snapshot_age=done.age if done else 0.0,
-                reason=_NO_OTHER if done and not is_partial else reason,
+                global_step=back.step,
+                back_to=back.to,
+                snapshot_age=back.age,
+                **more,
             )
         )
 
@@ -224,11 +256,73 @@ class _Recovery:
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
-    def _partial(self, lost: set[int], copies: Mapping[int, Copied]) -> Joined:
+    def _rejoined(self, lost: set[int], copies: Mapping[int, Copied], reached: int) -> _Back | None:
+        """Go on with lost servers that are back soon; return what goes back, or None."""
+        strategy = self._strategy
+        if not isinstance(strategy, Served) or not strategy.rejoins or lost == set(self._held):
+            return None
+        if not self._are_back(lost) or not self._are_halted():
+            return None
+        try:
+            return self._within_limit(lambda: self._rejoin(strategy, lost, copies, reached))
+        except Exception as error:
+            log.warning("a new attempt begins, as the servers are not joined: %s", _line(error))
+            return None
+
+    def _are_back(self, lost: set[int]) -> bool:
+        """Wait until lost servers answer; return whether they do soon."""
+        servers = [Task(role="ps", index=each) for each in sorted(lost)]
+        deadline = time.monotonic() + RETURN_SECONDS
+        while time.monotonic() < deadline:
+            found = liveness.probe(self._strategy.cluster, servers, PROBE_SECONDS)
+            if not found.gone:
+                # One that is silent was stopped, and not started again.
+                return not found.silent
+            time.sleep(PAUSE_SECONDS)
+        return False
+
+    def _rejoin(
+        self, strategy: Served, lost: set[int], copies: Mapping[int, Copied], reached: int
+    ) -> _Back:
+        parts = self._checkpoints.parts
+        if parts and parts.is_busy():
+            self._checkpoints.without_lost()
+        others = {
+            path: each
+            for server in lost - copies.keys()
+            for path, each in self._held[server].items()
+        }
+        found = self._checkpoints.newest() if others else None
+        older = resumed(found, others, self._config.training) if found else {}
+        if older.keys() != others.keys():
+            raise UserError("no checkpoint has what they held")
+
+        def assign(remade: Remade) -> None:
+            self._snapshots.remake(remade)
+            self._snapshots.give_back(copies, self._variables)
+            if found:
+                servers = self._checkpoints.servers
+                restore(found, older, io_device=strategy.io_device, servers=servers)
+            counter = self._variables[joined.STEP]
+            if server_of(counter) in lost:
+                counter.assign(reached)
+
+        strategy.rejoin(lost, assign)
+        step, steps = strategy.global_step(), [each.global_step for each in copies.values()]
+        if found:
+            return _Back(step=step, to=min([found.global_step, *steps]))
+        return _Back(step=step, to=min(steps), age=max(each.age for each in copies.values()))
+
+    def _are_halted(self) -> bool:
+        """End what workers do; return whether nothing runs any more."""
         # TensorFlow waits for a worker that looks lost until all servers are there again.
         halted = threading.Thread(target=self._strategy.halt, name="halt", daemon=True)
         halted.start()
         halted.join(HALT_SECONDS if self._strategy.mixes_steps else None)
+        return not halted.is_alive()
+
+    def _partial(self, lost: set[int], copies: Mapping[int, Copied]) -> Joined:
+        self._are_halted()
         fields = self._fields()
         # A validation was of other values.
         metrics = {
@@ -246,8 +340,10 @@ class _Recovery:
             copies=copies,
         )
 
-    def _within_limit(self, work: Callable[[], Joined]) -> Joined:
-        done: list[Joined | BaseException] = []
+    def _within_limit(
+        self, work: Callable[[], Result], afterwards: Callable[[], None] = lambda: None
+    ) -> Result:
+        done: list[Result | BaseException] = []
 
         def run() -> None:
             try:
@@ -259,7 +355,7 @@ class _Recovery:
                 return
             # It is valid on this machine, which may go with the task.
             with suppress(UserError):
-                self._checkpoints.flush()
+                afterwards()
 
         thread = threading.Thread(target=run, name="recovery", daemon=True)
         thread.start()
@@ -278,6 +374,15 @@ class _Recovery:
             return self._checkpoints.newest_step()
         except UserError:
             return -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Back:
+    """The global step that was reached, that of what goes back, and the age of its snapshot."""
+
+    step: int
+    to: int
+    age: float = 0.0
 
 
 class _Abandoned(NoLease):

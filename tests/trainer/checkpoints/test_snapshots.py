@@ -329,3 +329,43 @@ def test_a_table_is_not_locked_before_it_is_known_which_rows_are_read(grown):
         seen.add(each.name)
         before += [*each.control_inputs, *(tensor.op for tensor in each.inputs)]
     assert graph.inputs[0].op.name in seen
+
+
+class Gone:
+    """What servers held that are started again, which are some variables of this process."""
+
+    def __init__(self, *lost):
+        self.lost = [id(each) for each in lost]
+
+    def variable(self, variable):
+        """Say whether it is gone."""
+        return id(variable) in self.lost
+
+
+def test_copies_that_are_gone_with_their_server_are_made_of_all_rows_again():
+    own, group, found = with_marks(0)
+    peer_of_0 = found.of({0}, 0.0)[0].variables
+    found.remake(Gone(*peer_of_0.values()))
+    assert found.of({0}, 0.0) == {}
+    assert found.of({1}, 0.0)[1].global_step == 10
+    assert group.marks.numpy().all()
+    assert found.is_due(rests=True)
+    for each in peer_of_0.values():
+        each.assign(tf.zeros_like(each))
+    own["number"].assign(3)
+    found.take(20)
+    assert copies(found, {0}) == {0: {path: each.numpy().tolist() for path, each in own.items()}}
+
+
+@pytest.mark.parametrize("portion", [1, 40, 100, 1 << 20])
+def test_what_was_copied_is_given_back_in_portions(monkeypatch, portion):
+    monkeypatch.setattr(snapshots, "PORTION", portion)
+    copies_ = {
+        "table": tf.Variable(np.arange(20.0, dtype=np.float32).reshape(ROWS, 2)),
+        "slot": tf.Variable(np.arange(10.0, dtype=np.float32)),
+        "number": tf.Variable([7], dtype=tf.int64),
+    }
+    variables = {path: tf.Variable(tf.zeros_like(each)) for path, each in copies_.items()}
+    snapshots.give_back(copies_, variables, None)
+    for path, each in copies_.items():
+        np.testing.assert_array_equal(variables[path], each)

@@ -106,6 +106,15 @@ def test_it_is_said_that_values_go_back_to_a_snapshot():
     )
 
 
+def test_it_is_said_that_training_goes_on_with_a_server():
+    event = ServersLost(
+        servers=("ps-1",), recovery="partial", global_step=510, back_to=400, rejoined=True
+    )
+    assert line_of(event).endswith(
+        "go 110 steps back to 400; the others stay, and training goes on"
+    )
+
+
 class TestTimeLeft:
     def test_it_is_smoothed_and_counts_down(self):
         left = TimeLeft()

@@ -152,3 +152,38 @@ def test_each_worker_has_its_sums(turns, applied):
     turns.deal(5)
     # They are of all that was ever reported.
     np.testing.assert_array_equal(turns.look().reports, seen.reports)
+
+
+class Gone:
+    """What makes variables again that are all gone, or none."""
+
+    def __init__(self, *, are_gone):
+        self.are_gone = are_gone
+
+    def variable(self, variable):
+        """Make a variable again, of zeros."""
+        if self.are_gone:
+            variable.assign(tf.zeros_like(variable))
+        return self.are_gone
+
+
+def test_none_is_left_when_they_are_made_again_and_no_run_has_an_earlier_number(turns, begin, take):
+    turns.deal(3)
+    before = [begin(each).numpy()[1] for each in (1, 2)]
+    assert turns.remake(Gone(are_gone=True))
+    assert not bool(take(tf.constant([1, before[0]], tf.int64)))
+    assert (turns.look().taken, turns.look().reports.sum()) == (0, 0)
+    turns.deal(1)
+    later = begin(1)
+    assert later.numpy()[1] > max(before)
+    assert bool(take(later))
+    assert turns.remake(Gone(are_gone=True))
+    turns.deal(1)
+    assert begin(1).numpy()[1] > later.numpy()[1]
+
+
+def test_they_stay_where_their_server_does(turns, take):
+    turns.deal(2)
+    assert bool(take())
+    assert not turns.remake(Gone(are_gone=False))
+    assert turns.look().taken == 1

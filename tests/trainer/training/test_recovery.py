@@ -4,83 +4,20 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
-from unittest.mock import create_autospec
 
 import pytest
 import tensorflow as tf
 
 from tests.stores.fixtures import bucket_name
 from trainer.checkpoints import joined, snapshots
-from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.joined import Joined
 from trainer.checkpoints.remote import checkpoints_of
 from trainer.checkpoints.snapshots import Copied
-from trainer.cluster.lease import NoLease
 from trainer.config.load import parse_config
 from trainer.errors import ClusterLostError, UserError
-from trainer.events import ServersLost, heard_by
+from trainer.events import ServersLost
 from trainer.strategies.strategy import Strategy
 from trainer.training import recovery
-from trainer.training.recovery import of_lost_servers
-
-
-def snapshots_of(copies):
-    """Return the snapshots of an attempt that has these copies of servers."""
-    made = create_autospec(recovery.ServerSnapshots, instance=True)
-    made.of.side_effect = lambda lost, _noticed: {n: copies[n] for n in lost if n in copies}
-    return made
-
-
-@pytest.fixture
-def lose(monkeypatch):
-    """Let servers be lost at step 500 of 1500 after a checkpoint at 400; return what is said."""
-    seen = SimpleNamespace(saved=[], checkpoints=None)
-
-    def save(*_, **options):
-        seen.saved.append(options)
-        return Joined(uri="file:///step-510", global_step=510, back_to=400)
-
-    def lost(  # noqa: PLR0913
-        tree=None,
-        *,
-        gone=(1,),
-        mixes=True,
-        whole=True,
-        save=save,
-        steps=(500, 400),
-        halt=None,
-        copies=None,
-        published=None,
-    ):
-        read_step, newest = steps
-        strategy = create_autospec(Strategy, instance=True)
-        strategy.configure_mock(read_step=read_step, mixes_steps=mixes, publishes=True)
-        strategy.halt.side_effect = halt
-        seen.checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
-        seen.checkpoints.newest_step.side_effect = [newest, published or newest]
-        monkeypatch.setattr(joined, "held_by", lambda _: {0: {}, 1: {}, 2: {}})
-        monkeypatch.setattr(joined, "lost_of", lambda *_: set(gone))
-        monkeypatch.setattr(joined, "save", save)
-        fields = {"metrics": {"loss": 0.5, "validation_loss": 0.25}}
-        heard = []
-        with (
-            heard_by(heard.append),
-            pytest.raises(tf.errors.UnavailableError, match="gone"),
-            of_lost_servers(
-                parse_config(tree or {}),
-                strategy,
-                seen.checkpoints,
-                lambda: fields,
-                lambda: whole,
-                snapshots_of(copies or {}),
-            ),
-        ):
-            raise tf.errors.UnavailableError(None, None, "it is gone")
-        return heard
-
-    seen.lose = lost
-    return seen
 
 
 def said(heard):

@@ -1,0 +1,73 @@
+"""A server of TensorFlow's is killed and started again, under a chief that goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from trainer.cluster.local import HOST, free_port
+
+pytestmark = pytest.mark.cluster
+
+CHIEF = "tests.trainer.strategies.remade_chief"
+
+SERVER = """
+import json, sys
+import tensorflow as tf
+spec, role, index = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+server = tf.distribute.Server(tf.train.ClusterSpec(spec), job_name=role, task_index=index)
+print("serves", flush=True)
+server.join()
+"""
+
+
+def test_it_gets_what_it_held_and_no_other_server_loses_anything():
+    addresses = {
+        role: [f"{HOST}:{free_port()}" for _ in range(count)]
+        for role, count in (("chief", 1), ("ps", 2), ("worker", 2))
+    }
+    spec = json.dumps(addresses)
+
+    def started(*words):
+        command = [sys.executable, *words]
+        process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        return process
+
+    def said(process):
+        line = process.stdout.readline()
+        assert line, "it ended before"
+        return json.loads(line)
+
+    with ExitStack() as stack:
+        servers = {
+            (role, str(n)): started("-c", SERVER, spec, role, str(n))
+            for role in ("ps", "worker")
+            for n in (0, 1)
+        }
+        chief = started("-m", CHIEF, spec)
+        before = said(chief)
+        assert before == {"lost": [20, 20], "stays": [20], "applied": 20, "slots": [1]}
+        lost = servers["ps", "0"]
+        lost.kill()
+        lost.wait()
+        chief.stdin.write("dead\n")
+        chief.stdin.flush()
+        assert said(chief)["error"]
+        again = started("-c", SERVER, spec, "ps", "0")
+        assert again.stdout.readline() == "serves\n"
+        chief.stdin.write("back\n")
+        chief.stdin.flush()
+        after = said(chief)
+    assert after["made"] == [True, False, *[True] * 9]
+    assert (after["again"], after["were_lost"]) == ([True, False], True)
+    (stayed,) = after["stayed"]
+    assert stayed >= 20
+    assert (after["lost"], after["stays"], after["applied"]) == ([110, 210], [stayed + 10], 10)
+    # The ids have the slots that were noted, and no run has the number of an earlier one.
+    assert (after["slots"], after["is_later"], after["traced"]) == ([3], True, 0)

@@ -1,0 +1,119 @@
+"""An attempt goes on with servers that come back, where it can."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from trainer.checkpoints.checkpoints import RestoredCheckpoint
+from trainer.checkpoints.snapshots import Copied
+from trainer.cluster.liveness import Peers
+from trainer.events import ServersLost
+from trainer.topology import Task
+from trainer.training import recovery
+
+PS_1 = Task(role="ps", index=1)
+COPIED = Copied(global_step=490, age=0.5, variables={})
+
+
+@pytest.fixture
+def back(lose, monkeypatch):
+    """Let a lost server answer at the third look; return how an attempt meets it."""
+    seen = SimpleNamespace(looks=[], assigned=[], counter=tf.Variable(0, dtype=tf.int64))
+    answers = [Peers(gone=(PS_1,)), Peers(gone=(PS_1,))]
+
+    def probe(_cluster, tasks, _timeout):
+        seen.looks.append(tuple(tasks))
+        return answers.pop(0) if answers else Peers()
+
+    def restore(found, variables, **_):
+        seen.assigned.append((found.global_step, tuple(variables)))
+
+    monkeypatch.setattr(recovery.liveness, "probe", probe)
+    monkeypatch.setattr(recovery, "restore", restore)
+    monkeypatch.setattr(recovery, "resumed", lambda _found, variables, _training: variables)
+    monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "server_of", lambda _: 0)
+
+    def rejoin(lost, assign):
+        seen.assigned.append(set(lost))
+        assign(None)
+
+    def lost(*given, rejoin=rejoin, newest=400, **named):
+        found = newest and RestoredCheckpoint(
+            uri="file:///step", global_step=newest, folder=None, fields={}
+        )
+        monkeypatch.setattr(
+            lose,
+            "prepare",
+            lambda checkpoints: setattr(checkpoints.newest, "return_value", found),
+            raising=False,
+        )
+        return lose.lose(*given, rejoin=rejoin, **named)
+
+    seen.lose, seen.answers = lost, answers
+    return seen
+
+
+def test_an_attempt_goes_on_with_a_server_that_is_back_soon(lose, back):
+    (event,) = back.lose()
+    assert lose.goes_on
+    assert event == ServersLost(
+        servers=("ps-1",), recovery="partial", global_step=500, back_to=400, rejoined=True
+    )
+    assert back.looks == [(PS_1,)] * 3
+    assert back.assigned == [{1}, (400, ("table",))]
+    assert not lose.saved
+
+
+def test_what_was_copied_needs_no_checkpoint(lose, back):
+    (event,) = back.lose(copies={1: COPIED}, newest=None)
+    assert lose.goes_on
+    assert (event.back_to, event.snapshot_age, event.rejoined) == (490, 0.5, True)
+    assert back.assigned == [{1}]
+
+
+def fails(*_):
+    raise tf.errors.UnavailableError(None, None, "it died again")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"rejoin": fails}, "UnavailableError: it died again"),
+        ({"newest": None}, "no checkpoint has what they held"),
+    ],
+)
+def test_otherwise_what_is_left_is_saved_for_a_new_attempt(lose, back, case, reason, caplog):
+    (event,) = back.lose(**case)
+    assert not lose.goes_on
+    assert (event.recovery, event.rejoined, event.global_step) == ("partial", False, 510)
+    assert len(lose.saved) == 1
+    assert reason in caplog.text
+
+
+def test_a_server_that_is_not_back_soon_or_stopped_is_not_waited_for(lose, back, monkeypatch):
+    back.answers[:] = [Peers(silent=(PS_1,))]
+    back.lose()
+    assert (lose.goes_on, len(back.looks), len(lose.saved)) == (False, 1, 1)
+    monkeypatch.setattr(recovery, "RETURN_SECONDS", 0.0)
+    back.lose()
+    assert (lose.goes_on, len(back.looks), len(lose.saved)) == (False, 1, 2)
+
+
+def test_workers_that_do_not_end_are_not_gone_on_with(lose, back, monkeypatch):
+    monkeypatch.setattr(recovery, "HALT_SECONDS", 0.0)
+    again = threading.Event()
+    back.lose(halt=again.wait)
+    assert (lose.goes_on, back.assigned) == (False, [])
+    again.set()
+
+
+def test_where_all_servers_are_gone_or_full_is_wanted_none_is_joined(back):
+    back.lose(gone=(0, 1, 2), copies=dict.fromkeys(range(3), COPIED))
+    back.lose({"cluster": {"recovery": "full"}})
+    back.lose(whole=False)
+    assert back.looks == back.assigned == []
