@@ -188,6 +188,11 @@ class PartSaver:
             left = [each for each in self._pending if not each.over]
         return bool(left or self._failure or not self._written.is_set())
 
+    def without_base(self) -> None:
+        """Save the next one whole: fingerprints of the last one are gone with a server."""
+        with self._mutex:
+            self._base = None
+
     def bases(self) -> set[str]:
         """Return the URIs of what differences need that are still on their way."""
         with self._mutex:

@@ -82,6 +82,15 @@ def test_it_is_restored_exactly(run, tmp_path, two_servers, where):
         np.testing.assert_array_equal(fresh[path], value)
 
 
+def test_without_a_base_the_next_one_is_whole_and_a_new_base(run):
+    made, held = run
+    made.parts.without_base()
+    for step, base in ((40, ""), (50, storage.join(made.uri, "step-00000040"))):
+        move(held, [step], 5.0)
+        save(made, held, step)
+        assert contents(made.uri).base == base
+
+
 def test_a_base_stays_as_long_as_a_difference_names_it(run):
     made, held = run
     assert storage.names(made.uri) == [f"step-000000{step}" for step in (10, 20, 30)]

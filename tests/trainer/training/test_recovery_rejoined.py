@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import tensorflow as tf
 
 from trainer.checkpoints.checkpoints import RestoredCheckpoint
+from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.snapshots import Copied
 from trainer.cluster.liveness import Peers
 from trainer.events import ServersLost
@@ -42,14 +44,16 @@ def back(lose, monkeypatch):
         seen.assigned.append(set(lost))
         assign(None)
 
-    def lost(*given, rejoin=rejoin, newest=400, **named):
+    def lost(*given, rejoin=rejoin, newest=400, parts=None, **named):
         found = newest and RestoredCheckpoint(
             uri="file:///step", global_step=newest, folder=None, fields={}
         )
         monkeypatch.setattr(
             lose,
             "prepare",
-            lambda checkpoints: setattr(checkpoints.newest, "return_value", found),
+            lambda checkpoints: checkpoints.configure_mock(
+                parts=parts, **{"newest.return_value": found}
+            ),
             raising=False,
         )
         return lose.lose(*given, rejoin=rejoin, **named)
@@ -117,3 +121,13 @@ def test_where_all_servers_are_gone_or_full_is_wanted_none_is_joined(back):
     back.lose({"cluster": {"recovery": "full"}})
     back.lose(whole=False)
     assert back.looks == back.assigned == []
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_no_save_needs_what_the_lost_server_had_of_an_earlier_one(lose, back, is_busy):
+    parts = create_autospec(PartSaver, instance=True)
+    parts.is_busy.return_value = is_busy
+    back.lose(parts=parts)
+    assert lose.goes_on
+    assert parts.without_base.called is not is_busy
+    assert lose.checkpoints.without_lost.called is is_busy
