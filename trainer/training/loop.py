@@ -214,6 +214,8 @@ class _OuterLoop:
         self._stop_early = False
         # What is still to be done of a boundary that was reached; it stays where a task is lost.
         self._lacks_validation = self._owes_save = False
+        # The global step of the last row; -1 before the first look.
+        self._reached = -1
         self._row: tuple[int, dict[str, Any]] | None = None
         # Whether averages are in the place of weights; it stays as well.
         self._has_exchanged = False
@@ -240,6 +242,7 @@ class _OuterLoop:
 
     def _catch_up(self) -> None:
         """Do what is still to be done of a boundary, at which a task was lost."""
+        self._note_missed()
         if self._lacks_validation:
             self._make_up_validation()
             self._lacks_validation = False
@@ -248,6 +251,17 @@ class _OuterLoop:
         if self._owes_save:
             self.save()
         self._stepped_at = time.monotonic()
+
+    def _note_missed(self) -> None:
+        """Note what is due where workers reached a boundary, and a task was lost before its row."""
+        step, before = self._strategy.global_step(), self._reached
+        self._reached = step
+        if before < 0 or self._row:
+            return
+        training = self._training
+        if _crossed(before, step, training.validate_every, training.steps):
+            self._row = before, {"global_step": step, "seconds": round(self._seconds, 3)}
+        self._owes_save |= _crossed(before, step, training.checkpoint_every, training.steps)
 
     def _run(self) -> int:
         self._catch_up()
@@ -358,7 +372,7 @@ class _OuterLoop:
         if stream := self._strategy.stream:
             row["epoch"] = stream.epoch(self._strategy.position)
         self._journal.progress(row)
-        self._row = before, row
+        self._row, self._reached = (before, row), step
         self._finish_row(before, row)
 
     def _finish_row(self, before: int, row: dict[str, Any]) -> None:

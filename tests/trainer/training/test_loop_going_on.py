@@ -9,6 +9,7 @@ import pytest
 from tests.trainer.counting import Counting, Run
 from trainer import events
 from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.history import read_history
 from trainer.errors import ClusterLostError, RunInterruptedError
 from trainer.strategies.strategy import Report
 from trainer.training import recovery
@@ -203,3 +204,36 @@ def test_a_validation_that_a_loss_has_ended_is_made_again(run, joined, ema):
     assert run.rows() == [3, 6, 9, 10, 13, 16, 19, 20, 23, 25]
     assert run.rows("validation_loss") == [1, 1, 1]
     assert len(run.events(events.Progress)) == 10
+
+
+class LosingBeforeItsRow(GoingOn):
+    """It loses a server once, at a global step of which nothing was reported yet."""
+
+    def __init__(self, at: int, *, in_report: bool):
+        super().__init__()
+        self.at, self.in_report = at, in_report
+
+    def advance(self, steps, boundary):
+        report = super().advance(steps, boundary)
+        self.lose(of_report=True)
+        return report
+
+    def learning_rate(self):
+        self.lose(of_report=False)
+        return super().learning_rate()
+
+    def lose(self, *, of_report):
+        if self.global_step() == self.at and self.in_report is of_report:
+            self.at, self.goes_on = 0, False
+            raise ClusterLostError("ps-1 is gone")
+
+
+@pytest.mark.parametrize("in_report", [True, False])
+@pytest.mark.parametrize("at", [10, 25, 16])
+def test_a_boundary_that_was_reached_before_a_loss_is_not_left_out(run, joined, at, in_report):
+    strategy = LosingBeforeItsRow(at, in_report=in_report)
+    assert run.train(strategy, steps=25, keep=100, validate=lambda _: {"loss": 1.0}) == 25
+    assert joined == [("ps-1 is gone", True)]
+    assert run.steps() == [0, 10, 20, 25]
+    validated = [row for row in read_history(run.uri) if "validation_loss" in row]
+    assert [row["global_step"] for row in validated] == [10, 20, 25]
