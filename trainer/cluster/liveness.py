@@ -36,6 +36,7 @@ _BEATS = 5
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
+_ANSWERS, _SILENT, _CUT_OFF, _GONE = "answers", "silent", "cut off", "gone"
 # Of a machine or a network that is cut off: nobody says that the task has ended.
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
@@ -86,10 +87,13 @@ class Peers:
     Attributes:
         silent: they accept a connection and do not answer, or cannot be reached.
         gone: they have ended, which their launcher knows as well.
+        cut_off: those of `silent` that cannot be reached. A task that comes back at another address
+            is among them as long as its name has the old one.
     """
 
     silent: tuple[Task, ...] = ()
     gone: tuple[Task, ...] = ()
+    cut_off: tuple[Task, ...] = ()
 
 
 def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -> Peers:
@@ -106,23 +110,25 @@ def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -
 def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECONDS) -> Peers:
     """Probe some tasks at once, and wait up to `timeout` seconds for their answers."""
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        answers = list(pool.map(lambda task: _answers(cluster.address(task), timeout), tasks))
-    found = list(zip(tasks, answers, strict=True))
-    return Peers(
-        silent=tuple(task for task, answer in found if answer is False),
-        gone=tuple(task for task, answer in found if answer is None),
-    )
+        answers = list(pool.map(lambda task: _answer(cluster.address(task), timeout), tasks))
+
+    def those(*words: str) -> tuple[Task, ...]:
+        return tuple(task for task, answer in zip(tasks, answers, strict=True) if answer in words)
+
+    return Peers(silent=those(_SILENT, _CUT_OFF), gone=those(_GONE), cut_off=those(_CUT_OFF))
 
 
-def _answers(address: str, timeout: float) -> bool | None:
-    """Say whether a task answers; None when it is gone."""
+def _answer(address: str, timeout: float) -> str:
+    """Return what a task says, in one of the words for it."""
     host, _, port = address.rpartition(":")
+    word = _CUT_OFF
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout) as peer:
+            word = _SILENT
             peer.sendall(_PREFACE)
-            return True if peer.recv(1) else None
+            return _ANSWERS if peer.recv(1) else _GONE
     except TimeoutError:
-        return False
+        return word
     except OSError as error:
         # Else refused, an unknown host name, or reset because the task was killed meanwhile.
-        return False if error.errno in _UNREACHABLE else None
+        return _CUT_OFF if error.errno in _UNREACHABLE else _GONE

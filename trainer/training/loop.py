@@ -158,7 +158,9 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     loop.snapshots = recovery.ServerSnapshots(config, strategy)
     if not found:
         loop.save()
-    loop.losses = recovery.Recovery(config, strategy, checkpoints, journal.fields, loop.snapshots)
+    loop.losses = recovery.Recovery(
+        config, strategy, checkpoints, journal.fields, loop.snapshots, hooks.should_stop
+    )
     return loop.run(found)
 
 

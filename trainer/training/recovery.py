@@ -142,22 +142,23 @@ class ServerSnapshots:
 class Recovery:
     """What is done in an attempt when parameter servers are lost."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         config: Config,
         strategy: Strategy,
         checkpoints: Checkpoints,
         fields: Callable[[], Mapping[str, Any]],
         snapshots: ServerSnapshots,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Describe the attempt, whose strategy is built.
 
         `fields` returns those of the manifest of a checkpoint. What is lost is taken of `snapshots`
-        where these have it.
+        where these have it. Where it `should_stop`, no server is waited for.
         """
         self._config, self._strategy = config, strategy
         self._checkpoints, self._fields = checkpoints, fields
-        self._snapshots = snapshots
+        self._snapshots, self._should_stop = snapshots, should_stop
         self._variables = strategy.variables()
         self._held = joined.held_by(self._variables)
 
@@ -199,6 +200,9 @@ class Recovery:
         if not reason and (back := self._rejoined(lost, copies, reached)):
             self._say(lost, back, is_partial=True, rejoined=True)
             return True
+        if not reason and isinstance(self._checkpoints.lease, _Abandoned):
+            # What still joins them may do anything at any time.
+            reason = "the servers that came back were not joined in time"
         if not reason:
             try:
                 done = self._within_limit(
@@ -261,7 +265,7 @@ class Recovery:
         strategy = self._strategy
         if not isinstance(strategy, Served) or not strategy.rejoins or lost == set(self._held):
             return None
-        if not self._are_back(lost) or not self._are_halted():
+        if not self._are_back() or not self._are_halted():
             return None
         try:
             return self._within_limit(lambda: self._rejoin(strategy, lost, copies, reached))
@@ -269,16 +273,30 @@ class Recovery:
             log.warning("a new attempt begins, as the servers are not joined: %s", _line(error))
             return None
 
-    def _are_back(self, lost: set[int]) -> bool:
-        """Wait until lost servers answer; return whether they do soon."""
-        servers = [Task(role="ps", index=each) for each in sorted(lost)]
+    def _are_back(self) -> bool:
+        """Wait until all servers and workers answer; return whether they do soon."""
+        # TensorFlow connects with all of them, and waits without end for one that is not there.
+        cluster = self._strategy.cluster
+        tasks = [
+            Task(role=role, index=each)
+            for role in ("ps", "worker")
+            for each in range(cluster.count(role))
+        ]
         deadline = time.monotonic() + RETURN_SECONDS
-        while time.monotonic() < deadline:
-            found = liveness.probe(self._strategy.cluster, servers, PROBE_SECONDS)
-            if not found.gone:
-                # One that is silent was stopped, and not started again.
-                return not found.silent
+        while time.monotonic() < deadline and not self._is_to_stop():
+            found = liveness.probe(cluster, tasks, PROBE_SECONDS)
+            if set(found.silent) - set(found.cut_off):
+                # It was stopped, and is not started again.
+                return False
+            if not found.gone and not found.cut_off:
+                return True
             time.sleep(PAUSE_SECONDS)
+        return False
+
+    def _is_to_stop(self) -> bool:
+        # A save that the loss has ended raises here too.
+        with suppress(UserError):
+            return self._should_stop()
         return False
 
     def _rejoin(

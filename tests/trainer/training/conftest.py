@@ -16,8 +16,18 @@ from trainer.config.load import parse_config
 from trainer.events import heard_by
 from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.strategy import Strategy
+from trainer.topology import Cluster
 from trainer.training import recovery
 from trainer.training.recovery import Recovery
+
+
+CLUSTER = Cluster(
+    addresses={
+        "chief": ("localhost:1",),
+        "ps": ("localhost:2", "localhost:3"),
+        "worker": ("localhost:4",),
+    }
+)
 
 
 def snapshots_of(copies):
@@ -31,7 +41,7 @@ def strategy_of(rejoin):
     """Return a strategy that goes on with lost servers by `rejoin`, where that is given."""
     made = create_autospec(AsyncParameterServer if rejoin else Strategy, instance=True)
     if rejoin:
-        made.configure_mock(rejoins=True, cluster=None, io_device=None)
+        made.configure_mock(rejoins=True, cluster=CLUSTER, io_device=None)
         made.rejoin.side_effect = rejoin
     made.variables.return_value = {joined.STEP: tf.Variable(0, dtype=tf.int64)}
     return made
@@ -58,6 +68,7 @@ def lose(monkeypatch):
         copies=None,
         published=None,
         rejoin=None,
+        stops=lambda: False,
     ):
         read_step, newest = steps
         strategy = strategy_of(rejoin)
@@ -77,7 +88,12 @@ def lose(monkeypatch):
         snapshots = snapshots_of(copies or {})
         with heard_by(heard.append):
             made = Recovery(
-                parse_config(tree or {}), strategy, seen.checkpoints, lambda: fields, snapshots
+                parse_config(tree or {}),
+                strategy,
+                seen.checkpoints,
+                lambda: fields,
+                snapshots,
+                stops,
             )
             seen.goes_on = made.goes_on(error, is_whole=whole)
         return heard

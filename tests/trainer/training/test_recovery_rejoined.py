@@ -13,6 +13,7 @@ from trainer.checkpoints.checkpoints import RestoredCheckpoint
 from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.snapshots import Copied
 from trainer.cluster.liveness import Peers
+from trainer.errors import UserError
 from trainer.events import ServersLost
 from trainer.topology import Task
 from trainer.training import recovery
@@ -68,7 +69,8 @@ def test_an_attempt_goes_on_with_a_server_that_is_back_soon(lose, back):
     assert event == ServersLost(
         servers=("ps-1",), recovery="partial", global_step=500, back_to=400, rejoined=True
     )
-    assert back.looks == [(PS_1,)] * 3
+    tasks = (("ps", 0), ("ps", 1), ("worker", 0))
+    assert [[(each.role, each.index) for each in look] for look in back.looks] == [[*tasks]] * 3
     assert back.assigned == [{1}, (400, ("table",))]
     assert not lose.saved
 
@@ -106,6 +108,48 @@ def test_a_server_that_is_not_back_soon_or_stopped_is_not_waited_for(lose, back,
     monkeypatch.setattr(recovery, "RETURN_SECONDS", 0.0)
     back.lose()
     assert (lose.goes_on, len(back.looks), len(lose.saved)) == (False, 1, 2)
+
+
+def test_a_server_whose_name_has_its_old_address_is_waited_for(lose, back):
+    back.answers[:] = [Peers(silent=(PS_1,), cut_off=(PS_1,))] * 2
+    back.lose()
+    assert (lose.goes_on, len(back.looks)) == (True, 3)
+
+
+def test_a_worker_that_is_away_is_waited_for_and_not_without_end(lose, back, monkeypatch):
+    gone = Peers(gone=(Task(role="worker", index=0),))
+    back.answers[:] = [gone]
+    back.lose()
+    assert (lose.goes_on, len(back.looks)) == (True, 2)
+    monkeypatch.setattr(recovery.liveness, "probe", lambda *_: gone)
+    monkeypatch.setattr(recovery, "RETURN_SECONDS", 0.01)
+    back.lose()
+    assert (lose.goes_on, len(lose.saved)) == (False, 1)
+
+
+def test_who_is_to_stop_waits_for_no_server(lose, back):
+    back.lose(stops=lambda: len(back.looks) == 1)
+    assert (lose.goes_on, len(back.looks), len(lose.saved)) == (False, 1, 1)
+
+
+def test_a_save_that_the_loss_has_ended_is_no_request_to_stop(lose, back):
+    def raises():
+        raise UserError("a part could not be written")
+
+    back.lose(stops=raises)
+    assert lose.goes_on
+
+
+def test_nothing_is_saved_while_the_servers_may_still_be_joined(lose, back, monkeypatch):
+    monkeypatch.setattr(recovery, "LIMIT_SECONDS", 0.0)
+    again = threading.Event()
+    (event,) = back.lose(rejoin=lambda *_: again.wait())
+    again.set()
+    assert (lose.goes_on, lose.saved) == (False, [])
+    assert (event.recovery, event.reason) == (
+        "full",
+        "the servers that came back were not joined in time",
+    )
 
 
 def test_workers_that_do_not_end_are_not_gone_on_with(lose, back, monkeypatch):
