@@ -9,6 +9,7 @@ takes the place of the old one in each graph that was traced. Nothing is built o
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,14 +17,23 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
+from trainer.errors import ClusterLostError
+
 
 def connect_again(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
     """Connect with tasks that were restarted, and wait until all of the cluster answer.
 
     Raises:
         OpError: of TensorFlow, where a task is gone meanwhile.
+        ClusterLostError: the coordinator does not use a worker any more.
     """
     cluster = coordinator._cluster
+    # A worker that was lost just before a server, and found it gone when it was connected again,
+    # ends the coordinator's thread for it, or that of another worker, by an error in its books.
+    living = {each.name for each in threading.enumerate()}
+    for worker in cluster.workers:
+        if f"WorkerClosureProcessingLoop-{worker.worker_index}" not in living:
+            raise ClusterLostError(f"worker-{worker.worker_index} gets nothing to do any more")
     # What connects with a worker that was restarted, on a thread of its own, may be at it.
     with cluster.failure_handler._cluster_update_lock:
         context.context().update_server_def(context.get_server_def())
@@ -71,15 +81,23 @@ class Remade:
         """Give the graphs of this process that were traced with old handles the new ones.
 
         TensorFlow has no list of them.
+
+        Raises:
+            ClusterLostError: one needs something of a lost server that was not made again.
         """
+        made = {id(new) for _, new in self._handles.values()}
+        # What nobody needs any more may have been of what is gone.
+        gc.collect()
         for each in gc.get_objects():
             if type(each) is not ConcreteFunction:
                 continue
-            captured = each._captured_inputs
-            if any(id(one) in self._handles for one in captured):
-                each.set_external_captures(
-                    [
-                        self._handles[id(one)][1] if id(one) in self._handles else one
-                        for one in captured
-                    ]
-                )
+            captured = [
+                self._handles[id(one)][1] if id(one) in self._handles else one
+                for one in each._captured_inputs
+            ]
+            for one in captured:
+                is_there = isinstance(one, tf.__internal__.EagerTensor)
+                if is_there and id(one) not in made and self.was_on(one.device):
+                    raise ClusterLostError(f"nobody knows how to make again what {each.name} uses")
+            if any(new is not old for new, old in zip(captured, each._captured_inputs, strict=True)):
+                each.set_external_captures(captured)

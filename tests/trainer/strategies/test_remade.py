@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
 
 from trainer.cluster.local import HOST, free_port
+from trainer.errors import ClusterLostError
+from trainer.strategies.remade import Remade, connect_again
 
 pytestmark = pytest.mark.cluster
 
@@ -71,3 +75,20 @@ def test_it_gets_what_it_held_and_no_other_server_loses_anything():
     assert (after["lost"], after["stays"], after["applied"]) == ([110, 210], [stayed + 10], 10)
     # The ids have the slots that were noted, and no run has the number of an earlier one.
     assert (after["slots"], after["is_later"], after["traced"]) == ([3], True, 0)
+
+
+def test_what_was_forgotten_is_no_surprise_of_a_later_step(monkeypatch):
+    remade = Remade([0])
+    monkeypatch.setattr(remade, "was_on", lambda _device: True)
+    known, forgotten = tf.Variable(1.0), tf.Variable(2.0)
+    both = tf.function(lambda: known + forgotten)
+    both()
+    remade.variable(known)
+    with pytest.raises(ClusterLostError, match="nobody knows how to make again what"):
+        remade.rebind()
+
+
+def test_a_coordinator_that_uses_a_worker_no_more_is_not_gone_on_with():
+    cluster = SimpleNamespace(workers=[SimpleNamespace(worker_index=977)])
+    with pytest.raises(ClusterLostError, match="worker-977 gets nothing to do any more"):
+        connect_again(SimpleNamespace(_cluster=cluster))
