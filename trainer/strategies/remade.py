@@ -99,5 +99,5 @@ class Remade:
                 is_there = isinstance(one, tf.__internal__.EagerTensor)
                 if is_there and id(one) not in made and self.was_on(one.device):
                     raise ClusterLostError(f"nobody knows how to make again what {each.name} uses")
-            if any(new is not old for new, old in zip(captured, each._captured_inputs, strict=True)):
+            if any(id(one) in made for one in captured):
                 each.set_external_captures(captured)

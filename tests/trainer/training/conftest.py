@@ -20,7 +20,6 @@ from trainer.topology import Cluster
 from trainer.training import recovery
 from trainer.training.recovery import Recovery
 
-
 CLUSTER = Cluster(
     addresses={
         "chief": ("localhost:1",),
