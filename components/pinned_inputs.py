@@ -17,7 +17,7 @@ from pathlib import Path
 from components.locations import RUN_FOLDER
 from trainer import events
 from trainer.config.data import SINCE_CHAMPION, DataConfig
-from trainer.config.initial_weights import CHAMPION, initial_weights
+from trainer.config.model import CHAMPION, initial_weights
 from trainer.config.schema import Config
 from trainer.data import listing
 from trainer.errors import UserError

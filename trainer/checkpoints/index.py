@@ -14,7 +14,7 @@ from typing import Any
 from trainer import events, storage
 from trainer.checkpoints import bases
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
-from trainer.config.initial_weights import CHAMPION, KERAS, initial_weights
+from trainer.config.model import CHAMPION, KERAS, initial_weights
 from trainer.errors import UserError
 from trainer.json_records import is_number
 from trainer.storage import Manifest

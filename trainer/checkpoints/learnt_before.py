@@ -12,7 +12,7 @@ from functools import partial
 
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
-from trainer.config.initial_weights import KERAS, initial_weights
+from trainer.config.model import KERAS, initial_weights
 from trainer.config.schema import TrainingConfig
 from trainer.statistics.learnt import Learnt
 from trainer.statistics.statistics import FILE

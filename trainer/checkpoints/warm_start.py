@@ -28,7 +28,7 @@ from trainer.checkpoints.checkpoints import RestoredCheckpoint
 from trainer.checkpoints.contents import PREFIX
 from trainer.checkpoints.index import KIND
 from trainer.checkpoints.servers import PartServers
-from trainer.config.initial_weights import CHAMPION, KERAS, InitialWeights, initial_weights
+from trainer.config.model import CHAMPION, KERAS, InitialWeights, initial_weights
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.models.embedding_table import may_lack
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from trainer.errors import nearest
 from trainer.masking import credentials_in, masked
 
 #: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
@@ -50,6 +51,20 @@ class Section(BaseModel):
 
 class Whole(Section):
     """A section that is a single run parameter: it has many keys that few runs set."""
+
+
+def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
+    """Return what refuses a text that neither is one of these names nor can be the user's own."""
+
+    def check(value: str) -> str:
+        module, _, name = value.partition(":")
+        own = all(part.isidentifier() for part in [*module.split("."), name])
+        if own or value in allowed:
+            return value
+        hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
+        raise ValueError(f"no {kind} of this name{hint}")
+
+    return check
 
 
 def _finite(value: Any) -> Any:

@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from trainer.config.base import MOST, Free, Section, key
+from trainer.config.base import MOST, Free, Section, key, known_name
 from trainer.config.cluster import ClusterConfig
 from trainer.config.data import DYNAMIC, DataConfig
-from trainer.config.initial_weights import WarmStart
+from trainer.config.model import ModelConfig, WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from trainer.config.thresholds import GateConfig
 from trainer.errors import UserError, nearest
 from trainer.storage.uri import FORMS, check_path, is_uri, name_of
 from trainer.topology import TOPOLOGIES, topology_of
 
-#: The function of every model that has a name.
-MODELS = {
-    "softmax": "trainer.models.classifiers:softmax",
-    "mlp": "trainer.models.classifiers:mlp",
-    "cnn": "trainer.models.classifiers:cnn",
-    "two_tower": "trainer.models.two_tower:two_tower",
-    "two_tower_ranker": "trainer.models.two_tower_ranker:two_tower_ranker",
-    "gru": "trainer.models.recurrent:gru",
-    "tabular": "trainer.models.tabular:tabular",
-}
 #: The class of every learning task that has a name.
 TASKS = {
     "classification": "trainer.tasks.classification:Classification",
@@ -50,18 +39,6 @@ AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
 # The word for weights that make all classes weigh the same, in `class_weights`.
 BALANCED = "balanced"
-
-
-def _known(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        module, _, name = value.partition(":")
-        own = all(part.isidentifier() for part in [*module.split("."), name])
-        if own or value in allowed:
-            return value
-        hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
-        raise ValueError(f"no {kind} of this name{hint}")
-
-    return check
 
 
 def _by_class(value: object) -> object:
@@ -104,7 +81,7 @@ class OutputConfig(Section):
     class_weights: ClassWeights = key("", _OF_CLASSES)
     args: Free = key({}, "arguments of the task's class")
 
-    _known_task = field_validator("name")(_known("task", (AUTO, *TASKS)))
+    _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
 
 class TaskConfig(Section):
@@ -118,16 +95,7 @@ class TaskConfig(Section):
     )
     args: Free = key({}, "arguments of the task's class")
 
-    _known_task = field_validator("name")(_known("task", (AUTO, *TASKS)))
-
-
-class ModelConfig(Section):
-    """The Keras model."""
-
-    name: str = key("mlp", f"{', '.join(MODELS)}, or package.module:function")
-    args: Free = key({}, "arguments of the model's function")
-
-    _known_model = field_validator("name")(_known("model", MODELS))
+    _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
 
 class TrainingConfig(Section):
@@ -216,7 +184,7 @@ class TrainingConfig(Section):
         known = {True: "bfloat16", False: "", "true": "bfloat16", "false": ""}
         return known.get(value, value) if isinstance(value, bool | str) else value
 
-    _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
+    _known_strategy = field_validator("strategy")(known_name("strategy", STRATEGIES))
 
 
 class EvaluationConfig(Section):

@@ -29,20 +29,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError, nearest
+from trainer.config.model import MIN_AGE, require_sizes, require_table
+from trainer.errors import ConfigError
 from trainer.models import table_shard
 from trainer.models.spec import InputSpec, initializer
 from trainer.models.table_shard import Asked, Noted, Rules, Shard, mixed, sieve_of
 from trainer.unique_rows import spread
 
 KEYS = ("int64", "string")
-_CONFIGURED = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
 # FarmHash and SipHash, which are the same on every machine, without their sign.
 _FINGERPRINTS = 2**63 - 1
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
-# Beyond these a number is a slip.
-_MOST, _MOST_ROWS = 2**31 - 1, 2**40
 # Of a checkpoint: what counts ids that have no row yet, in this form and in an earlier one.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
 # Strategies of which each replica has all variables.
@@ -68,7 +66,7 @@ class EmbeddingTable(keras.layers.Layer):
         keys: str = "int64",
         shards: int = 2,
         min_count: int = 1,
-        min_age: int = 16,
+        min_age: int = MIN_AGE,
         max_age: int = 0,
         initializer: Any = "uniform",
         **kwargs: Any,
@@ -94,7 +92,9 @@ class EmbeddingTable(keras.layers.Layer):
         super().__init__(**kwargs)
         sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
         ages = {"min_count": min_count, "min_age": min_age, "max_age": max_age}
-        _check({**sizes, **ages}, keys)
+        require_sizes({**sizes, **ages})
+        if keys not in KEYS:
+            raise ValueError(f"keys: {keys!r} is not one of {', '.join(KEYS)}")
         self.capacity, self.dimension, self.keys, self.shards = capacity, dimension, keys, shards
         self.min_count, self.min_age, self.max_age = min_count, min_age, max_age
         self.initializer = keras.initializers.get(initializer)
@@ -316,15 +316,10 @@ def growing(
     Raises:
         ConfigError: an argument is none of a table, or the feature is no id.
     """
-    if not isinstance(arguments, Mapping) or "capacity" not in arguments:
-        raise ConfigError(f"tables.{name}: {arguments!r} is not allowed; give it a capacity")
-    whole = {key: value for key, value in arguments.items() if key != "initializer"}
-    for key, value in whole.items():
-        if key not in _CONFIGURED:
-            hint = nearest(key, _CONFIGURED) or f" (one of {', '.join(_CONFIGURED)})"
-            raise ConfigError(f"tables.{name}: there is no {key!r}{hint}")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"tables.{name}.{key}: {value!r} is not a whole number")
+    try:
+        require_table(name, arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
     if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
         missing = "; a column with missing values is one of floats" if "float" in dtype else ""
@@ -337,9 +332,8 @@ def growing(
         return EmbeddingTable(
             dimension=dimension,
             keys="string" if dtype == "string" else "int64",
-            initializer=drawn,
             name=f"{name}_embedding",
-            **{"shards": shards, **whole},
+            **{"shards": shards, **arguments, "initializer": drawn},
         )
     except ValueError as error:
         raise ConfigError(f"tables.{name}.{error}") from None
@@ -370,27 +364,6 @@ def _recount(shard: Shard) -> None:
         more = shard.capacity - shard.room.read_value() - (given - evicted)
         which = tf.where(more > 0, table_shard.GIVEN, table_shard.EVICTED)
         tally.assign_add(tf.abs(more) * tf.one_hot(which, table_shard.COUNTS, dtype=tf.int64))
-
-
-def _check(given: Mapping[str, int], keys: str) -> None:
-    least = {"capacity": given["shards"], "min_age": 0, "max_age": 0}
-    most = {"capacity": _MOST_ROWS, "min_count": table_shard.MOST_COUNTED}
-    for name, value in given.items():
-        if value < least.get(name, 1):
-            raise ValueError(
-                f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
-            )
-        if value > most.get(name, _MOST):
-            raise ValueError(
-                f"{name}: {value!r} is not allowed; it has to be at most {most.get(name, _MOST)}"
-            )
-    if 0 < given["max_age"] <= given["min_age"]:
-        raise ValueError(
-            f"max_age: {given['max_age']} is not allowed; it has to be above min_age "
-            f"({given['min_age']}), or 0"
-        )
-    if keys not in KEYS:
-        raise ValueError(f"keys: {keys!r} is not one of {', '.join(KEYS)}")
 
 
 def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
 from trainer import user_code
-from trainer.config.schema import MODELS, ModelConfig
+from trainer.config.model import MODELS, ModelConfig
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.models.spec import InputSpec
 

@@ -21,6 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.config.model import MOST_COUNTED
+
 # What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
 # got no row, those that the sieve holds, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
@@ -30,8 +32,6 @@ AT_ONCE = 16
 # The sieve has a block of cells for each slot, and at least so many. An id is counted by some cells
 # of one block. All are halved when they hold more than so many ids for each block.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
-# What a cell can hold.
-MOST_COUNTED = 255
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.config.schema import MODELS, ModelConfig
+from trainer.config.model import MODELS, ModelConfig
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.trainer.objectives import cross_entropy
 from trainer.config.load import parse_config
-from trainer.config.schema import ModelConfig
+from trainer.config.model import ModelConfig
 from trainer.data.embedded import clicks
 from trainer.errors import ConfigError
 from trainer.models import registry
@@ -23,7 +23,9 @@ ROWS = {"user": 7, "item": 5}
 
 
 def build(spec=PAIRS, seed=0, **args):
-    return registry.build(ModelConfig(name="two_tower", args=args), spec, seed)
+    # As a function of the user's may call it: no configuration has checked its arguments.
+    config = ModelConfig.model_construct(name="two_tower", args=args)
+    return registry.build(config, spec, seed)
 
 
 def weights(model):

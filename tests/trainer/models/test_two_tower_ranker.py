@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.trainer.tasks.measuring import InParts, target
 from trainer.config.load import parse_config
-from trainer.config.schema import ModelConfig
+from trainer.config.model import ModelConfig
 from trainer.data.embedded.clicks_large import Clickstream
 from trainer.errors import ConfigError
 from trainer.models import registry
@@ -43,7 +43,8 @@ def objective(labels=CLICKS):
 
 def build(spec=None, check=None, **args):
     given = {"tables": TABLES, "popularity": "shown", "dimension": 3, **args}
-    config = ModelConfig(name="two_tower_ranker", args=given)
+    # As a function of the user's may call it: no configuration has checked its arguments.
+    config = ModelConfig.model_construct(name="two_tower_ranker", args=given)
     return registry.build(config, spec or spec_of(), 0, (check or objective()).accept)
 
 

@@ -1,10 +1,42 @@
-"""What `training.warm_start` says, and how it comes back as the value of the key."""
+"""Tables of a model are checked before there are data; what `training.warm_start` says."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from trainer.config.initial_weights import InitialWeights, initial_weights
+from trainer.config.load import load_config, parse_config
+from trainer.config.model import InitialWeights, initial_weights
+from trainer.errors import ConfigError
+
+CLICKS = Path(__file__).parents[3] / "configs" / "clicks_large.yaml"
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("item.min_count=300", "item.min_count: 300 is not allowed; it has to be at most 255"),
+        ("item.min_count=0", "item.min_count: 0 is not allowed; it has to be at least 1"),
+        ("user.capacity=0", "user.capacity: 0 is not allowed; it has to be at least 1"),
+        ("user={capacity: 3, shards: 4}", "user.capacity: 3 is not allowed; it has to be at least"),
+        ("user.capacity=many", "user.capacity: 'many' is not a whole number"),
+        ("user.min_count=true", "user.min_count: True is not a whole number"),
+        ("user.max_age=16", "user.max_age: 16 is not allowed; it has to be above min_age (16)"),
+        ("user.maxage=3", "user: there is no 'maxage'; did you mean 'max_age'?"),
+        ("user=5", "user: 5 is not allowed; give it a capacity"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_with_the_configuration(setting, line):
+    with pytest.raises(ConfigError) as caught:
+        load_config(CLICKS, [f"model.args.tables.{setting}"])
+    assert str(caught.value).startswith(f"model.args: tables.{line}")
+    assert "\n" not in str(caught.value)
+
+
+def test_of_other_models_only_the_function_knows_its_tables():
+    args = {"tables": {"user": {"rows": 5}}}
+    assert parse_config({"model": {"name": "own:model", "args": args}}).model.args == args
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""The model: the section `model`, and `training.warm_start`, which weights a fresh run begins with.
+
+Arguments of a model are for its function to check, which needs TensorFlow. Those of tables that
+grow are checked here as well: a number that is out of range is known before any data is prepared.
+
+A text of `training.warm_start` names where all weights are: the URI of a checkpoint, of a `.keras`
+file or of an exported model, the path of a `.keras` file, or `champion`. A mapping `{from, include,
+exclude}` takes a part of them: `include` and `exclude` are lists of globs over the paths of the
+model's variables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ValidationInfo, field_validator
+
+from trainer.config.base import Free, Section, key, known_name
+from trainer.errors import UserError, nearest
+from trainer.storage.uri import FORMS, check_path, is_uri, uri_of
+
+#: The function of every model that has a name.
+MODELS = {
+    "softmax": "trainer.models.classifiers:softmax",
+    "mlp": "trainer.models.classifiers:mlp",
+    "cnn": "trainer.models.classifiers:cnn",
+    "two_tower": "trainer.models.two_tower:two_tower",
+    "two_tower_ranker": "trainer.models.two_tower_ranker:two_tower_ranker",
+    "gru": "trainer.models.recurrent:gru",
+    "tabular": "trainer.models.tabular:tabular",
+}
+# Those of which the argument `tables` says for a feature what its table takes.
+_WITH_TABLES = ("two_tower", "two_tower_ranker")
+_OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
+#: Most that a table counts of an id that has no row yet: there is a byte for it.
+MOST_COUNTED = 255
+#: Steps without use before a row may be given to another id, where nothing is said of it.
+MIN_AGE = 16
+# Beyond these a number is a slip.
+_MOST, _MOST_ROWS = 2**31 - 1, 2**40
+#: The word for the checkpoint of the registry's champion.
+CHAMPION = "champion"
+#: How the file of a Keras model ends.
+KERAS = ".keras"
+_FROM, _INCLUDE, _EXCLUDE = _KEYS = ("from", "include", "exclude")
+
+
+class ModelConfig(Section):
+    """The Keras model."""
+
+    name: str = key("mlp", f"{', '.join(MODELS)}, or package.module:function")
+    args: Free = key({}, "arguments of the model's function")
+
+    _known_model = field_validator("name")(known_name("model", MODELS))
+
+    @field_validator("args")
+    @classmethod
+    def _known_tables(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        tables = args.get("tables")
+        if info.data.get("name") in _WITH_TABLES and isinstance(tables, dict):
+            for name, arguments in tables.items():
+                require_table(name, arguments)
+        return args
+
+
+def require_table(name: str, arguments: Any) -> None:
+    """Raise `ValueError` where what is said of the table of a feature is no table that grows."""
+    if not isinstance(arguments, Mapping) or "capacity" not in arguments:
+        raise ValueError(f"tables.{name}: {arguments!r} is not allowed; give it a capacity")
+    sizes = {each: value for each, value in arguments.items() if each != "initializer"}
+    for each, value in sizes.items():
+        if each not in _OF_TABLES:
+            hint = nearest(str(each), _OF_TABLES) or f" (one of {', '.join(_OF_TABLES)})"
+            raise ValueError(f"tables.{name}: there is no {each!r}{hint}")
+        if type(value) is not int:
+            raise ValueError(f"tables.{name}.{each}: {value!r} is not a whole number")
+    try:
+        require_sizes(sizes)
+    except ValueError as error:
+        raise ValueError(f"tables.{name}.{error}") from None
+
+
+def require_sizes(given: Mapping[str, int]) -> None:
+    """Raise `ValueError` where a number of a table that grows is out of range, or does not fit."""
+    least = {"capacity": given.get("shards", 1), "min_age": 0, "max_age": 0}
+    most = {"capacity": _MOST_ROWS, "min_count": MOST_COUNTED}
+    for name, value in given.items():
+        if value < least.get(name, 1):
+            raise ValueError(
+                f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
+            )
+        if value > most.get(name, _MOST):
+            raise ValueError(
+                f"{name}: {value!r} is not allowed; it has to be at most {most.get(name, _MOST)}"
+            )
+    min_age, max_age = given.get("min_age", MIN_AGE), given.get("max_age", 0)
+    if 0 < max_age <= min_age:
+        raise ValueError(
+            f"max_age: {max_age} is not allowed; it has to be above min_age ({min_age}), or 0"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """Where the weights are, and which of them are wanted: all where there are no globs."""
+
+    source: str
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some variables may be left as they are."""
+        return bool(self.include or self.exclude)
+
+    def value(self) -> str | dict[str, Any]:
+        """Return the value of the key: a text where all weights are wanted."""
+        globs = {_INCLUDE: list(self.include), _EXCLUDE: list(self.exclude)}
+        named = {name: each for name, each in globs.items() if each}
+        return {_FROM: self.source, **named} if named else self.source
+
+
+def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
+    """Return what a value of `training.warm_start` says; raises `ValueError`."""
+    if isinstance(value, str):
+        return InitialWeights(source=_checked(value))
+    for name in value:
+        if name not in _KEYS:
+            hint = nearest(str(name), _KEYS) or f" (one of {', '.join(_KEYS)})"
+            raise ValueError(f"no key {name!r} in it{hint}")
+    source = value.get(_FROM)
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"say where the weights are: {{{_FROM}: URI}}")
+    include, exclude = (_globs(value, name) for name in (_INCLUDE, _EXCLUDE))
+    return InitialWeights(source=_checked(source), include=include, exclude=exclude)
+
+
+def _globs(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    globs = value.get(name, [])
+    if not isinstance(globs, list | tuple) or not all(isinstance(g, str) and g for g in globs):
+        raise ValueError(f"{name} is {json.dumps(globs, default=str)}: write a list of globs")
+    return tuple(globs)
+
+
+def _checked(source: str) -> str:
+    if not source or source == CHAMPION:
+        return source
+    if source.endswith(KERAS) and "://" not in source:
+        source = uri_of(source)
+    if not is_uri(source):
+        hint = nearest(source, [CHAMPION])
+        raise ValueError(
+            f"neither {CHAMPION} nor the URI of a checkpoint ({FORMS}), nor a {KERAS} file{hint}"
+        )
+    try:
+        check_path(source)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return source.rstrip("/")
+
+
+def _canonical(value: Any) -> Any:
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"write a URI, {CHAMPION}, or {{{', '.join(_KEYS)}}}")
+    return initial_weights(value).value()
+
+
+WarmStart = Annotated[str | dict[str, Any], BeforeValidator(_canonical)]
