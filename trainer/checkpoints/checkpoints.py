@@ -41,6 +41,7 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError, div
 from trainer.statistics import statistics
 from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
+from trainer.storage.retry import until_deadline
 from trainer.strategies import table_state
 from trainer.strategies.updates.averaging import AVERAGE, MODEL
 from trainer.strategies.updates.loss_scale import LOSS_SCALE
@@ -437,8 +438,12 @@ def handed_on(
 def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
     """Write the files of a checkpoint; raises `UserError` where they cannot be written."""
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-    with of_files(WRITE, lambda: prefix.parent):
-        tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
+
+    def write_once() -> None:
+        with of_files(WRITE, lambda: prefix.parent):
+            tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
+
+    until_deadline(str(prefix.parent), write_once)
 
 
 def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:

@@ -48,7 +48,6 @@ from trainer.checkpoints.servers import (
     is_large,
     lost,
     merge,
-    of_files,
     operating_on,
     server_of,
     side_by_side,
@@ -57,7 +56,7 @@ from trainer.checkpoints.servers import (
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage.errors import reported
-from trainer.storage.retry import shorter_retry
+from trainer.storage.retry import shorter_retry, until_deadline
 
 # While a store does not answer, the next save must not wait for this one.
 ASK_SECONDS = 5.0
@@ -174,7 +173,9 @@ class PartSaver:
             files=files,
             servers=servers,
             parts=parts,
-            layout=self._layout(tuple(sorted(variables))),
+            layout=until_deadline(
+                str(self._scratch), partial(self._layout, tuple(sorted(variables)))
+            ),
             token=secrets.token_hex(6),
         )
         snapshots = side_by_side(parts, partial(_copies, variables, servers))
@@ -327,14 +328,14 @@ class PartSaver:
             # The first has what belongs to no variable.
             if save.parts[server] == 0:
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
-            place = partial(self.servers.place, server, save.prefix(server))
-            with lost(server), of_files(WRITE, place):
-                tf.raw_ops.SaveV2(
-                    prefix=save.prefix(server),
-                    tensor_names=names,
-                    shape_and_slices=[""] * len(names),
-                    tensors=values,
-                )
+        written = partial(
+            tf.raw_ops.SaveV2,
+            prefix=save.prefix(server),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=values,
+        )
+        self.servers.on_files(server, WRITE, save.prefix(server), written)
 
     def _require_finite(self, values: Mapping[str, tf.Tensor], step: int) -> None:
         for path, value in values.items():

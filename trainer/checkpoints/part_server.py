@@ -25,13 +25,14 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer import storage
 from trainer.errors import UserError
 from trainer.json_records import from_tree, parse, tree_of
-from trainer.storage.errors import reported
+from trainer.storage.errors import PASSING, reported
 
 FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"
@@ -184,15 +185,25 @@ class PartServer:
                 continue
             if is_quick not in {None, request.action in _QUICK}:
                 continue
-            reply = self._unwritten.get(request) or self._answer(request)
             target = self._folder / REPLIES / path.name
-            self._reply(path, target, request, reply)
             with self._lock:
-                self._replied.append(target)
-                if len(self._replied) > KEPT_REPLIES:
-                    self._replied.popleft().unlink(missing_ok=True)
+                is_answered = target in self._replied
+            if not is_answered:
+                reply = self._unwritten.get(request) or self._answer(request)
+                self._reply(path, target, request, reply)
+                self._note(target)
+            # One that is answered comes again where its chief, or this server, was told of an error
+            # of the files that had none.
+            path.unlink(missing_ok=True)
             return True
         return False
+
+    def _note(self, target: Path) -> None:
+        with self._lock:
+            self._replied.append(target)
+            old = self._replied.popleft() if len(self._replied) > KEPT_REPLIES else None
+        if old:
+            old.unlink(missing_ok=True)
 
     def _reply(self, path: Path, target: Path, request: Request, reply: Reply) -> None:
         """Write an answer, or that it cannot be written."""
@@ -207,8 +218,6 @@ class PartServer:
                 _write(target, Reply(error=reason, transient=True))
             except OSError:
                 os.replace(path, target)
-                return
-        path.unlink()
 
     def _remember(self, request: Request, reply: Reply) -> None:
         if request.action != "publish" or reply.error:
@@ -222,12 +231,16 @@ class PartServer:
             with reported(f"{request.action} a part of a checkpoint in {self._folder / FOLDER}"):
                 return _ACTIONS[request.action](self._folder, request)
         except UserError as error:
-            transient = isinstance(error, storage.Unavailable)
+            transient = isinstance(error, storage.Unavailable) or _may_pass(error.__cause__)
             return Reply(error=f"{self._task}: {error}", transient=transient)
         # The chief has to hear of it, whatever a client of a store may raise.
         except Exception as error:
             log.exception("a request for a part of a checkpoint has failed")
             return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in PASSING
 
 
 def _write(target: Path, reply: Reply) -> None:
@@ -260,7 +273,9 @@ def _publish(folder: Path, request: Request) -> Reply:
     # First: what is moved cannot be moved again.
     data = index.read_bytes()
     entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
-    index.unlink()
+    # Where it cannot be removed, the next chief has it removed.
+    with suppress(OSError):
+        index.unlink()
     return Reply(
         path=entry.path,
         size=entry.bytes,

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import context, executor
 
 from trainer import storage
 from trainer.checkpoints import bases, contents, part_server
@@ -37,7 +37,9 @@ from trainer.checkpoints.part_server import Reply, Request
 from trainer.errors import ClusterLostError, UserError
 from trainer.json_records import parse_mapping
 from trainer.models.embedding_table import may_lack
-from trainer.strategies.placement import fetched, server_device
+from trainer.storage.errors import PASSING
+from trainer.storage.retry import until_deadline
+from trainer.strategies.placement import fetched, operating_at, server_device
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # In front of the key of a variable, of which a difference holds rows: int64 [n], and their values.
@@ -57,9 +59,11 @@ _UNWRITABLE = (
 # A file that is not there was one of a server that was started again.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
+    **{os.strerror(number): "look whether its file system answers there" for number in PASSING},
     os.strerror(errno.EIO): "look for errors of that disk in the log of the system there",
     os.strerror(errno.ESTALE): "mount it again there",
 }
+_PASSING = {os.strerror(number) for number in PASSING}
 WRITE, READ = "write a checkpoint to", "read a checkpoint from"
 _OTHERWISE = {WRITE: "free some space there, or make it writable", READ: "make it readable there"}
 Result = TypeVar("Result")
@@ -168,20 +172,7 @@ class PartServers:
         if not shared:
             self.ask(server, Request(action="fetch", uri=uri, prefix=fetched, files=files))
         prefix = f"{shared or fetched}/{PREFIX}"
-        with lost(server), operating_on(server), of_files(READ, lambda: self.place(server, prefix)):
-            # One after the other: no more than one value is there twice.
-            for path, variable in own.items():
-                if path in layout.changed:
-                    assign_changed(variable, prefix, layout.keys[path])
-                    continue
-                (value,) = tf.raw_ops.RestoreV2(
-                    prefix=prefix,
-                    tensor_names=[layout.keys[path]],
-                    shape_and_slices=[""],
-                    dtypes=[variable.dtype],
-                )
-                with tf.device(variable.device):
-                    variable.assign(value)
+        self.on_files(server, READ, prefix, partial(_assign, own, layout, prefix))
         if not shared:
             self.ask(server, Request(action="discard", prefix=fetched))
 
@@ -193,18 +184,52 @@ class PartServers:
         except ValueError:
             return {}
 
+    def on_files(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
+        """Return what `work` makes of files of a server, again while its error may pass.
+
+        Raises:
+            UserError: see `of_files`; an error that may pass lasts beyond the deadline of storage.
+            ClusterLostError: the server is gone.
+        """
+        place = partial(self.place, server, path)
+        return until_deadline(place(), partial(_once, server, action, place, work))
+
     def _write(self, server: int, path: str, data: str) -> None:
-        with lost(server), operating_on(server), of_files(WRITE, lambda: self.place(server, path)):
-            tf.io.write_file(path, data)
+        self.on_files(server, WRITE, path, lambda: tf.io.write_file(path, data))
 
     def _read(self, server: int, path: str) -> bytes | None:
         """Return the content of a file in the folder of a server; None where there is none."""
-        with lost(server), operating_on(server), of_files(READ, lambda: self.place(server, path)):
+
+        def read() -> bytes | None:
             # To read what is not there would log an error on the server.
             if not len(tf.io.matching_files(path)):
                 return None
             data: bytes = fetched(tf.io.read_file(path))
             return data
+
+        return self.on_files(server, READ, path, read)
+
+
+# No function within another: what that encloses is kept by an error, see `side_by_side`.
+def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
+    with lost(server), operating_on(server), of_files(action, where):
+        return work()
+
+
+def _assign(own: Variables, layout: Layout, prefix: str) -> None:
+    # One after the other: no more than one value is there twice.
+    for path, variable in own.items():
+        if path in layout.changed:
+            assign_changed(variable, prefix, layout.keys[path])
+            continue
+        (value,) = tf.raw_ops.RestoreV2(
+            prefix=prefix,
+            tensor_names=[layout.keys[path]],
+            shape_and_slices=[""],
+            dtypes=[variable.dtype],
+        )
+        with tf.device(variable.device):
+            variable.assign(value)
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
@@ -242,7 +267,7 @@ def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
         where: returns the words for the folder.
 
     Raises:
-        UserError: "cannot ACTION WHERE: reason; remedy".
+        UserError: "cannot ACTION WHERE: reason; remedy"; `storage.Unavailable` where it may pass.
     """
     try:
         yield
@@ -250,7 +275,8 @@ def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
         if not (reason := _reason(error, action)):
             raise
         remedy = _REMEDIES.get(reason, _OTHERWISE[action])
-        raise UserError(f"cannot {action} {where()}: {reason}; {remedy}") from None
+        kind = storage.Unavailable if reason in _PASSING else UserError
+        raise kind(f"cannot {action} {where()}: {reason}; {remedy}") from None
 
 
 def _reason(error: tf.errors.OpError, action: str) -> str:
@@ -260,25 +286,6 @@ def _reason(error: tf.errors.OpError, action: str) -> str:
     path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
     is_written = action == WRITE and isinstance(error, _UNWRITABLE)
     return reason if is_written or (path and reason in _REASONS) else ""
-
-
-@contextmanager
-def in_own_line() -> Iterator[None]:
-    """Run operations not in line with those of other threads.
-
-    In one line TensorFlow aborts all that are on their way with the first one that fails, also
-    those on other servers than the lost one.
-    """
-    own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
-    with context.executor_scope(own):
-        yield
-
-
-@contextmanager
-def operating_at(device: str) -> Iterator[None]:
-    """Run operations on a device, not in line with those of other threads."""
-    with in_own_line(), tf.device(device):
-        yield
 
 
 def operating_on(server: int) -> AbstractContextManager[None]:

@@ -24,8 +24,8 @@ from functools import partial
 import numpy as np
 import tensorflow as tf
 
-from trainer.checkpoints.servers import Variables, operating_at, side_by_side, size_of
-from trainer.strategies.placement import fetched, server_device
+from trainer.checkpoints.servers import Variables, side_by_side, size_of
+from trainer.strategies.placement import fetched, operating_at, server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.updates.touched_rows import RowGroup
 

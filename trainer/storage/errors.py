@@ -21,6 +21,8 @@ _REMEDIES = {
     errno.EISDIR: "there is a folder where a file is needed; move it away",
     errno.ENAMETOOLONG: "use shorter names",
 }
+# What a file system of a network says while its server, or the way there, is away.
+PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT})
 
 
 # Used with the name of the package, as `storage.Corrupt`.

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import tenacity
 
-from trainer.storage.errors import StoreUnavailable
+from trainer.storage.errors import StoreUnavailable, Unavailable
 from trainer.variables import checked
 
 # How long the requests of an operation may fail before it gives up, in seconds.
@@ -101,6 +101,21 @@ class Retry:
             pause,
             self._left(),
         )
+
+
+def until_deadline(where: str, request: Callable[[], Result]) -> Result:
+    """Return the result of `request`, which is called again while it raises `Unavailable`.
+
+    Raises:
+        Unavailable: the deadline has passed; it is that of the last call.
+    """
+    try:
+        return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
+    except StoreUnavailable as error:
+        last = error.__cause__
+    # Here: the two errors would name each other as what they came from.
+    assert last is not None
+    raise last
 
 
 def describe(error: BaseException | None) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend import Variable
+from tensorflow.python.eager import context, executor
 
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
@@ -151,6 +152,25 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 def server_device(index: int) -> str:
     """Return TensorFlow's name of a parameter server's CPU."""
     return f"/job:ps/task:{index}/device:CPU:0"
+
+
+@contextmanager
+def in_own_line() -> Iterator[None]:
+    """Run operations not in line with those of other threads.
+
+    In one line TensorFlow aborts all that are on their way with the first one that fails, also
+    those on other servers than the lost one.
+    """
+    own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
+    with context.executor_scope(own):
+        yield
+
+
+@contextmanager
+def operating_at(device: str) -> Iterator[None]:
+    """Run operations on a device, not in line with those of other threads."""
+    with in_own_line(), tf.device(device):
+        yield
 
 
 def fetched(value: tf.Tensor) -> Any:

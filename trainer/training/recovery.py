@@ -28,7 +28,7 @@ from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints, restore, resumed
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
-from trainer.checkpoints.servers import Variables, in_own_line, server_of
+from trainer.checkpoints.servers import Variables, server_of
 from trainer.checkpoints.snapshots import Copied, Snapshots, give_back
 from trainer.cluster import liveness
 from trainer.cluster.lease import NoLease
@@ -36,6 +36,7 @@ from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.errors import ClusterLostError, UserError
 from trainer.strategies.parameter_server import Served
+from trainer.strategies.placement import in_own_line
 from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Strategy
 from trainer.topology import Task

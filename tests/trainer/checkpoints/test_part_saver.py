@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import weakref
 
 import numpy as np
@@ -21,6 +23,8 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import contents
 from trainer.errors import UserError
+from trainer.storage import retry
+from trainer.storage.errors import PASSING
 
 __all__ = ["two_servers"]
 
@@ -146,6 +150,57 @@ def test_what_fails_keeps_no_value_on_a_server(tmp_path, two_servers, monkeypatc
     kept = [each() for each in held if each() is not None]
     assert len(held) > 2
     assert [each for each in kept if each.dtype.is_floating] == []
+
+
+def failing(number, kind, times):
+    """Return what saves in the place of TensorFlow: the second part fails so often."""
+    tried = []
+
+    def save(prefix, save=tf.raw_ops.SaveV2, **named):
+        if prefix.endswith("part-1") and len(tried) < times:
+            tried.append(prefix)
+            raise kind(None, None, f"{prefix}.index; {os.strerror(number)} [Op:SaveV2]")
+        return save(prefix=prefix, **named)
+
+    return tried, save
+
+
+@pytest.mark.parametrize("number", sorted(PASSING))
+def test_a_folder_that_does_not_answer_for_a_while_is_written_again(
+    tmp_path, two_servers, monkeypatch, number
+):
+    tried, save = failing(number, tf.errors.UnknownError, times=3)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.02)
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
+    made = saved(tmp_path, two_servers, variables(10, 2.0))
+    assert len(tried) == 3
+    fresh = variables(0, 0.0)
+    restore(made.newest(), fresh, io_device=None, servers=two_servers)
+    np.testing.assert_array_equal(fresh["optimizer/m"], np.full([4, 2], 2.0))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, tf.errors.ResourceExhaustedError),
+        (errno.EDQUOT, tf.errors.ResourceExhaustedError),
+        (errno.EROFS, tf.errors.PermissionDeniedError),
+        (errno.EACCES, tf.errors.PermissionDeniedError),
+        (errno.EFBIG, tf.errors.OutOfRangeError),
+    ],
+)
+def test_what_does_not_pass_by_itself_is_tried_once(
+    tmp_path, two_servers, monkeypatch, number, kind
+):
+    tried, save = failing(number, kind, times=9)
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
+    made = opened(tmp_path, two_servers)
+    made.save(variables(10), io_device=None, fields={})
+    with pytest.raises(UserError, match=f"{os.strerror(number)}; free some space") as error:
+        made.parts.settle()
+    assert not isinstance(error.value, storage.Unavailable)
+    assert len(tried) == 1
 
 
 def test_a_server_that_cannot_publish_says_why(tmp_path, two_servers, monkeypatch):

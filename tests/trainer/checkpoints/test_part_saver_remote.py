@@ -110,6 +110,7 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
         (tf.errors.PermissionDeniedError, errno.EROFS, "free some space there"),
         (tf.errors.UnknownError, errno.EIO, "look for errors of that disk"),
         (tf.errors.AbortedError, errno.ESTALE, "mount it again there"),
+        (tf.errors.DeadlineExceededError, errno.ETIMEDOUT, "look whether its file system answers"),
         (tf.errors.FailedPreconditionError, errno.EBUSY, "free some space there"),
     ],
 )
@@ -124,6 +125,7 @@ def test_a_save_that_cannot_be_written_leaves_nothing_with_the_servers(  # noqa:
         (tmp_path / "servers" / f"{prefix}.data-00000-of-00001.tempstate7").write_bytes(b"values")
         raise kind(None, None, f"{prefix}.data-00000-of-00001.tempstate7; {said} [Op:SaveV2]")
 
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.1")
     monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
     made = in_bucket()
     made.save(variables(10), io_device=None, fields={})

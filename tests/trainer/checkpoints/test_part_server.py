@@ -131,6 +131,39 @@ def test_what_its_disk_refuses_is_one_line(tmp_path, monkeypatch, number):
     reply = server._answer(Request(action="publish", uri="file:///x", prefix="parts/y"))
     line = f"ps-0: cannot publish a part of a checkpoint in {tmp_path}/parts: {tmp_path}/parts/y"
     assert reply.error.startswith(f"{line}.index: {os.strerror(number)}")
+    # The chief asks again for what may pass.
+    assert reply.transient == (number == errno.EIO)
+
+
+def test_a_request_that_comes_again_is_answered_once(tmp_path):
+    server = waiting(tmp_path)
+    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
+    (tmp_path / "parts/one.index").write_bytes(b"index")
+    uri = storage.uri_of(tmp_path / "there")
+    with storage.draft(uri) as draft:
+        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
+        first = answered(server, tmp_path, "a", request)
+        # What was moved cannot be moved again.
+        assert answered(server, tmp_path, "a", request) == first
+        assert not first.error
+    assert not list((tmp_path / "parts/requests").iterdir())
+
+
+def test_what_is_published_is_published_where_its_index_cannot_be_removed(tmp_path, monkeypatch):
+    server = waiting(tmp_path)
+    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
+    (tmp_path / "parts/one.index").write_bytes(b"index")
+    unlink = part_server.Path.unlink
+
+    def refuse(path, **named):
+        if path.name == "one.index":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        unlink(path, **named)
+
+    monkeypatch.setattr(part_server.Path, "unlink", refuse)
+    with storage.draft(storage.uri_of(tmp_path / "there")) as draft:
+        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
+        assert not answered(server, tmp_path, "a", request).error
 
 
 def test_a_request_that_is_not_whole_waits(tmp_path):

@@ -24,8 +24,21 @@ from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import PartServer, Reply, Request
 from trainer.checkpoints.servers import Layout, PartServers
 from trainer.errors import ClusterLostError, UserError
+from trainer.storage import retry
+from trainer.storage.errors import PASSING
 
 __all__ = ["two_servers"]
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.02)
+
+
+@pytest.fixture
+def short_deadline(monkeypatch):
+    monkeypatch.setenv(retry.VARIABLE, "0.1")
 
 
 def test_only_servers_in_folders_of_their_own_are_ready(two_servers):
@@ -54,20 +67,73 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
 
 
+@pytest.mark.usefixtures("short_deadline")
 def test_a_server_whose_disk_is_damaged_is_not_lost(two_servers):
     # The system answers a write there with EIO, for which TensorFlow has no type of error.
     line = r"^cannot write a checkpoint to ps-1 \(/proc/self\): Input/output error; look for errors"
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(storage.Unavailable, match=line):
         two_servers._write(1, "/proc/self/mem", "x")
 
 
+@pytest.mark.parametrize("number", sorted(PASSING))
+@pytest.mark.usefixtures("short_pauses")
+def test_files_that_do_not_answer_for_a_while_are_asked_again(
+    two_servers, monkeypatch, caplog, number
+):
+    failed = dict.fromkeys(["write_file", "read_file"], 0)
+
+    def failing(name, act):
+        def operation(path, *args):
+            if failed[name] < 2:
+                failed[name] += 1
+                said = f"{path}; {os.strerror(number)} [Op:WriteFile]"
+                raise tf.errors.UnavailableError(None, None, said)
+            return act(path, *args)
+
+        return operation
+
+    for name in failed:
+        monkeypatch.setattr(tf.io, name, failing(name, getattr(tf.io, name)))
+    assert two_servers.ask(1, Request(action="discard", prefix="parts/x")) == Reply()
+    assert failed == {"write_file": 2, "read_file": 2}
+    assert caplog.text.count(f"{os.strerror(number)}; ") == 4
+    assert "retrying in" in caplog.text
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_request_that_came_although_its_write_failed_is_done_once(two_servers, monkeypatch):
+    done, discard, write = [], part_server._ACTIONS["discard"], tf.io.write_file
+
+    def counted(folder, request):
+        done.append(request.prefix)
+        return discard(folder, request)
+
+    def write_and_fail(path, data):
+        write(path, data)
+        if not done:
+            # Until it is answered, and gone.
+            while tf.io.gfile.exists(path):
+                pass
+            said = f"{path}; {os.strerror(errno.ETIMEDOUT)} [Op:WriteFile]"
+            raise tf.errors.DeadlineExceededError(None, None, said)
+
+    monkeypatch.setitem(part_server._ACTIONS, "discard", counted)
+    monkeypatch.setattr(tf.io, "write_file", write_and_fail)
+    two_servers.ask(1, Request(action="discard", prefix="parts/x"))
+    # Until the second one is taken too.
+    while os.listdir(part_server.REQUESTS):
+        pass
+    assert done == ["parts/x"]
+
+
+@pytest.mark.usefixtures("short_deadline")
 def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_path):
     def damaged(path):
         raise tf.errors.UnknownError(None, None, f"{path}; Input/output error [Op:ReadFile]")
 
     monkeypatch.setattr(tf.io, "read_file", damaged)
     line = rf"^cannot read a checkpoint from ps-1 \({tmp_path}/servers/parts\): Input/output error"
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(storage.Unavailable, match=line):
         two_servers._read(1, part_server.READY)
 
 
