@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import inf, log, sqrt
 
 # What works for so much of the time is what keeps a fleet from being faster.
@@ -163,10 +164,17 @@ class _Cores:
 
     def take(self, now: float, seconds: float) -> float:
         """Return when a piece of work ends."""
-        self.used += seconds
-        end = max(now, self.free[0]) + seconds
-        heapq.heapreplace(self.free, end)
-        return end
+        return self.take_each(now, (seconds,))[0]
+
+    def take_each(self, now: float, pieces: Sequence[float]) -> list[float]:
+        """Return when each piece of work ends, of those that come at once."""
+        free, ends, replaced = self.free, [], heapq.heapreplace
+        for seconds in pieces:
+            end = (now if now > free[0] else free[0]) + seconds
+            replaced(free, end)
+            ends.append(end)
+        self.used = sum(pieces, self.used)
+        return ends
 
     def busy(self, seconds: float) -> float:
         return min(1.0, self.used / (seconds * len(self.free))) if seconds else 0.0
@@ -206,13 +214,12 @@ class _Simulation:
         self.fleet, self.dispatch = fleet, dispatch
         self.random = random.Random(seed)
         self.work = work if fleet.cores else _fullest(work)
-        servers = len(self.work.pull)
         if fleet.cores:
             self.machine = _Cores(fleet.cores)
-            self.servers, self.chief = [self.machine] * servers, self.machine
+            self.servers = self.chief = self.machine
         else:
-            self.servers, self.chief = [_Cores(fleet.server_cores)], _Cores(1)
-        self.cards = {way: [_Cores(1) for _ in range(servers)] for way in ("in", "out")}
+            self.servers, self.chief = _Cores(fleet.server_cores), _Cores(1)
+        self.cards = {way: _Cores(len(self.work.wire)) for way in ("in", "out")}
         slow = round(fleet.slow * fleet.workers)
         crowd = max(1.0, fleet.workers / fleet.cores) if fleet.cores else 1.0
         cold = 1 + fleet.cold * (1 - 1 / crowd)
@@ -232,6 +239,8 @@ class _Simulation:
         self.waiting: list[_Worker] = []
         self.pool = self.out = 0
         self.unit = 1
+        # Of updates in turns, and outside of them.
+        self.pulls = [[each + loop for each in self.work.pull] for loop in (0.0, work.loop[1])]
 
     def run(self, stretches: int) -> Outcome:
         work, fleet = self.work, self.fleet
@@ -264,9 +273,9 @@ class _Simulation:
         if self.fleet.cores:
             return {"cores": self.machine}
         found = {
-            "server processor": self.servers[0],
-            "server network, in": self.cards["in"][0],
-            "server network, out": self.cards["out"][0],
+            "server processor": self.servers,
+            "server network, in": self.cards["in"],
+            "server network, out": self.cards["out"],
         }
         return found if self.fleet.needed else {**found, "chief": self.chief}
 
@@ -340,16 +349,19 @@ class _Simulation:
         else:
             self.waiting.append(worker)
 
+    def _passed(self, way: str, times: Iterable[float]) -> float:
+        """Return when the last part is over; each has a card of its own, and comes at its time."""
+        cards, wires = self.cards[way], self.work.wire
+        cards.used += wires[0]
+        queues = zip(times, cards.free, wires, strict=False)
+        cards.free = [(time if time > free else free) + wire for time, free, wire in queues]
+        return max(cards.free)
+
     def _pull(self, worker: _Worker, now: float) -> None:
         worker.began = now
-        work, half = self.work, self.fleet.round_trip / 2
-        loop = work.loop[1] * (self.unit == 1)
-        arrived = now
-        for index, server in enumerate(self.servers):
-            sent = server.take(now + half, work.pull[index] + loop)
-            card = self.cards["out"][index]
-            arrived = max(arrived, card.take(sent, work.wire[index]) + half)
-        self._put(arrived, _COMPUTE, worker)
+        half = self.fleet.round_trip / 2
+        sent = self.servers.take_each(now + half, self.pulls[self.unit == 1])
+        self._put(max(now, self._passed("out", sent) + half), _COMPUTE, worker)
 
     def _compute(self, worker: _Worker, now: float) -> None:
         noise = self.random.lognormvariate(-(self.sigma**2) / 2, self.sigma) if self.sigma else 1.0
@@ -386,12 +398,10 @@ class _Simulation:
 
     def _push(self, worker: _Worker, now: float) -> None:
         half = self.fleet.round_trip / 2
-        into = zip(self.cards["in"], self.work.wire, strict=True)
-        self._put(max(card.take(now, wire) for card, wire in into) + half, _APPLY, worker)
+        self._put(self._passed("in", repeat(now)) + half, _APPLY, worker)
 
     def _apply(self, worker: _Worker, now: float) -> None:
-        push = zip(self.servers, self.work.push, strict=True)
-        done = max(server.take(now, seconds) for server, seconds in push)
+        done = max(self.servers.take_each(now, self.work.push))
         worker.done += 1
         self._put(done + self.fleet.round_trip / 2, _END, worker)
 
@@ -416,11 +426,10 @@ class _Simulation:
         self.announced += 1
         if self.announced < self.fleet.needed:
             return
-        apply = zip(self.servers, self.work.apply, strict=True)
         self.announced = 0
         self.step += 1
         self.counts.updates += 1
-        self._wake(max(server.take(now, seconds) for server, seconds in apply))
+        self._wake(max(self.servers.take_each(now, self.work.apply)))
 
 
 def _fullest(work: Work) -> Work:
