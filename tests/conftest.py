@@ -12,12 +12,16 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import typer.main
+from hypothesis import HealthCheck, settings
+
+from tests.ports import held_port
 
 pytest_plugins = ["tests.stores.fixtures"]
 ROOT = Path(__file__).parent.parent
@@ -35,7 +39,8 @@ FOREIGN = (
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-SECONDS_TO_END = 10
+# Of a process that is about to end: a ceiling for a machine that is busy with other things.
+SECONDS_TO_END = 60
 
 
 def _clear_environment() -> None:
@@ -74,6 +79,17 @@ os.fsync = lambda _descriptor: None
 typer.main.get_command = functools.cache(typer.main.get_command)
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
 _clear_environment()
+
+# A busy machine is no reason to fail.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that is held until the end of the test."""
+    with held_port() as found:
+        yield found
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -189,7 +205,8 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     names = {process.pid: _command(process) for process in left}
     _, alive = psutil.wait_procs(left, timeout=SECONDS_TO_END)
     for process in alive:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(alive, timeout=SECONDS_TO_END)
     found = "; ".join(f"{process.pid} {names[process.pid]}" for process in alive)
     assert not alive, f"still running {SECONDS_TO_END} s after the test: {found}"

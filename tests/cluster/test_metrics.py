@@ -9,7 +9,6 @@ import pytest
 
 from tests.cluster.launched import SECONDS, launched
 from tests.trainer.monitoring.scraped import scrape
-from trainer.cluster.local import free_port
 from trainer.events import Restart
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -39,8 +38,7 @@ def scrape_until(port, wanted):
         ),
     ],
 )
-def test_a_run_is_scraped_and_profiled(dataset, tmp_path, strategy, leader):
-    port = free_port()
+def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader):
     config = {
         "training": {"strategy": strategy, "steps": 10**6, "profile": [60, 80]},
         "cluster": {"workers": 2, "metrics_port": port},

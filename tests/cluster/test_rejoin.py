@@ -21,7 +21,6 @@ from tests.cluster.pods import CHIEF, pods, why_not
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.cluster import signals
-from trainer.cluster.local import free_port
 from trainer.events import AttemptBegin, Progress
 from trainer.strategies.async_parameter_server import TURN
 from trainer.topology import Cluster, Task
@@ -108,9 +107,8 @@ def _said(
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, port):
     """Return the port of a TensorFlow server."""
-    port = free_port()
     alone = Cluster(addresses={"worker": (f"127.0.0.1:{port}",)})
     settings = {
         **os.environ,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.kubernetes.addresses import Addresses
@@ -25,7 +25,7 @@ from tests.kubernetes.logs import Logs
 from tests.kubernetes.pods import evicted, finished, restarted, running, waiting
 from tests.kubernetes.resolver import ADDRESS, SITE
 from tests.kubernetes.store import RefusedError, Store, Tree
-from trainer.cluster.local import free_port
+from tests.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 RESYNC_SECONDS = 0.2
@@ -57,6 +57,7 @@ class Kubelet:
         self._environment = environment
         self._secrets = secrets
         self._ports: dict[str, str] = {}
+        self._holders = ExitStack()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._killers: dict[str, threading.Timer] = {}
         self._followers: list[threading.Thread] = []
@@ -81,6 +82,7 @@ class Kubelet:
                 os.killpg(process.pid, signal.SIGKILL)
         for follower in self._followers:
             follower.join()
+        self._holders.close()
         self.addresses.close()
 
     def kill(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
@@ -250,7 +252,9 @@ class Kubelet:
 
     def _guard_port(self, pod: Tree) -> str:
         owner = pod["metadata"]["ownerReferences"][0]["uid"]
-        return self._ports.setdefault(owner, str(free_port()))
+        if owner not in self._ports:
+            self._ports[owner] = str(self._holders.enter_context(held_port()))
+        return self._ports[owner]
 
     def _variables(self, pod: Tree, container: Tree) -> dict[str, str]:
         values: dict[str, str] = {}

@@ -9,7 +9,9 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+
+from tests.ports import held_port
 
 # What becomes of connections that are open, and of new ones: `refuse` (nobody listens),
 # `unanswered` (no answer to a SYN: the client's own timeout ends it), `silence` (accepted, and
@@ -30,8 +32,10 @@ class Link:
         self._state = "whole"
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._listener = self._listen(0)
-        self.port: int = self._listener.getsockname()[1]
+        # Nobody else is given the port while nobody listens on it.
+        self._holders = ExitStack()
+        self.port = self._holders.enter_context(held_port())
+        self._listener = self._listen(self.port)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def becomes(self, state: str) -> None:
@@ -49,6 +53,7 @@ class Link:
         with self._lock:
             self._state = "refuse"
             self._close_all()
+        self._holders.close()
 
     def _close_all(self) -> None:
         # It wakes the thread that accepts, which a mere close does not.

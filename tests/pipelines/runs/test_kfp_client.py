@@ -124,9 +124,7 @@ def test_a_connection_that_breaks(instance, remote):
     in_one_line(remote("runs"), "broke the connection at GET /apis/v2beta1/runs")
 
 
-def test_nothing_listens_there(remote, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_nothing_listens_there(remote, monkeypatch, port):
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{port}")
     in_one_line(remote("runs"), f"127.0.0.1:{port} refuses the connection", "port-forward")
 
@@ -142,7 +140,8 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
 
 @pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
 def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
-    monkeypatch.setattr(instances, "READ_SECONDS", 0.2)
+    # Long enough for the request to be noted on a busy machine.
+    monkeypatch.setattr(instances, "READ_SECONDS", 1.0)
     instance.faults.add(".", -1)
     in_one_line(remote(*words), "does not answer", "it hangs")
     # A hung server is not asked twice.

@@ -11,7 +11,7 @@ from tests.trainer.tracking.mlflow_server import MlflowServer
 from trainer import events
 from trainer.events import Progress
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
 STEPS = 200
@@ -24,8 +24,8 @@ FEW = [
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    made = MlflowServer(tmp_path / "mlflow server")
+def server(tmp_path, monkeypatch, port):
+    made = MlflowServer(tmp_path / "mlflow server", port)
     made.folder.mkdir()
     made.start()
     made.name_in(monkeypatch)

@@ -6,15 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace, FilePlace, Place
 from trainer import storage
-
-# A busy machine is no reason to fail.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 WARNINGS = ("-W", "error", "-W", "ignore:Please install grpcio-status:ImportWarning")
 REPOSITORY = Path(__file__).parents[3]

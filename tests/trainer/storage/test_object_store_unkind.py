@@ -10,7 +10,6 @@ import pytest
 
 from tests.stores.faults import Fault
 from trainer import storage
-from trainer.cluster.local import free_port
 from trainer.errors import ConfigError, UserError
 
 from .conftest import FILES, Make
@@ -113,11 +112,11 @@ def test_past_the_deadline_there_is_one_line(
 
 
 def test_a_store_that_takes_no_connection_is_asked_again(
-    uri: str, monkeypatch: pytest.MonkeyPatch
+    uri: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
     for name in ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
     with pytest.raises(storage.Unavailable, match=r"has not been available for 0\.3 s"):
         storage.write_bytes(uri, b"")
 

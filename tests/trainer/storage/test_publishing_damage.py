@@ -24,7 +24,10 @@ _flip = st.tuples(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=30,
+)
 @given(_flip)
 def test_one_flipped_bit_is_found_and_named(
     make: Make, place: Place, uri: str, flip: tuple[str, int, int]

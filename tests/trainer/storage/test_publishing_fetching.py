@@ -87,7 +87,10 @@ def test_what_is_right_is_kept_and_the_rest_is_mended(
     assert len(brought) == 2
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=20,
+)
 @given(st.tuples(st.sampled_from(["a.bin", "ü/é"]), st.integers(0, 2**16), st.integers(0, 7)))
 def test_a_flipped_bit_at_the_source_never_arrives(
     uri: str, place: Place, tmp_path: Path, flip: tuple[str, int, int]

@@ -17,13 +17,14 @@ _READY = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 class MlflowServer:
     """A server that can be killed and started again on its port."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, port):
         self.folder, self.url, self._process = folder, "", None
+        self._port = str(port)
 
     def start(self):
         store, files = self.folder / "mlflow.db", self.folder / "artifacts"
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
-        command += ["--port", self.url.rpartition(":")[2] or "0", "--workers", "1"]
+        command += ["--port", self._port, "--workers", "1"]
         command += ["--backend-store-uri", f"sqlite:///{store}", "--artifacts-destination"]
         quiet = {name: value for name, value in os.environ.items() if name[:7] != "MLFLOW_"}
         quiet["MLFLOW_DISABLE_TELEMETRY"] = "true"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.ports import held_port
 from tests.trainer.tracking.mlflow_server import MlflowServer
 from tests.trainer.tracking.test_pending import progress
 from trainer import events, storage
@@ -31,10 +32,11 @@ def _libraries():
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    server = MlflowServer(tmp_path_factory.mktemp("mlflow"))
-    server.start()
-    yield server
-    server.kill()
+    with held_port() as port:
+        server = MlflowServer(tmp_path_factory.mktemp("mlflow"), port)
+        server.start()
+        yield server
+        server.kill()
 
 
 @pytest.fixture

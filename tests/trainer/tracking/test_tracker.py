@@ -31,7 +31,7 @@ class Target:
 
     def write(self, pending):
         self.asked.release()
-        self.gate.wait(30)
+        self.gate.wait(120)
         if self.faults:
             raise self.faults.pop(0)
         self.written = pending.after(self.written)
@@ -63,7 +63,7 @@ def test_what_was_not_taken_is_sent_again_and_said_once(warnings):
     target = Target(ConnectionError("refused"), TimeoutError("late"), ValueError("<html>"))
     follower = Tracker(target, first_pause=0.001)
     follower.hear(progress(20))
-    assert target.taken.acquire(timeout=30)
+    assert target.taken.acquire(timeout=120)
     follower.hear(progress(40))
     assert follower.close(ended("FINISHED"))
     assert (target.steps, target.written.status) == ([20, 40], "FINISHED")
@@ -77,7 +77,7 @@ def test_a_silent_tracker_makes_nobody_wait(warnings):
     target.gate.clear()
     follower = Tracker(target)
     follower.hear(progress(20))
-    assert target.asked.acquire(timeout=30)
+    assert target.asked.acquire(timeout=120)
     # The thread hangs in the tracker from here on.
     for step in range(21, 40):
         follower.hear(progress(step))
@@ -93,7 +93,7 @@ def test_at_the_end_a_tracker_that_is_away_is_asked_once_more():
     target = Target(*faults)
     follower = Tracker(target, first_pause=3600)
     follower.hear(progress(20))
-    assert target.asked.acquire(timeout=30)
+    assert target.asked.acquire(timeout=120)
     assert not follower.close(ended("FINISHED"))
     assert len(target.faults) in (7, 8)
 
@@ -116,10 +116,11 @@ def test_an_event_that_cannot_be_read_is_no_failure(warnings):
 
 
 def test_nothing_begins_where_nothing_is_said():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     follower = Tracker(Target())
     follower.hear(events.RunBegin(run_id="r", number=1))
-    assert threading.active_count() == before
+    # One of an earlier test may end meanwhile.
+    assert before.issuperset(threading.enumerate())
     assert follower.close()
 
 

@@ -24,7 +24,6 @@ from tests.components.kubernetes.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 from trainer import events
 from trainer.cluster import termination
-from trainer.cluster.local import free_port
 from trainer.config.load import parse_config
 from trainer.topology import Task
 
@@ -36,7 +35,7 @@ ENDS_AT_SIGTERM = (
     f"pathlib.Path({termination.FILE!r}).write_text('interrupted at global step 7')\n"
     "raise SystemExit(130)"
 )
-SERVES = "import time; print('ready', flush=True); time.sleep(100)"
+SERVES = "import time; print('ready', flush=True); time.sleep(1000)"
 MODULE = "components.kubernetes.pods.guard"
 CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
 
@@ -72,7 +71,7 @@ def guard(folder, code, *, ready=True, **variables):
 
 
 def exit_code_of(process):
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     return process.returncode
 
 
@@ -106,7 +105,7 @@ def test_a_task_that_was_killed_begins_again_in_its_pod(tmp_path, role, cluster,
     )
     variables = {"TF_CONFIG": tf_config(role), **configuration(**cluster)}
     with guard(tmp_path, code, ready=False, **variables) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == exit_code
     assert len((tmp_path / "starts").read_text()) == starts
     restarts = list(filter(None, map(events.parse, out.splitlines())))
@@ -130,7 +129,7 @@ def test_a_task_that_loses_its_cluster_at_its_start_begins_again_and_that_counts
     )
     never = configuration(max_restarts=0)
     with guard(tmp_path, code, ready=False, TF_CONFIG=tf_config(role), **never) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     assert len((tmp_path / "starts").read_text()) == 3
     assert not any(map(events.parse, out.splitlines()))
@@ -149,14 +148,13 @@ def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
         assert process.stdout.read() == '{"name": "a"} False\n'
 
 
-def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path):
-    port = str(free_port())
+def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path, port):
     os.mkfifo(tmp_path / "go")
     saving = ENDS_AT_SIGTERM.replace(
         "term.wait()", "term.wait(); print('saving', flush=True); open('go').read()"
     )
     serves = f"import os; open('server', 'w').write(str(os.getpid()))\n{SERVES}"
-    more = {"FLOTILLA_GUARD_PORT": port}
+    more = {"FLOTILLA_GUARD_PORT": str(port)}
     with (
         guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
         guard(tmp_path, serves, TF_CONFIG=tf_config("ps"), **more) as server,
@@ -173,31 +171,29 @@ def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path
 def test_wrong_usage_is_one_line(tmp_path):
     command = [sys.executable, "-m", "components.kubernetes.pods.guard", "python"]
     done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     with guard(tmp_path, "", ready=False) as process:
         assert exit_code_of(process) == 0
 
 
-def test_a_leader_gets_the_signal_at_once(tmp_path):
-    port = str(free_port())
+def test_a_leader_gets_the_signal_at_once(tmp_path, port):
     with guard(
-        tmp_path, ENDS_AT_SIGTERM, TF_CONFIG=tf_config("chief"), FLOTILLA_GUARD_PORT=port
+        tmp_path, ENDS_AT_SIGTERM, TF_CONFIG=tf_config("chief"), FLOTILLA_GUARD_PORT=str(port)
     ) as chief:
         chief.send_signal(signal.SIGTERM)
         assert exit_code_of(chief) == 130
 
 
-def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path):
-    port = str(free_port())
+def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path, port):
     saving = ENDS_AT_SIGTERM.replace(
         "term.wait()", "term.wait(); print('saving', flush=True); input()"
     )
     saving = f"import sys; sys.stdin = open(0)\n{saving}"
     os.mkfifo(tmp_path / "go")
     saving = saving.replace("input()", "open('go').read()")
-    more = {"FLOTILLA_GUARD_PORT": port}
+    more = {"FLOTILLA_GUARD_PORT": str(port)}
     with (
         guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
         guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps"), **more) as server,
@@ -211,20 +207,18 @@ def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path):
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-def test_a_parameter_server_without_a_leader_ends(tmp_path):
-    port = str(free_port())
-    more = {"TF_CONFIG": tf_config("ps"), "FLOTILLA_GUARD_PORT": port}
+def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
+    more = {"TF_CONFIG": tf_config("ps"), "FLOTILLA_GUARD_PORT": str(port)}
     with guard(tmp_path, SERVES, **more) as server:
         server.send_signal(signal.SIGTERM)
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
-    port = free_port()
+def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port):
     server = ShutdownServer(1, port)
     server.announce()
     connection = ShutdownConnection("127.0.0.1", port)
-    waited = threading.Thread(target=connection.wait, args=(30, 30))
+    waited = threading.Thread(target=connection.wait, args=(60, 60))
     waited.start()
     # The leader has not ended yet.
     waited.join(0.2)
@@ -232,12 +226,12 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
     # As the end of its process does.
     for accepted in server._connections:
         accepted.close()
-    waited.join(30)
+    waited.join(60)
     assert not waited.is_alive()
 
 
 @pytest.fixture
-def watched(kube):
+def watched(kube, port):
     """The variables of the leading pod of a job with a heartbeat."""
     job = {"metadata": {"name": "job"}, "spec": {"runPolicy": {}, "tfReplicaSpecs": {}}}
     uid = kube.store.create("tfjobs", NAMESPACE, job)["metadata"]["uid"]
@@ -248,7 +242,7 @@ def watched(kube):
     return {
         "KUBECONFIG": str(kube.kubeconfig),
         **limit(1),
-        "FLOTILLA_GUARD_PORT": str(free_port()),
+        "FLOTILLA_GUARD_PORT": str(port),
         "TF_CONFIG": tf_config("chief"),
     }
 
@@ -281,11 +275,12 @@ def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, a
 def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, tmp_path):
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         kube.store.wait(lambda: len(kube.server.requests) >= 3)
-        for number in range(2, 6):
+        # More than one limit long, with few reads of each: a machine may be slow to read it.
+        for number in range(2, 18):
             renewed = {"spec": {"renewTime": str(number)}}
             kube.store.patch("leases", NAMESPACE, "job", renewed)
             seen = len(kube.server.requests)
-            kube.store.wait(lambda seen=seen: len(kube.server.requests) >= seen + 4)
+            kube.store.wait(lambda seen=seen: len(kube.server.requests) > seen)
         kube.server.go_down()
         kube.store.wait(lambda: kube.faults.hits.get("down", 0) >= 15)
         assert process.poll() is None
@@ -296,7 +291,7 @@ def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, 
 def test_a_stop_ends_the_task_with_a_checkpoint_and_then_the_job(kube, watched, tmp_path):
     with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
         ask_to_stop(kube)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     # From 128 on the operator would start it again.
     assert process.returncode == 1
     assert names.STOPPING in out

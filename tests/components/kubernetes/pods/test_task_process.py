@@ -15,7 +15,6 @@ from components.kubernetes.pods.task_process import NextAttempt, RestartRule
 from tests.components.kubernetes.attempts import ROOT
 from trainer import events
 from trainer.cluster import termination
-from trainer.cluster.local import free_port
 
 # A guard that is nothing but the process of its task, with pauses for tests.
 GUARD = """
@@ -59,12 +58,12 @@ def guarded(folder, code, *, pause=0.001, short=60.0, also=""):
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def ended(process):
     """Return the exit code of a guard and the events in its log."""
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     return process.returncode, list(filter(None, map(events.parse, out.splitlines())))
 
 
@@ -196,11 +195,11 @@ def test_the_termination_message_of_the_attempt_before_is_removed(tmp_path):
 
 
 @pytest.mark.cluster
-def test_no_child_of_an_attempt_is_left_when_the_next_one_begins(tmp_path):
+def test_no_child_of_an_attempt_is_left_when_the_next_one_begins(tmp_path, port):
     # It would hold the port, does not end by itself, and its parent is gone.
     child = (
         "import signal, socket, sys, os; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"server = socket.create_server(('127.0.0.1', {free_port()})); os.write(1, b'bound')\n"
+        f"server = socket.create_server(('127.0.0.1', {port})); os.write(1, b'bound')\n"
         "signal.pause()"
     )
     code = (
@@ -242,7 +241,7 @@ def test_a_child_of_the_guard_itself_is_left_to_the_thread_that_waits_for_it(tmp
     )
     with guarded(tmp_path, SERVES, also=also) as process:
         assert "7\n" in list(process.stdout)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(300) == 128 + signal.SIGTERM
 
 
 @pytest.mark.cluster
@@ -252,7 +251,7 @@ def test_a_task_that_cannot_be_started_again_ends_with_its_code(tmp_path):
     program.chmod(0o755)
     also = f"command[:] = [{str(program)!r}]"
     with guarded(tmp_path, f"{COUNTS}sys.exit(201)", also=also) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 200
     assert "ps-0 cannot be started again: [Errno 2]" in out
 
