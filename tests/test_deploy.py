@@ -130,7 +130,7 @@ def build():
 
     def built(folder: Path):
         made = subprocess.run(
-            [*tool, str(folder)], capture_output=True, text=True, check=False, timeout=60
+            [*tool, str(folder)], capture_output=True, text=True, check=False, timeout=300
         )
         assert made.returncode == 0, made.stderr
         return list(yaml.safe_load_all(made.stdout))

@@ -25,7 +25,7 @@ from trainer.events import Event, Progress
 
 EngineName = Literal["tfjob", "jobset"]
 Kind = TypeVar("Kind", bound=Event)
-SECONDS_TO_END = 30
+SECONDS_TO_END = 120
 
 
 def on_engines(

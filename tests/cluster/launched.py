@@ -19,7 +19,7 @@ from trainer.checkpoints.history import read_history
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.events import Event, Progress
 
-SECONDS = 120
+SECONDS = 300
 Kind = TypeVar("Kind", bound=Event)
 
 

@@ -10,7 +10,7 @@ from tests.cluster.launched import launched
 from trainer.cluster.supervisor import MAX_GROWTH
 from trainer.events import AttemptBegin, Restart
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
 ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")

@@ -23,7 +23,7 @@ from trainer.promotion import gate
 pytestmark = [
     pytest.mark.long,
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
     # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]

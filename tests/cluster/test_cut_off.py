@@ -26,7 +26,7 @@ EVERY, STALL = 500, 10
 PS, WORKER = Task(role="ps", index=0), Task(role="worker", index=1)
 TIME, TIMEOUT = "grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms"
 # A call that nothing ends would be waited for until a test's own limit.
-CEILING = 30
+CEILING = 120
 
 
 def options(seconds: int) -> str:
@@ -119,7 +119,7 @@ def reached(step):
 
 @pytest.mark.usefixtures("may_cut")
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
     # Short stretches: an idle channel that asks this often would be closed.
     own = {rejoin.VARIABLE: options(15)}
@@ -134,7 +134,7 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
 
 @pytest.mark.usefixtures("may_cut")
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_path):
     # Of a worker that all others reach: only what it sends to the server is lost.
     with pods(tmp_path, dataset, settings("sync_parameter_server"), ROLES) as run:

@@ -38,7 +38,7 @@ def measured(dataset, uri, folder):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
         for _ in range(5):

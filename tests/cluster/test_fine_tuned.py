@@ -16,7 +16,7 @@ from trainer.events import WarmStart
 from trainer.models.registry import reset_uids
 from trainer.models.spec import InputSpec
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # `make test-long` runs the others.
 QUICK = ("async_parameter_server",)

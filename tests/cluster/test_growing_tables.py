@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.growing import BATCH, TABLE, ids_of
 from tests.cluster.servers import Trial, serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 IDS, CAPACITY, SHARDS = 100, 300, 3
 PROBLEM = "tests.cluster.growing:problem"

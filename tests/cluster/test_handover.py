@@ -14,7 +14,7 @@ from trainer.checkpoints.history import read_history
 from trainer.errors import INTERRUPTED
 from trainer.events import AttemptBegin, CheckpointPublished
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 # More than any machine trains before the interrupt, and few enough for a history of each leg.
 ENDLESS, MORE = 2 * 10**5, 40
 

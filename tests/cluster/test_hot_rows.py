@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.hot import IDS, RATE, ROWS
 from tests.cluster.servers import Trial, serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RUNS = [20, 41]
 PATHS = {

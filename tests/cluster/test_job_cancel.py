@@ -15,7 +15,7 @@ from trainer import storage
 from trainer.errors import INTERRUPTED
 from trainer.events import AttemptBegin, Progress
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 CANCELS = int(os.environ.get("FLOTILLA_CANCELS", "1"))
 STEPS = 10**7
 SECRET = {"pod": {"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}}}

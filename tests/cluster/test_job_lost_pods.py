@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.job_training import on_engines
 from trainer.events import AttemptBegin, Progress, Restart
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 # Synchronous training waits for a worker, so that it is there again before the end.
 STRATEGIES = {"worker-1": "sync_parameter_server"}
 BY_ROLE = pytest.mark.parametrize(

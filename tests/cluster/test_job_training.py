@@ -10,7 +10,7 @@ from trainer import storage
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
 from trainer.events import Progress
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 PUBLISHED = ("dataset", "checkpoint", "evaluation", "decision", "model")
 STRATEGIES = ("sync_parameter_server", "in_graph", "multi_worker_mirrored", "single")
 

@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.looking import MORE
 from tests.cluster.servers import serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # 2,400 to 3,100 were left by each look that TensorFlow fetched by itself.
 MOST_BYTES = 800

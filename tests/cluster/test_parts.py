@@ -17,7 +17,7 @@ from trainer.errors import BEGIN_AGAIN
 from trainer.events import AttemptBegin
 from trainer.topology import Task
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 SECOND = Task(role="ps", index=1)
 WORKER = Task(role="worker", index=0)

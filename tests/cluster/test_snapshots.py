@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.servers import serving
 from tests.cluster.snapshotted import IDS, ROWS, STEPS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(("servers", "dies"), [(2, 1), (2, 0), (1, 0)])

@@ -68,14 +68,14 @@ def test_synchronous_updates_do_not_wait_for_a_stopped_worker(dataset, tmp_path)
     assert len(run.events(AttemptBegin)) == 1
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("task", [pytest.param("ps-0", marks=pytest.mark.long), "chief-0"])
 def test_a_stopped_server_or_chief_costs_an_attempt(dataset, tmp_path, task):
     run = stopped(dataset, tmp_path, settings("async_parameter_server"), task)
     assert len(run.events(AttemptBegin)) == 2
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.long
 @pytest.mark.parametrize("task", ["worker-0", "worker-1"])
 def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
@@ -86,7 +86,7 @@ def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("in_graph"), "worker-0")
     assert len(run.events(AttemptBegin)) == 2

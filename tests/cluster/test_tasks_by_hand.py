@@ -40,7 +40,7 @@ def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, gi
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path, monkeypatch):
     config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
     with (

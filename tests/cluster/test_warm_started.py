@@ -14,7 +14,7 @@ from trainer.config.schema import STRATEGIES
 from trainer.data.prepare import prepare
 from trainer.events import Progress, Restart, WarmStart
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
 # One that a chief leads, and one that all workers lead; `make test-long` runs the others.

@@ -79,7 +79,7 @@ def test_they_are_short():
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "write"),
     [
@@ -97,7 +97,7 @@ def test_files_become_a_blessed_model(tmp_path, name, write):
 
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_data_in_another_unit_are_refused_before_training(tmp_path):
     write_people(tmp_path)
     assert ran(tmp_path, "people", "training.steps=100").code == 0
@@ -130,7 +130,7 @@ def test_the_model_of_the_guide_takes_raw_values():
 # Those of parameter servers run above, and in the tests of clusters.
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
     write_people(tmp_path)

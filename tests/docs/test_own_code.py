@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
     chosen = ["model.name=blocks:residual", "training.strategy=turns:TakingTurns"]
     settings = [word for each in chosen for word in ("--set", each)]
@@ -78,7 +78,7 @@ def fine_tuned(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(1200)
 def test_a_pretrained_trunk_is_fine_tuned(fine_tuned):
     settings = ["--set", "training.strategy=single", "--set", "training.steps=100"]
     ended = call("train", fine_tuned / "runs", "fine-tuned.yaml", *settings, cwd=fine_tuned)

@@ -132,7 +132,7 @@ def evaluation(ended):
 
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_second_run_is_compared_with_the_first(folder):
     first, second = (
         call("run", folder / "runs", "quantiles.yaml", "--set", f"training.seed={seed}", cwd=folder)

@@ -13,7 +13,7 @@ from typing import Any
 from tests.kubernetes import admission, limits
 
 Tree = dict[str, Any]
-SECONDS = 60
+SECONDS = 180
 # What holds an object until all that it owns has gone, when it is deleted in the foreground.
 FOREGROUND = "foregroundDeletion"
 # Kubernetes makes names of these letters: no vowels, and no digits that look like letters.

@@ -44,7 +44,7 @@ def run(name, folder, root, config):
         check=False,
         text=True,
         capture_output=True,
-        timeout=400,
+        timeout=600,
     )
 
 
@@ -120,7 +120,7 @@ def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path, age)
 
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1200)
 def test_all_of_them_run(folder, tmp_path):
     config = config_of(
         tmp_path,

@@ -74,7 +74,7 @@ def run(module, name, folder, root, variables):
         check=False,
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=600,
     )
 
 
@@ -100,7 +100,7 @@ def test_without_the_secret_a_step_starts_and_says_what_it_misses(root, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_dataset_is_published_there(root, server, bucket, tmp_path):
     given = variables_of("prepare-data", SECRETS["KFP's own"], tmp_path)
     ended = run("pipelines.runs.local_child", "prepare", tmp_path, root, given)

@@ -19,6 +19,6 @@ def test_a_backend_of_the_shell_or_of_the_home_folder_is_not_ours(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert ended.stdout == "tensorflow\n", ended.stderr

@@ -397,7 +397,7 @@ class TestTerminal:
                 [sys.executable, "-c", code],
                 **{name: closed, other: subprocess.PIPE},
                 check=False,
-                timeout=60,
+                timeout=300,
             )
         assert ended.returncode == 3
         assert b"Traceback" not in (getattr(ended, other) or b"")
@@ -417,7 +417,7 @@ class TestTerminal:
                 stdout=closed,
                 stderr=subprocess.PIPE,
                 check=False,
-                timeout=60,
+                timeout=300,
             )
         assert (ended.returncode, ended.stderr) == (3, b"")
 

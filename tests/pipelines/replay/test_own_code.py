@@ -17,7 +17,7 @@ def example(row):
 """
 FIXED = BROKEN.replace("(width - 3)", "width")
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.events import AttemptBegin
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FEW = setting(training__steps=200, training__checkpoint_every=50, gate__min__accuracy=0.5)
 # Another machine: nothing but the store and the URIs.

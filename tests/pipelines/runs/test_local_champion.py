@@ -11,7 +11,7 @@ from trainer import storage
 from trainer.events import AttemptBegin, Progress, WarmStart
 from trainer.promotion import registry
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
 FEW = setting(training__checkpoint_every=100, gate__min__accuracy=0.5)
 

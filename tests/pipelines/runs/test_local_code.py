@@ -9,7 +9,7 @@ from trainer import storage
 from trainer.code import references
 from trainer.events import StepEnd
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 MODULE = """
 def example(row):

@@ -25,7 +25,7 @@ from trainer.promotion import registry
 from trainer.storage.local import locked
 from trainer.tasks.registry import objective_of
 
-pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[3]
 SOFTMAX = setting(model__name="softmax", model__args="{}")

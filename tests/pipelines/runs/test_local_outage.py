@@ -9,7 +9,7 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.link import link
 from trainer import storage
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
 # A part of what each stage asks the store for.
 STAGES = (

@@ -148,7 +148,7 @@ def run(folder, config, **environment):
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = {"PATH": path, "TMPDIR": str(folder), **environment}
     return subprocess.run(
-        command, cwd=ROOT, env=env, check=False, text=True, capture_output=True, timeout=60
+        command, cwd=ROOT, env=env, check=False, text=True, capture_output=True, timeout=600
     )
 
 

@@ -13,7 +13,7 @@ from tests.planted import SECRETS, found_in, plant
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
 FEW = setting(
     training__steps=20,

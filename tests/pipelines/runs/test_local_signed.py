@@ -17,7 +17,7 @@ from trainer.promotion import registry
 from trainer.signing import provenance, signing
 from trainer.storage.manifest import checksum
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
 CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
 FEW = ["training.strategy=single", "training.steps=200", "gate.min.accuracy=0.5"]

@@ -216,7 +216,7 @@ def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, goi
     answer = flotilla("cancel", "digits-1", "--json")
     assert (answer.code, answer.json["status"]) == (0, "canceling")
     assert going.stdout.readline() == f"child {-signal.SIGTERM}\n"
-    assert going.wait(30) == 0
+    assert going.wait(120) == 0
 
 
 def test_cancel_again_leaves_the_last_checkpoint_to_be_published(flotilla, folder, going):
@@ -287,7 +287,7 @@ def test_a_real_run_is_seen_and_cancelled(flotilla, tmp_path):
         answer = flotilla("logs", run_id, *place, "--no-follow")
         assert "train-model" in answer.out
         assert flotilla("cancel", run_id, *place).code == 0
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert json.loads(out.splitlines()[-1])["status"] == "interrupted"
     assert "resume with: flotilla train" in err

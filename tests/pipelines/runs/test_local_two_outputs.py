@@ -19,7 +19,7 @@ from tests.pipelines.called import call, setting
 from trainer import storage
 from trainer.promotion import registry
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MODULE = '''
 """The upper and the lower half of a digit: which one it is, and how much ink it has."""

@@ -12,7 +12,7 @@ from trainer.config.load import load_config
 from trainer.events import StepEnd
 from trainer.promotion import registry
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 STEPS = 200
 FEW = setting(training__steps=STEPS, training__checkpoint_every=100, training__validate_every=100)

@@ -165,7 +165,7 @@ def test_the_code_for_an_instance_runs(instance, here, monkeypatch, capsys):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_code_that_cancels_a_run_in_a_thread_runs(here, capsys):
     names = {}
     exec(compile(THREAD, "guide", "exec"), names)
@@ -177,7 +177,7 @@ def test_the_code_that_cancels_a_run_in_a_thread_runs(here, capsys):
 
 @pytest.mark.cluster
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("here")
 def test_the_code_that_runs_and_trains_runs(capsys):
     names = {}

@@ -66,7 +66,7 @@ def published(folder, examples):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_memory_for_many_examples_is_that_for_few_and_the_predictions(tmp_path):
     config = parse_config({"model": {"name": "softmax"}})
     spec = InputSpec(shape=SHAPE, dtype="uint8", output_shape=(CLASSES,))

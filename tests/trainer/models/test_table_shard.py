@@ -270,7 +270,7 @@ def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
     for step, end in zip(steps, ended, strict=True):
         # A process ends with it where it waits for ever.
         threading.Thread(target=work, args=(step, end), daemon=True).start()
-    assert all(end.wait(60) for end in ended)
+    assert all(end.wait(300) for end in ended)
     known_ids = len(np.unique(ids))
     assert [layer.metrics()["rows"] for layer in (one, other)] == [known_ids] * 2
 

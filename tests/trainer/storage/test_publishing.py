@@ -61,7 +61,7 @@ def test_many_files(make: Make, uri: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 # A stand-in for a store takes minutes for so many.
 @pytest.mark.parametrize(
     "place",

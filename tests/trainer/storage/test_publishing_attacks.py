@@ -96,7 +96,7 @@ def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_fifty_publishers_that_are_killed(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
     attacked(bucket, make, tmp_path, kills=50)
 
@@ -216,7 +216,7 @@ def test_what_a_living_process_writes_is_no_garbage(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 # The client of `minio` is that of `s3`.
 @pytest.mark.parametrize(
     "place",

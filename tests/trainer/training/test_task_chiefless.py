@@ -52,7 +52,7 @@ def test_worker_0_is_served_in_a_child_process_that_is_restarted(monkeypatch, re
     monkeypatch.setattr(task.subprocess, "run", recorded)
     cluster = with_chief(Cluster(addresses=ADDRESSES))
     start_first_worker(cluster, ["python", "task"], restarts)
-    assert ended.wait(10)
+    assert ended.wait(60)
     command, env = begun[0]
     assert command == ["python", "task"]
     assert json.loads(env["TF_CONFIG"])["task"] == {"type": "worker", "index": 0}

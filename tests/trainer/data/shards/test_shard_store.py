@@ -54,7 +54,7 @@ def stores(uri, tmp_path):
     # A fetch that has begun must not be seen by the next test.
     for thread in threading.enumerate():
         if thread.name == "shards":
-            thread.join(timeout=30)
+            thread.join(timeout=60)
 
 
 def on_disk(folder):
@@ -90,7 +90,7 @@ def test_shards_come_in_the_order_in_which_they_are_used(stores, fetched):
     store = stores(6, changed=came.release)
     store.will_use("train", NAMES[::-1])
     for _ in NAMES:
-        assert came.acquire(timeout=30)
+        assert came.acquire(timeout=60)
     assert fetched == NAMES[::-1]
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_shard_is_one_line_for_all_who_wait(stores, uri, damage, messa
     store = stores(2, changed=lambda: failed.set() if store.error else None)
     store.hold("train", "s0.tfrecord")
     store.will_use("train", ["s2.tfrecord"])
-    assert failed.wait(timeout=30)
+    assert failed.wait(timeout=60)
     for name in ("s1.tfrecord", "s2.tfrecord"):
         with pytest.raises(UserError, match=message):
             store.hold("validation", name)
