@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation
 
 LEAVES_ONE = """
-    import subprocess, sys
+    import os, subprocess, sys
     import pytest
     import tests.conftest
     tests.conftest.SECONDS_TO_END = 0.2
-    CODE = "import signal; signal.pause()"
+    CODE = "import signal; print(flush=True); signal.pause()"
 
     @pytest.mark.cluster
     def test_child():
@@ -24,8 +24,12 @@ LEAVES_ONE = """
 
     @pytest.mark.cluster
     def test_orphan(tmp_path):
-        command = ["sh", "-c", '"$@" > /dev/null 2>&1 &', "sh"]
+        # The kernel shows no command line yet while it replaces a process: wait until it speaks.
+        os.mkfifo(tmp_path / "begun")
+        command = ["sh", "-c", '"$@" > "$0" 2> /dev/null &', str(tmp_path / "begun")]
         subprocess.run([*command, sys.executable, "-c", CODE, str(tmp_path)], check=True)
+        with open(tmp_path / "begun") as begun:
+            begun.readline()
 
     @pytest.mark.cluster
     def test_ended():

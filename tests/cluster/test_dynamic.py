@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
 # From one kill to the next.
-STEPS = 150
+STEPS = 400
 KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
 
 

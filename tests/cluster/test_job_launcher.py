@@ -14,21 +14,23 @@ from tests.cluster.job_training import on_engines
 from trainer.config.schema import Config
 from trainer.events import AttemptBegin, Progress
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 KILLS = int(os.environ.get("FLOTILLA_KILLS", "3"))
 
 
 @on_engines(tfjob=pytest.mark.long)
 def test_the_job_of_a_killed_launcher_is_adopted_while_it_trains(training):
-    with training.begun(1500, kubernetes={"deadlines": {"heartbeat": 60}}):
+    # Longer than the next launcher takes to start.
+    settings = {"every": 1000, "kubernetes": {"deadlines": {"heartbeat": 60}}}
+    with training.begun(10_000, **settings):
         training.wait(Progress)
         job, pods = training.job()["metadata"]["uid"], training.uids()
         training.kill_launcher()
-    with training.begun(1500, kubernetes={"deadlines": {"heartbeat": 60}}):
+    with training.begun(10_000, **settings):
         training.wait(Progress)
         assert (training.job()["metadata"]["uid"], training.uids()) == (job, pods)
         code, message = training.end()
-    assert (code, training.published()) == (0, 1500), message
+    assert (code, training.published()) == (0, 10_000), message
     assert {each.resumed for each in training.said(AttemptBegin)} == {False}
     training.require_nothing_left()
 

@@ -7,12 +7,12 @@ import pytest
 from tests.cluster.job_training import on_engines
 from trainer.events import AttemptBegin, Progress, Restart, Suspension
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @on_engines(tfjob=pytest.mark.long)
 def test_suspended_and_resumed_training_ends_at_its_exact_step(training):
-    with training.begun(2000, every=10**6):
+    with training.begun(8000, every=10**6):
         reached = training.wait(Progress).global_step
         training.kube.suspend(training.job(), True)
         training.kube.store.wait(lambda: not training.kube.pods())
@@ -21,7 +21,7 @@ def test_suspended_and_resumed_training_ends_at_its_exact_step(training):
         training.kube.suspend(training.job(), False)
         begin = training.wait(AttemptBegin, lambda begin: begin.resumed)
         code, message = training.end()
-    assert (code, training.published()) == (0, 2000), message
+    assert (code, training.published()) == (0, 8000), message
     assert begin.global_step == last
     assert [each.is_over for each in training.said(Suspension)] == [False, True]
     # Who has room is no failure.

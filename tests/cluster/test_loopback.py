@@ -20,10 +20,10 @@ def run_of(strategy, **cluster):
     }
 
 
-def read_as_task(address: str, port: int, path: str) -> bytes:
+def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
     """Have the task behind an address read a file for us; raises TensorFlow's error."""
     host = f"[{address}]" if ":" in address else address
-    settings = tf.compat.v1.ConfigProto(operation_timeout_in_ms=2000)
+    settings = tf.compat.v1.ConfigProto(operation_timeout_in_ms=1000 * seconds)
     with tf.Graph().as_default():
         content = tf.io.read_file(path)
         with tf.compat.v1.Session(f"grpc://{host}:{port}", config=settings) as session:
@@ -61,7 +61,7 @@ def test_a_strangers_session_runs_no_graph_in_a_task(dataset, tmp_path):
         run.wait_for_step(200)
         (port,) = open_ports(run.task("ps-0"))
         # What other processes of this machine can do.
-        assert read_as_task("127.0.0.1", port, str(secret)) == b"secret"
+        assert read_as_task("127.0.0.1", port, str(secret), seconds=120) == b"secret"
         for address in other_addresses():
             if "%" not in address:
                 with pytest.raises(tf.errors.OpError):

@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from tests.cluster.launched import Launched, launched
+from tests.cluster.launched import SECONDS, Launched, launched
 from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
 
 pytestmark = pytest.mark.cluster
@@ -32,9 +32,20 @@ def applied(run: Launched) -> int:
     return total
 
 
+# More than any machine does before it is interrupted.
+ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
+
+
 @pytest.fixture
 def running(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 50)
+        yield run
+
+
+@pytest.fixture
+def endless(dataset, tmp_path):
+    with launched(ENDLESS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)
         yield run
 
@@ -76,43 +87,43 @@ def test_a_killed_chief_begins_a_new_attempt_on_the_same_servers(running):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
-def test_an_interrupt_publishes_a_last_checkpoint(running, number):
-    tasks = running.tasks()
-    running.process.send_signal(number)
-    code, said = running.end()
+def test_an_interrupt_publishes_a_last_checkpoint(endless, number):
+    tasks = endless.tasks()
+    endless.process.send_signal(number)
+    code, said = endless.end()
     assert code == 130
-    newest = running.newest()
+    newest = endless.newest()
     assert said == (
-        f"interrupted at global step {newest}; checkpoint {running.checkpoints}/step-{newest:08d}\n"
+        f"interrupted at global step {newest}; checkpoint {endless.checkpoints}/step-{newest:08d}\n"
     )
-    assert newest == running.history()[-1]["global_step"]
-    _, alive = psutil.wait_procs(tasks, timeout=10)
+    assert newest == endless.history()[-1]["global_step"]
+    _, alive = psutil.wait_procs(tasks, timeout=SECONDS)
     assert not alive
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_at_once(running):
-    tasks = running.tasks()
-    running.task("chief-0").send_signal(signal.SIGSTOP)
-    running.process.send_signal(signal.SIGINT)
-    running.process.send_signal(signal.SIGTERM)
-    code, said = running.end()
+def test_a_second_interrupt_ends_at_once(endless):
+    tasks = endless.tasks()
+    endless.task("chief-0").send_signal(signal.SIGSTOP)
+    endless.process.send_signal(signal.SIGINT)
+    endless.process.send_signal(signal.SIGTERM)
+    code, said = endless.end()
     assert code == 130
     assert "interrupted" in said
-    _, alive = psutil.wait_procs(tasks, timeout=10)
+    _, alive = psutil.wait_procs(tasks, timeout=SECONDS)
     assert not alive
 
 
 @pytest.mark.slow
-def test_no_task_outlives_a_launcher_that_is_killed(running):
-    tasks = running.tasks()
+def test_no_task_outlives_a_launcher_that_is_killed(endless):
+    tasks = endless.tasks()
     assert len(tasks) == 4
-    running.task("worker-0").send_signal(signal.SIGSTOP)
-    running.process.kill()
-    running.process.wait()
-    _, alive = psutil.wait_procs(tasks, timeout=10)
+    endless.task("worker-0").send_signal(signal.SIGSTOP)
+    endless.process.kill()
+    endless.process.wait()
+    _, alive = psutil.wait_procs(tasks, timeout=SECONDS)
     assert not alive
-    assert running.newest() % EVERY == 0
+    assert endless.newest() % EVERY == 0
 
 
 @pytest.mark.slow
@@ -131,5 +142,5 @@ def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_
     assert (failed.task, failed.cause) == ("worker-0", "signal SIGKILL")
     assert failed.log == log
     assert failed.last_lines[-1] in said
-    _, alive = psutil.wait_procs(tasks, timeout=10)
+    _, alive = psutil.wait_procs(tasks, timeout=SECONDS)
     assert not alive

@@ -9,7 +9,7 @@ from kfp.local import subprocess_task_handler
 
 from components.table import STEPS
 from pipelines import forked_steps
-from trainer.cluster.forks import forked
+from trainer.cluster.forks import fork_request, forked
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_where_a_container_refuses_descriptors_of_processes_no_process_is_forked
     assert started == []
 
 
-def test_a_step_is_forked_and_other_commands_are_started(started, tmp_path, capfd):
+def test_a_step_is_forked_and_other_commands_are_started(started, monkeypatch, tmp_path, capfd):
     source = f"""
 import os, sys
 {STEPS[-1].name} = None
@@ -76,6 +76,8 @@ sys.exit(3)
 """
     shell = "python3 -m kfp.dsl.executor_main"
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
+    # It loads KFP first.
+    monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
     # Without TensorFlow: of it only a preparation is sure to need none.
     with forked_steps.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()

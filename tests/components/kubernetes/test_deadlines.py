@@ -65,9 +65,9 @@ def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
 
 def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, caplog):
     caplog.set_level(logging.INFO)
-    message = Attempt(suspended(operator=1, queueing=3)).failure()
+    message = Attempt(suspended(operator=3, queueing=5)).failure()
     assert message.startswith(
-        "the job was not admitted after 3 s (cluster.kubernetes.deadlines.queueing): it is "
+        "the job was not admitted after 5 s (cluster.kubernetes.deadlines.queueing): it is "
         "suspended; Kueue admits it once its queue has room: kubectl get workloads"
     )
     assert caplog.messages.count("the job is suspended: it waits for admission") == 1
@@ -81,12 +81,12 @@ def test_a_suspended_job_without_the_operator_waits_for_that(kube):
 
 
 def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
-    attempt = watching_attempt(kube, queueing=2)
+    attempt = watching_attempt(kube, queueing=4)
     words = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
     for pod in kube.all_pods().values():
         pods.unschedulable(kube.store, pod, words)
     message = attempt.failure()
-    assert message.startswith("chief-0, ps-0, worker-0 has no node after 2 s (cluster.kubernetes.")
+    assert message.startswith("chief-0, ps-0, worker-0 has no node after 4 s (cluster.kubernetes.")
     assert f"deadlines.queueing): {words}" in message
     # An autoscaler may add such a node: it is said at once, and ends the job at its deadline only.
     assert f"worker-0 waits: {words}" in caplog.messages

@@ -73,10 +73,10 @@ def test_a_chief_that_takes_its_time_is_waited_for(kube, monkeypatch):
 
     waiting = threading.Thread(target=TFJobs().stop(job).wait, args=(api, pause), daemon=True)
     waiting.start()
-    assert looked.wait(30)
+    assert looked.wait(60)
     assert waiting.is_alive()
     save(kube)
-    waiting.join(30)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 

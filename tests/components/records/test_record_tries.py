@@ -171,7 +171,7 @@ def test_a_request_to_end_during_the_pause_ends_it(at):
     try:
         assert process.stdout.readline() == "pauses 30 s\n"
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
         process.communicate()

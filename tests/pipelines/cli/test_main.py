@@ -41,6 +41,8 @@ def interrupted(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Else it may be done before anybody has read where it is.
+            pipesize=4096,
         ) as process:
             place = f"{module.replace('.', '/')}."
             for line in process.stderr:

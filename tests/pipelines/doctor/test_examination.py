@@ -87,7 +87,10 @@ def test_where_a_check_finds_nothing_the_command_shows_more(release):
         "c": lambda: release.wait(60) and OK,
         "d": lambda: OK,
     }
-    checks = [Check(name=n, look=look, seconds=1, show="ls") for n, look in looks.items()]
+    checks = [
+        Check(name=n, look=look, seconds=1 if n == "c" else 60, show="ls")
+        for n, look in looks.items()
+    ]
     found = examine(checks, lambda *_: None)
     assert [each.remedy for each in found] == ["ls", "ls", "ls", ""]
 
@@ -127,7 +130,7 @@ def test_checks_look_at_the_same_time():
     both = threading.Barrier(2)
 
     def look():
-        both.wait(30)
+        both.wait(60)
         return OK
 
     found = looked([Check(name=name, look=look) for name in "ab"])
@@ -136,7 +139,7 @@ def test_checks_look_at_the_same_time():
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(examination, "TIDY_SECONDS", 1.0)
+    monkeypatch.setattr(examination, "TIDY_SECONDS", 60.0)
     monkeypatch.setattr(examination, "ENDING_SECONDS", 0.1)
 
 

@@ -68,7 +68,7 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
 )
 def test_what_the_trainer_finds(home, tree, state, message):
     (home / "blocks.py").write_text(HUGE, encoding="utf-8")
-    found = fits(parse_config(tree))
+    found = fits(parse_config(tree), seconds=600)
     assert (found.state, found.message) == (state, message)
     left = {name for name in content(home) if not name.startswith("__pycache__")}
     assert left == {"tmp", "blocks.py"}

@@ -12,6 +12,8 @@ import pytest
 from tests.pipelines.called import FLOTILLA
 
 TIMED = "import time:"
+# Bytes that it may write before anybody reads them, so that it is not done before it is signalled.
+AHEAD = 4096
 
 
 @pytest.mark.parametrize("module", ["typer.core", "pydantic_core", "pipelines.cli.display"])
@@ -20,7 +22,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     settings = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     command = [FLOTILLA, "train", "no/such.yaml", *(["--json"] if as_json else [])]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=settings, stdout=-1, stderr=-1, text=True
+        command, cwd=tmp_path, env=settings, stdout=-1, stderr=-1, text=True, pipesize=AHEAD
     ) as process:
         names = (line.split("|")[-1].strip() for line in process.stderr)
         # What was imported before is out of anybody's hands.

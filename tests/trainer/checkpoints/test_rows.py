@@ -38,10 +38,10 @@ def read(uri):
 
 @contextmanager
 def bytes_written():
-    """Count the bytes that this process writes, by the kernel's own account."""
+    """Count the bytes that this thread writes, by the kernel's own account."""
 
     def count():
-        with open("/proc/self/io", encoding="ascii") as file:
+        with open("/proc/thread-self/io", encoding="ascii") as file:
             return int(dict(line.split(": ") for line in file)["wchar"])
 
     found = []

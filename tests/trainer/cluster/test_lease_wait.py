@@ -176,7 +176,7 @@ def test_a_wait_can_be_interrupted(here, elsewhere, time_, number):
     ) as waiting:
         assert "it may be dead" in waiting.stderr.readline()
         waiting.send_signal(number)
-        out, err = waiting.communicate(timeout=60)
+        out, err = waiting.communicate(timeout=300)
     assert [json.dumps(vars(each)) for each in holders(here).values()] == before
     assert (waiting.returncode, err) == (130, "")
     assert out.startswith("interrupted, while run digits-1 (process ")

@@ -43,7 +43,8 @@ def test_a_task_that_listens_and_sends_nothing_is_silent(stack):
     thread.start()
     workers = (answers, stopped, gone)
     cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (stopped,), "worker": workers})
-    found = probe_peers(cluster, THIS, timeout=1)
+    # Long enough for the thread above on a busy machine.
+    found = probe_peers(cluster, THIS, timeout=3)
     thread.join()
     assert [str(task) for task in found.silent] == ["ps-0", "worker-1"]
     assert [str(task) for task in found.gone] == ["worker-2"]

@@ -94,8 +94,8 @@ def test_a_port_that_is_taken_is_one_line():
 
 @linux
 def test_a_system_that_takes_the_filter_and_ignores_it_is_found_out(monkeypatch):
-    monkeypatch.setattr(loopback, "_TRIAL_SECONDS", 0.05)
     assert loopback.can_close()
+    monkeypatch.setattr(loopback, "_TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(loopback, "_SERVER_IF_LOOPBACK", [(6, 0, 0, 0)])
     assert not loopback.can_close()
 

@@ -19,7 +19,7 @@ import pytest
 from trainer.cluster import signals
 
 ROOT = Path(signals.__file__).parents[2]
-SECONDS = 30  # until a test gives up
+SECONDS = 120  # until a test gives up
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 
 # The last of the chain: says that it listens, then waits for ever.

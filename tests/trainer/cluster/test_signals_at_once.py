@@ -10,7 +10,7 @@ from trainer.cluster import signals
 from trainer.cluster.signals import on_interrupt
 
 ROUNDS = 20
-SECONDS = 30
+SECONDS = 120
 # The other threads are awake, as those of a supervisor may be, and could receive a signal.
 WAITING = """
 import os, queue, select, threading

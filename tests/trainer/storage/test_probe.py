@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -124,8 +124,25 @@ def test_a_probe_that_is_stopped_removes_what_it_wrote(bucket):
     assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
 
 
+@contextmanager
+def held_up(bucket, *methods):
+    """Hold the first request of these methods up until the end of the block; yield its event."""
+    waiting, free = threading.Event(), threading.Event()
+
+    def before(request):
+        if request.startswith(methods) and not waiting.is_set():
+            waiting.set()
+            free.wait(60)
+
+    bucket.plan.before = before
+    try:
+        yield waiting
+    finally:
+        bucket.plan.before = None
+        free.set()
+
+
 def test_another_thread_may_remove_it(bucket):
-    bucket.plan.add(Fault("silence", method="GET", times=1, seconds=1.5))
     probe = Probe(bucket.root)
 
     def examine():
@@ -134,35 +151,25 @@ def test_another_thread_may_remove_it(bucket):
             probe.examine()
 
     working = threading.Thread(target=examine)
-    waiting = threading.Event()
-    bucket.plan.before = lambda request: waiting.set() if request.startswith("GET") else None
-    working.start()
-    try:
-        assert waiting.wait(20)
+    with held_up(bucket, "GET") as waiting:
+        working.start()
+        assert waiting.wait(60)
         probe.remove()
         assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
-    finally:
-        bucket.plan.before = None
-        working.join()
+    working.join()
     assert bucket.content(bucket.root) == {}
 
 
 def test_what_arrives_after_it_was_removed_is_not_forgotten(bucket):
-    for method in ("POST", "PUT"):
-        bucket.plan.add(Fault("silence", method=method, times=1, seconds=1.5))
     probe = Probe(bucket.root)
     working = threading.Thread(target=probe.examine)
-    waiting = threading.Event()
-    bucket.plan.before = lambda _: waiting.set()
-    working.start()
-    try:
-        assert waiting.wait(20)
+    with held_up(bucket, "POST", "PUT") as waiting:
+        working.start()
+        assert waiting.wait(60)
         probe.stop()
         probe.remove()
         assert probe.is_left
-    finally:
-        bucket.plan.before = None
-        working.join()
+    working.join()
     assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
 
 

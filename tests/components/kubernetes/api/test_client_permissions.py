@@ -17,6 +17,7 @@ from trainer.config.schema import Config
 
 # What everybody may ask: who they are, and what they may do.
 REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")
+GET_LEASE = re.compile(r"GET .*/leases/")
 
 
 def permission(request):
@@ -39,6 +40,8 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     kube.run_all()
     kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
     kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
+    # Of a heartbeat.
+    kube.store.wait(lambda: any(GET_LEASE.match(each) for each in kube.server.requests))
     worker = kube.finish("worker-0", 137)["metadata"]["uid"]
     kube.pod("worker-0", but=worker)
     pods.running(kube.store, kube.pod("worker-0", but=worker))

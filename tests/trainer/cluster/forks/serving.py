@@ -9,12 +9,13 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 from trainer.cluster import signals
-from trainer.cluster.forks import fork_server, forked
+from trainer.cluster.forks import fork_request, fork_server, forked
 from trainer.cluster.forks.fork_request import Request
 
-SECONDS = 60
+SECONDS = 120
 PROGRAM = "tests.trainer.cluster.forks.program"
 LOADED = "json"
 
@@ -30,7 +31,7 @@ class Serving:
 
 @contextmanager
 def serving(folder, at_once=LOADED, later="", **environment):
-    """Start a server, and end it at the end of the block."""
+    """Start a server, and end it at the end of the block; who asks it waits until it has begun."""
     name = f"test-{secrets.token_hex(8)}"
     sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
     for each, address in zip(sockets, (name, f"{name}.tf"), strict=True):
@@ -51,7 +52,9 @@ def serving(folder, at_once=LOADED, later="", **environment):
     for each in sockets:
         each.close()
     try:
-        yield Serving(process=process, first=name, second=f"{name}.tf")
+        # Others would start a process by themselves.
+        with patch.object(fork_request, "_SECONDS", SECONDS):
+            yield Serving(process=process, first=name, second=f"{name}.tf")
     finally:
         process.stdin.close()
         process.wait(SECONDS)

@@ -125,6 +125,8 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
 
 
 def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
+    # Its start does not count.
+    assert Asked(folder=tmp_path).fork(server.first)
     with ExitStack() as silent:
         for sent in (b"", b"\0" * 3):
             stranger = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
