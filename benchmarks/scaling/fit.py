@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 from scipy.optimize import nnls
 
-from pipelines.planning.costs import Costs, Model, work_of
+from pipelines.planning.costs import Costs, Model, sharing_cache, work_of
 from pipelines.planning.simulation import Dispatch, Fleet, simulated
 
-_COLD = np.linspace(0, 1.5, 31)
+_COLD = np.linspace(0, 1, 21)
 # What is tried: shares, seconds of a byte, and of a round trip.
 _WAITING = {
     "aside": (0.2, 0.3, 0.4, 0.5, 0.6, 0.8),
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
 }
-_PASSES = 2
 # Seconds of the chief to send a worker a closure, as measured when it sent many of them. A run of
 # one stretch has too few to be fitted. `make bench ARGS=handout` found 3.2 ms with 64 workers.
 CLOSURE = 2.7e-3
@@ -94,6 +94,7 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
         server_loop=server[2],
         server_share=server[3],
         chief_share=chief[0],
+        system_share=_of_no_task(paced, cores),
         cold=cold,
         memory=_memory(own),
         dispatch=replace(dispatch, look=chief[1]),
@@ -104,8 +105,8 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
 def rate(costs: Costs, point: Point, cores: int) -> float:
     """Return the updates a second of a run by simulation."""
     model = Model(gradient=point.gradient, held=point.held, pull_every=point.pull_every)
-    fleet = Fleet(workers=point.workers, cores=cores, round_trip=costs.loopback, cold=costs.cold)
-    work = work_of(costs, model, cores=cores)
+    fleet = Fleet(workers=point.workers, cores=cores, round_trip=costs.loopback)
+    work = work_of(costs, model, workers=point.workers, cores=cores)
     # Its only checkpoint comes after what is measured.
     return simulated(work, fleet, replace(costs.dispatch, closure=0.0), stretches=2).rate
 
@@ -129,7 +130,7 @@ def _worker(
     def solved(cold: float) -> tuple[float, Sequence[float]]:
         rows, sums = [], []
         for p in points:
-            n, crowd = p.pull_every, 1 + cold * (1 - 1 / max(1.0, p.workers / cores))
+            n, crowd = p.pull_every, sharing_cache(cold, p.workers, cores)
             looped = _looped(p, dispatch)
             row = (1.0, p.servers - 1, sum(p.held), n, n * p.gradient, looped)
             rows.append(tuple(crowd * each for each in row))
@@ -167,14 +168,20 @@ def _memory(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _of_no_task(points: Sequence[Point], cores: int) -> float:
+    """Return the cores that no task has where there is always a worker that could use them."""
+    used = [p.rate * (p.worker + p.server + p.chief) for p in points if p.workers > cores]
+    return max(0.0, cores - sum(used) / len(used)) if used else 0.0
+
+
 def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
     """Return the constants with what tasks of one machine wait for, by the rates."""
+    # Of more workers than cores another one works while one waits: their rates tell nothing.
+    waiting = [p for p in points if p.workers <= cores]
 
     def error(found: Costs) -> float:
-        return sum(math.log(rate(found, p, cores) / p.rate) ** 2 for p in points)
+        return sum(math.log(rate(found, p, cores) / p.rate) ** 2 for p in waiting)
 
-    for _ in range(_PASSES):
-        for name, values in _WAITING.items():
-            tried = [replace(costs, **{name: each}) for each in values]  # type: ignore[arg-type]
-            costs = min(tried, key=error)
-    return costs
+    # All of them, as they stand for one another: one after the other ends far from the best.
+    tried = (dict(zip(_WAITING, each, strict=True)) for each in product(*_WAITING.values()))
+    return min((replace(costs, **each) for each in tried), key=error)  # type: ignore[arg-type]

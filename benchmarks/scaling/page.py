@@ -35,6 +35,7 @@ _UNITS = {
     "gradient": (1.0, "times what `trainer calibrate` finds"),
     "server_share": (1.0, "of a core"),
     "chief_share": (1.0, "of a core"),
+    "system_share": (1.0, "of a core"),
     "cold": (1.0, "of the worker's time"),
     "aside": (1.0, "of the worker's time"),
 }

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class Costs:
         server_loop: of a server for an update outside of turns.
         server_share: share of a core that a server takes whatever the others do.
         chief_share: the same of the chief.
-        cold: how much longer a worker takes if others have used its core since its last update.
+        system_share: the same of the launcher, and of interrupts of the network, which the kernel
+            counts for no task.
+        cold: share of its seconds that a worker with a core of its own waits for memory.
         aside: share of a worker's seconds in threads next to the one that computes.
         loopback_byte: seconds for a byte between two tasks of one machine, without a core.
         loopback: seconds of a round trip between them.
@@ -53,6 +56,7 @@ class Costs:
     server_loop: float
     server_share: float
     chief_share: float
+    system_share: float = 0.0
     cold: float = 0.0
     aside: float = 0.3
     loopback_byte: float = 0.0
@@ -76,24 +80,43 @@ class Model:
     pull_every: int = 1
 
 
-def work_of(costs: Costs, model: Model, *, cores: int = 0, byte: float = 0.0) -> Work:
+def sharing_cache(cold: float, workers: int, cores: int) -> float:
+    """Return how much longer workers take that share a machine's cores; 1 with a core for each.
+
+    A worker has a part of the cache of its core, and misses grow with the root of how much smaller
+    a cache is (Hartstein et al. 2006, "Cache miss behavior: is it sqrt 2?").
+
+    Args:
+        cold: share of its seconds that a worker with a core of its own waits for memory.
+        workers: how many.
+        cores: of the machine; 0 where each worker has its own.
+    """
+    crowd = max(1.0, workers / cores) if cores else 1.0
+    return 1 + cold * (sqrt(crowd) - 1)
+
+
+def work_of(
+    costs: Costs, model: Model, *, workers: int = 1, cores: int = 0, byte: float = 0.0
+) -> Work:
     """Return what an update costs.
 
     Args:
         costs: measured.
         model: that is trained.
+        workers: how many there are.
         cores: of the machine that all tasks share; 0 where each has its own.
         byte: seconds of a network card for a byte, where each has its own machine.
     """
     held = [each for each in model.held if each] or [0]
-    shares = costs.chief_share + costs.server_share * len(held)
+    shares = costs.system_share + costs.chief_share + costs.server_share * len(held)
     slower = 1 / max(0.1, 1 - shares / cores) if cores else 1.0
+    cold = slower * sharing_cache(costs.cold, workers, cores)
     worker = (
         costs.worker_update
         + costs.worker_message * (len(held) - 1)
         + costs.worker_byte * sum(held)
         + model.pull_every * (costs.batch + costs.gradient * model.gradient)
-    ) * slower
+    ) * cold
     serving = tuple(slower * (costs.server_message + costs.server_byte * each) / 2 for each in held)
     byte = costs.loopback_byte if cores else byte
     return Work(
@@ -103,7 +126,7 @@ def work_of(costs: Costs, model: Model, *, cores: int = 0, byte: float = 0.0) ->
         push=serving,
         apply=serving,
         wire=tuple(byte * each for each in held),
-        loop=(costs.worker_loop * slower, costs.server_loop * slower),
+        loop=(costs.worker_loop * cold, costs.server_loop * slower),
     )
 
 

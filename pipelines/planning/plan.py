@@ -220,14 +220,13 @@ def _plan(
         seconds = options.gradient or calibration["gradient"]
         model = replace(model, gradient=seconds / costs.gradient)
     byte = 1 / (options.gigabits * _GIGABIT)
-    work = work_of(costs, model, cores=options.cores, byte=byte)
+    work = work_of(costs, model, workers=workers, cores=options.cores, byte=byte)
     fleet = Fleet(
         workers=workers,
         cores=options.cores,
         worker_cores=options.worker_cores,
         server_cores=options.server_cores,
         round_trip=costs.loopback if options.cores else options.round_trip,
-        cold=costs.cold,
     )
     outcome = simulated(work, fleet, costs.dispatch.of_run(training.steps))
     seconds = training.steps / outcome.rate

@@ -101,7 +101,6 @@ class Fleet:
         slow_by: how much longer they compute.
         kill_every: mean seconds until a worker is killed; 0: never.
         restart: seconds until it works again.
-        cold: how much longer a worker takes if others have used its core since its last update.
     """
 
     workers: int
@@ -115,7 +114,6 @@ class Fleet:
     slow_by: float = 1.0
     kill_every: float = 0.0
     restart: float = 30.0
-    cold: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +219,8 @@ class _Simulation:
             self.servers, self.chief = _Cores(fleet.server_cores), _Cores(1)
         self.cards = {way: _Cores(len(self.work.wire)) for way in ("in", "out")}
         slow = round(fleet.slow * fleet.workers)
-        crowd = max(1.0, fleet.workers / fleet.cores) if fleet.cores else 1.0
-        cold = 1 + fleet.cold * (1 - 1 / crowd)
         self.workers = [
-            _Worker(index=i, factor=cold * (fleet.slow_by if i < slow else 1.0))
+            _Worker(index=i, factor=fleet.slow_by if i < slow else 1.0)
             for i in range(fleet.workers)
         ]
         for worker in self.workers:

@@ -10,7 +10,7 @@ from benchmarks.scaling.fit import Point, fit, rate
 from benchmarks.scaling.measure import MODELS, SERVERS, WORKERS, Case, cases, point
 from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.watched import Look, Used
-from pipelines.planning.costs import Costs, Model, measured, work_of
+from pipelines.planning.costs import Costs, Model, measured, sharing_cache, work_of
 from pipelines.planning.simulation import Dispatch, Fleet, simulated
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
@@ -29,8 +29,11 @@ TRUE = Costs(
     server_loop=2e-4,
     server_share=0.1,
     chief_share=0.02,
+    system_share=0.1,
     cold=0.5,
-    aside=0.4,
+    aside=0.6,
+    loopback_byte=4e-10,
+    loopback=5e-5,
     dispatch=Dispatch(closure=2e-3, look=1e-3),
 )
 SIZES = {"small": (40_000, 1e-4), "large": (3_000_000, 2e-3)}
@@ -41,10 +44,11 @@ def made_up(model, workers=2, pull_every=1, servers=1, **more):
     size, gradient = SIZES[model]
     held = (size // servers,) * servers
     found = Model(gradient=gradient, held=held, pull_every=pull_every)
-    fleet = Fleet(workers=workers, cores=CORES, cold=TRUE.cold)
-    speed = simulated(work_of(TRUE, found, cores=CORES), fleet, TRUE.dispatch).rate
+    fleet = Fleet(workers=workers, cores=CORES, round_trip=TRUE.loopback)
+    work = work_of(TRUE, found, workers=workers, cores=CORES)
+    speed = simulated(work, fleet, TRUE.dispatch).rate
     looped = TRUE.dispatch.unit(speed, workers, 20) == 1 or more.get("looped", False)
-    crowd = 1 + TRUE.cold * (1 - 1 / max(1.0, workers / CORES))
+    crowd = sharing_cache(TRUE.cold, workers, CORES)
     own = TRUE.worker_update + TRUE.worker_message * (servers - 1) + TRUE.worker_byte * sum(held)
     own += pull_every * TRUE.gradient * gradient + looped * TRUE.worker_loop
     serving = servers * (TRUE.server_message + looped * TRUE.server_loop)
@@ -87,6 +91,9 @@ def test_constants_are_found_again(found):
     for name in ("worker_update", "worker_loop", "server_loop", "server_share", "chief_share"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
     assert found.cold == pytest.approx(TRUE.cold, abs=0.06)
+    assert found.system_share == pytest.approx(TRUE.system_share, abs=0.05)
+    for name in ("aside", "loopback_byte", "loopback"):
+        assert getattr(found, name) == getattr(TRUE, name), name
     assert found.dispatch.look == pytest.approx(TRUE.dispatch.look, rel=0.15)
 
 

@@ -7,7 +7,14 @@ import pytest
 
 from pipelines.cli.plan import _table
 from pipelines.planning import plan
-from pipelines.planning.costs import MEASURED, Model, from_tree, measured, work_of
+from pipelines.planning.costs import (
+    MEASURED,
+    Model,
+    from_tree,
+    measured,
+    sharing_cache,
+    work_of,
+)
 from trainer.config.load import load_config
 from trainer.errors import ConfigError
 
@@ -168,6 +175,29 @@ def test_work_grows_with_what_moves_and_with_gradients():
     assert two.wire == (pytest.approx(1e-3),)
     shared = work_of(costs, Model(gradient=0.1, held=(1_000_000,)), cores=2)
     assert shared.compute >= one.compute
+
+
+def test_workers_that_share_a_cache_are_slower_and_servers_are_not():
+    costs = replace(measured(), cold=0.5, worker_loop=1e-3)
+    model = Model(gradient=0.1, held=(1_000_000,))
+    own, shared = (work_of(costs, model, workers=n, cores=2) for n in (2, 8))
+    for each in (shared.compute / own.compute, shared.aside / own.aside):
+        assert each == pytest.approx(1.5)
+    assert shared.loop[0] == pytest.approx(1.5 * own.loop[0])
+    assert (shared.push, shared.pull, shared.loop[1]) == (own.push, own.pull, own.loop[1])
+    # With a core each there is nobody else's data in its cache.
+    assert own == work_of(costs, model, workers=1, cores=2)
+    assert work_of(costs, model, workers=10_000) == work_of(costs, model)
+    assert sharing_cache(0.5, 8, 2) == pytest.approx(1.5)
+
+
+def test_what_is_no_task_takes_a_share_of_one_machine_alone():
+    model = Model(gradient=0.1, held=(1_000_000,))
+    costs = replace(measured(), chief_share=0.0, server_share=0.0)
+    less, more = (replace(costs, system_share=each) for each in (0.0, 0.5))
+    shared = [work_of(each, model, cores=2).compute for each in (less, more)]
+    assert shared[1] == pytest.approx(shared[0] / 0.75)
+    assert work_of(less, model) == work_of(more, model)
 
 
 def test_the_table_marks_what_is_configured_and_what_is_proposed():
