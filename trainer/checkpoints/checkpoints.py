@@ -164,20 +164,14 @@ class Checkpoints:
 
     def without_lost(self) -> None:
         """Publish what servers wrote that needs none that is gone; give up the rest of it."""
-        if not self.parts:
+        if not (parts := self.parts):
             return
-        for ended in (self.parts.settle, self.uploads.flush):
+        for ended in (parts.settle, self.uploads.flush):
             with suppress(UserError):
                 ended()
-        # What has failed would end the next save.
-        self.uploads = UploadQueue()
-        before = self.parts
-        self.by_parts(before.servers, before.least, share=before.share, last_step=before.last_step)
-        last, self.last = self.last, ""
-        with suppress(UserError):
-            # One that was given up is to be saved again.
-            if any(last.endswith(f"/{storage.name_of(uri)}") for uri, _ in self._candidates()):
-                self.last = last
+        # What has failed would end the next save, and what was given up is to be saved again.
+        self.uploads, self.last = UploadQueue(), ""
+        self.by_parts(parts.servers, parts.least, share=parts.share, last_step=parts.last_step)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""

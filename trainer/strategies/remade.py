@@ -85,19 +85,35 @@ class Remade:
         Raises:
             ClusterLostError: one needs something of a lost server that was not made again.
         """
+        functions = _traced()
+        if any(map(self._forgets, functions)):
+            # What nobody needs any more may have been of what is gone.
+            del functions
+            gc.collect()
+            functions = _traced()
+        for each in functions:
+            if self._forgets(each):
+                raise ClusterLostError(f"nobody knows how to make again what {each.name} uses")
+            if any(id(one) in self._handles for one in each._captured_inputs):
+                each.set_external_captures(self._renewed(each))
+
+    def _renewed(self, function: ConcreteFunction) -> list[Any]:
+        """Return what a function was traced with, with new handles in the place of old ones."""
+        return [
+            self._handles[id(one)][1] if id(one) in self._handles else one
+            for one in function._captured_inputs
+        ]
+
+    def _forgets(self, function: ConcreteFunction) -> bool:
+        """Say whether a function needs something that is gone, and was not made again."""
         made = {id(new) for _, new in self._handles.values()}
-        # What nobody needs any more may have been of what is gone.
-        gc.collect()
-        for each in gc.get_objects():
-            if type(each) is not ConcreteFunction:
-                continue
-            captured = [
-                self._handles[id(one)][1] if id(one) in self._handles else one
-                for one in each._captured_inputs
-            ]
-            for one in captured:
-                is_there = isinstance(one, tf.__internal__.EagerTensor)
-                if is_there and id(one) not in made and self.was_on(one.device):
-                    raise ClusterLostError(f"nobody knows how to make again what {each.name} uses")
-            if any(id(one) in made for one in captured):
-                each.set_external_captures(captured)
+        return any(
+            isinstance(one, tf.__internal__.EagerTensor)
+            and id(one) not in made
+            and self.was_on(one.device)
+            for one in self._renewed(function)
+        )
+
+
+def _traced() -> list[ConcreteFunction]:
+    return [each for each in gc.get_objects() if type(each) is ConcreteFunction]

@@ -66,9 +66,7 @@ def test_a_machine_that_cannot_be_reached_has_not_ended_its_task(monkeypatch, nu
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)})
-    assert probe_peers(cluster, THIS) == Peers(
-        **dict.fromkeys(found, (Task(role="ps", index=0),))
-    )
+    assert probe_peers(cluster, THIS) == Peers(**dict.fromkeys(found, (Task(role="ps", index=0),)))
 
 
 def test_a_single_task_has_no_peers():
