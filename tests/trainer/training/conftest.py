@@ -29,6 +29,9 @@ CLUSTER = Cluster(
 )
 
 
+FIELDS = {"metrics": {"loss": 0.5, "validation_loss": 0.25}}
+
+
 def snapshots_of(copies):
     """Return the snapshots of an attempt that has these copies of servers."""
     made = create_autospec(recovery.ServerSnapshots, instance=True)
@@ -81,19 +84,11 @@ def lose(monkeypatch):
         monkeypatch.setattr(joined, "held_by", lambda _: {0: {}, 1: {"table": None}, 2: {}})
         monkeypatch.setattr(joined, "lost_of", lambda *_: set(gone))
         monkeypatch.setattr(joined, "save", save)
-        fields = {"metrics": {"loss": 0.5, "validation_loss": 0.25}}
         heard = []
         error = tf.errors.UnavailableError(None, None, "it is gone")
-        snapshots = snapshots_of(copies or {})
+        config, snapshots = parse_config(tree or {}), snapshots_of(copies or {})
         with heard_by(heard.append):
-            made = Recovery(
-                parse_config(tree or {}),
-                strategy,
-                seen.checkpoints,
-                lambda: fields,
-                snapshots,
-                stops,
-            )
+            made = Recovery(config, strategy, seen.checkpoints, lambda: FIELDS, snapshots, stops)
             seen.goes_on = made.goes_on(error, is_whole=whole)
         return heard
 
