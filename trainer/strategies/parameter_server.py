@@ -264,6 +264,7 @@ class Served(KerasStrategy):
         assign(remade)
         table_state.restored_on(self.model, remade)
         remade.rebind()
+        remade.require_reached(self.cluster.count("worker"))
 
     def remake(self, remade: Remade) -> None:
         """Make again what a strategy has on servers besides model and optimizer."""

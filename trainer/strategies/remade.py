@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -113,6 +114,32 @@ class Remade:
             and self.was_on(one.device)
             for one in self._renewed(function)
         )
+
+    def require_reached(self, workers: int) -> None:
+        """Have each worker read of each server that was started again.
+
+        One that was connected again while a server died looks for its old process, without end.
+
+        Raises:
+            OpError: of TensorFlow, where a worker does not reach a server.
+        """
+        smallest = {
+            each.device: each
+            for each in sorted(self._variables, key=lambda one: -(one.shape.num_elements() or 0))
+        }
+
+        @partial(tf.function, autograph=False)
+        def read() -> tf.Tensor:
+            found = []
+            for device, variable in smallest.items():
+                with tf.device(device):
+                    found.append(tf.reshape(variable.read_value(), [-1])[:1])
+            return tf.add_n([tf.reduce_sum(tf.cast(each, tf.float32)) for each in found])
+
+        for number in range(workers if smallest else 0):
+            # The worker splits the function, as it does its steps.
+            with tf.device(f"/job:worker/replica:0/task:{number}/device:CPU:0"):
+                read().numpy()
 
 
 def _traced() -> list[ConcreteFunction]:

@@ -1,7 +1,7 @@
 """A chief of two servers and two workers that goes on when ps-0 was killed and is started again.
 
 It takes the cluster as JSON. Each line that it prints is JSON; it waits for a line before it runs
-into the loss, and before it connects again.
+into the loss, before it connects again, and before each worker has to reach ps-0.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Chief:
     def rejoin(self) -> dict[str, Any]:
         """Connect again, and give ps-0 other values; return what was made."""
         connect_again(self.coordinator)
-        remade = Remade([0])
+        self.remade = remade = Remade([0])
         noted = self.shard.noted
         variables = [
             *(self.lost, self.stays, self.applied, *self.shard.unsaved),
@@ -112,6 +112,7 @@ class Chief:
         noted.used.assign([-1, 1, 1, *[-1] * 6])
         self.shard.restored()
         remade.rebind()
+        remade.require_reached(2)
         return {"made": made, "again": again, "were_lost": were_lost}
 
     def values(self) -> dict[str, Any]:
@@ -146,6 +147,11 @@ def main() -> None:
     traced = chief.step.experimental_get_tracing_count() - traced
     is_later = later > newest
     say(slots=slots, is_later=is_later, traced=traced, stayed=stayed, **made, **chief.values())
+    sys.stdin.readline()
+    try:
+        chief.remade.require_reached(2)
+    except tf.errors.OpError as error:
+        say(error=type(error).__name__)
     # Threads of the coordinator wait for more.
     os._exit(0)
 

@@ -68,6 +68,11 @@ def test_it_gets_what_it_held_and_no_other_server_loses_anything():
         chief.stdin.write("back\n")
         chief.stdin.flush()
         after = said(chief)
+        servers["worker", "1"].kill()
+        servers["worker", "1"].wait()
+        chief.stdin.write("a worker is dead\n")
+        chief.stdin.flush()
+        assert said(chief)["error"]
     assert after["made"] == [True, False, *[True] * 9]
     assert (after["again"], after["were_lost"]) == ([True, False], True)
     (stayed,) = after["stayed"]
