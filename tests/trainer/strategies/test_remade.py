@@ -57,21 +57,18 @@ def test_it_gets_what_it_held_and_no_other_server_loses_anything():
         chief = started("-m", CHIEF, spec)
         before = said(chief)
         assert before == {"lost": [20, 20], "stays": [20], "applied": 20, "slots": [1]}
-        lost = servers["ps", "0"]
+        lost, away = servers["ps", "0"], servers["worker", "1"]
         lost.kill()
         lost.wait()
-        chief.stdin.write("dead\n")
-        chief.stdin.flush()
+        print("dead", file=chief.stdin, flush=True)
         assert said(chief)["error"]
         again = started("-c", SERVER, spec, "ps", "0")
         assert again.stdout.readline() == "serves\n"
-        chief.stdin.write("back\n")
-        chief.stdin.flush()
+        print("back", file=chief.stdin, flush=True)
         after = said(chief)
-        servers["worker", "1"].kill()
-        servers["worker", "1"].wait()
-        chief.stdin.write("a worker is dead\n")
-        chief.stdin.flush()
+        away.kill()
+        away.wait()
+        print("a worker is dead", file=chief.stdin, flush=True)
         assert said(chief)["error"]
     assert after["made"] == [True, False, *[True] * 9]
     assert (after["again"], after["were_lost"]) == ([True, False], True)
