@@ -175,7 +175,7 @@ class _Loss:
         found = _before(self.checkpoints, step)
         stand_ins = self._stand_ins(lost, by_parts=by_parts)
         restore(found, stand_ins, io_device=self.io_device, servers=self.checkpoints.servers)
-        return stand_ins, _older({path: self.variables[path] for path in stand_ins}, found)
+        return stand_ins, older_in(found, {path: self.variables[path] for path in stand_ins})
 
     def _stand_ins(self, lost: Collection[int], *, by_parts: bool) -> dict[str, tf.Variable]:
         """Return new variables for those of servers, on the servers that hold least."""
@@ -207,7 +207,7 @@ def _copied(copy: Copied) -> Older:
     )
 
 
-def _older(gone: Variables, found: RestoredCheckpoint) -> dict[int, Older]:
+def older_in(found: RestoredCheckpoint, gone: Variables) -> dict[int, Older]:
     """Return what each lost server goes back to, by its number, from the checkpoint before.
 
     Where that is a joined one too, what had gone back in it is of an even earlier global step.

@@ -50,6 +50,8 @@ ANSWER_SECONDS = 10.0
 HALT_SECONDS = 20.0
 # A server that is back so soon costs less than a new attempt. A probe of it, and a pause after one.
 RETURN_SECONDS, PROBE_SECONDS, PAUSE_SECONDS = 30.0, 2.0, 0.05
+# Each time leaves megabytes of the old graphs on the tasks that stay, until a new attempt begins.
+MOST_REJOINS = 20
 # Longer than a checkpoint of a large model takes, and shorter than most steps that are repeated.
 LIMIT_SECONDS = 120.0
 # What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
@@ -162,6 +164,7 @@ class Recovery:
         self._snapshots, self._should_stop = snapshots, should_stop
         self._variables = strategy.variables()
         self._held = joined.held_by(self._variables)
+        self._rejoins = 0
 
     def goes_on(self, error: Exception, *, is_whole: bool) -> bool:
         """Keep what is left where servers are lost; return whether this attempt goes on with it.
@@ -198,7 +201,7 @@ class Recovery:
         steps = [each.global_step for each in copies.values()]
         back_to = min(steps) if copies.keys() == lost else newest
         reason, done = self._reason(lost, copies.keys(), is_whole, (reached, back_to)), None
-        if not reason and (back := self._rejoined(lost, copies, reached)):
+        if not reason and (back := self._rejoined(lost, copies, max(reached, newest))):
             self._say(lost, back, is_partial=True, rejoined=True)
             return True
         if not reason and isinstance(self._checkpoints.lease, _Abandoned):
@@ -266,13 +269,17 @@ class Recovery:
         strategy = self._strategy
         if not isinstance(strategy, Served) or not strategy.rejoins or lost == set(self._held):
             return None
+        if self._rejoins >= MOST_REJOINS:
+            return None
         if not self._are_back() or not self._are_halted():
             return None
         try:
-            return self._within_limit(lambda: self._rejoin(strategy, lost, copies, reached))
+            back = self._within_limit(lambda: self._rejoin(strategy, lost, copies, reached))
         except Exception as error:
             log.warning("a new attempt begins, as the servers are not joined: %s", _line(error))
             return None
+        self._rejoins += 1
+        return back
 
     def _are_back(self) -> bool:
         """Wait until all servers and workers answer; return whether they do soon."""
@@ -314,8 +321,8 @@ class Recovery:
             for path, each in self._held[server].items()
         }
         found = self._checkpoints.newest() if others else None
-        older = resumed(found, others, self._config.training) if found else {}
-        if older.keys() != others.keys():
+        values = resumed(found, others, self._config.training) if found else {}
+        if values.keys() != others.keys():
             raise UserError("no checkpoint has what they held")
 
         def assign(remade: Remade) -> None:
@@ -323,16 +330,16 @@ class Recovery:
             self._snapshots.give_back(copies, self._variables)
             if found:
                 servers = self._checkpoints.servers
-                restore(found, older, io_device=strategy.io_device, servers=servers)
+                restore(found, values, io_device=strategy.io_device, servers=servers)
             counter = self._variables[joined.STEP]
             if server_of(counter) in lost:
                 counter.assign(reached)
 
         strategy.rejoin(lost, assign)
-        step, steps = strategy.global_step(), [each.global_step for each in copies.values()]
-        if found:
-            return _Back(step=step, to=min([found.global_step, *steps]))
-        return _Back(step=step, to=min(steps), age=max(each.age for each in copies.values()))
+        older = joined.older_in(found, others).values() if found else ()
+        steps = [each.global_step for each in (*copies.values(), *older)]
+        age = 0.0 if found else max(each.age for each in copies.values())
+        return _Back(step=strategy.global_step(), to=min(steps), age=age)
 
     def _are_halted(self) -> bool:
         """End what workers do; return whether nothing runs any more."""

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from trainer.checkpoints.checkpoints import RestoredCheckpoint
+from trainer.checkpoints.contents import RECOVERED
 from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.snapshots import Copied
 from trainer.cluster.liveness import Peers
@@ -45,9 +46,9 @@ def back(lose, monkeypatch):
         seen.assigned.append(set(lost))
         assign(None)
 
-    def lost(*given, rejoin=rejoin, newest=400, parts=None, **named):
+    def lost(*given, rejoin=rejoin, newest=400, parts=None, fields=None, **named):
         found = newest and RestoredCheckpoint(
-            uri="file:///step", global_step=newest, folder=None, fields={}
+            uri="file:///step", global_step=newest, folder=None, fields=fields or {}
         )
         monkeypatch.setattr(
             lose,
@@ -158,6 +159,18 @@ def test_workers_that_do_not_end_are_not_gone_on_with(lose, back, monkeypatch):
     back.lose(halt=again.wait)
     assert (lose.goes_on, back.assigned) == (False, [])
     again.set()
+
+
+def test_what_a_checkpoint_has_of_an_earlier_loss_is_said(lose, back):
+    earlier = {"ps-1": {"global_step": 250, "variables": ["table"]}}
+    (event,) = back.lose(fields={RECOVERED: earlier})
+    assert (lose.goes_on, event.back_to) == (True, 250)
+
+
+def test_after_many_losses_a_new_attempt_begins(lose, back, monkeypatch):
+    monkeypatch.setattr(recovery, "MOST_REJOINS", 0)
+    (event,) = back.lose()
+    assert (lose.goes_on, event.rejoined, len(lose.saved)) == (False, False, 1)
 
 
 def test_where_all_servers_are_gone_or_full_is_wanted_none_is_joined(back):
