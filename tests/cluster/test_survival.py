@@ -9,11 +9,13 @@ import pytest
 
 from tests.cluster.launched import SECONDS, Launched, launched
 from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
+from trainer.training.journal import MAX_ROWS
 
 pytestmark = pytest.mark.cluster
 
 EVERY = 200
-STEPS = 1500
+# No more: of a longer run the history has no row for every step it may be interrupted at.
+STEPS = MAX_ROWS
 SETTINGS = {
     "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
     "cluster": {"parameter_servers": 1, "workers": 2, "max_restarts": 3},
@@ -87,16 +89,16 @@ def test_a_killed_chief_begins_a_new_attempt_on_the_same_servers(running):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
-def test_an_interrupt_publishes_a_last_checkpoint(endless, number):
-    tasks = endless.tasks()
-    endless.process.send_signal(number)
-    code, said = endless.end()
+def test_an_interrupt_publishes_a_last_checkpoint(running, number):
+    tasks = running.tasks()
+    running.process.send_signal(number)
+    code, said = running.end()
     assert code == 130
-    newest = endless.newest()
+    newest = running.newest()
     assert said == (
-        f"interrupted at global step {newest}; checkpoint {endless.checkpoints}/step-{newest:08d}\n"
+        f"interrupted at global step {newest}; checkpoint {running.checkpoints}/step-{newest:08d}\n"
     )
-    assert newest == endless.history()[-1]["global_step"]
+    assert newest == running.history()[-1]["global_step"]
     _, alive = psutil.wait_procs(tasks, timeout=SECONDS)
     assert not alive
 
