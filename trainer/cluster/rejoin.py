@@ -20,6 +20,8 @@ VARIABLE = "TF_GRPC_DEFAULT_OPTIONS"
 OPTIONS = {
     # As often as TensorFlow's channels try to connect.
     "grpc.dns_min_time_between_resolutions_ms": 1000,
+    # Tried again so soon after a connection was refused, then more and more seldom. Else after 1 s.
+    "grpc.initial_reconnect_backoff_ms": 100,
     # How long gRPC waits for a connection, whatever its name says. Within it two lost packets of
     # TCP are sent again, and a task that starts does not serve before it is over.
     "grpc.min_reconnect_backoff_ms": 5000,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
 from trainer.errors import ClusterLostError
+
+# A channel that was refused tries again after a second, and later after a few.
+CONNECT_SECONDS, PAUSE_SECONDS = 20.0, 0.1
 
 
 def connect_again(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
@@ -37,7 +41,7 @@ def connect_again(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> 
             raise ClusterLostError(f"worker-{worker.worker_index} gets nothing to do any more")
     # What connects with a worker that was restarted, on a thread of its own, may be at it.
     with cluster.failure_handler._cluster_update_lock:
-        context.context().update_server_def(context.get_server_def())
+        _when_connected(lambda: context.context().update_server_def(context.get_server_def()))
     # The first losses of a server are passed over as a fault of the network.
     cluster._potential_ps_failures_count = [0] * len(cluster._potential_ps_failures_count)
 
@@ -139,7 +143,21 @@ class Remade:
         for number in range(workers if smallest else 0):
             # The worker splits the function, as it does its steps.
             with tf.device(f"/job:worker/replica:0/task:{number}/device:CPU:0"):
-                read().numpy()
+                _when_connected(lambda: read().numpy())
+
+
+def _when_connected(work: Callable[[], Any]) -> None:
+    """Do what fails as long as a channel waits before it tries again a server that is there."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            work()
+        except tf.errors.UnavailableError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(PAUSE_SECONDS)
+        else:
+            return
 
 
 def _traced() -> list[ConcreteFunction]:

@@ -9,11 +9,12 @@ import pytest
 from trainer.cluster.rejoin import OPTIONS, VARIABLE, find_soon
 
 RESOLVE, CONNECT = "grpc.dns_min_time_between_resolutions_ms", "grpc.min_reconnect_backoff_ms"
+AGAIN = "grpc.initial_reconnect_backoff_ms=100"
 ALIVE = (
     "grpc.keepalive_time_ms=310000,grpc.http2.ping_timeout_ms=60000,"
     "grpc.keepalive_timeout_ms=120000,grpc.http2.max_pings_without_data=0"
 )
-OURS = f"{RESOLVE}=1000,{CONNECT}=5000,{ALIVE}"
+OURS = f"{RESOLVE}=1000,{AGAIN},{CONNECT}=5000,{ALIVE}"
 
 
 @pytest.mark.parametrize(
@@ -24,8 +25,8 @@ OURS = f"{RESOLVE}=1000,{CONNECT}=5000,{ALIVE}"
         ("grpc.a=1,", f"grpc.a=1,{OURS}"),
         # Another option whose name begins with ours.
         (f"{RESOLVE}_more=7", f"{RESOLVE}_more=7,{OURS}"),
-        (f"{RESOLVE}=30000", f"{RESOLVE}=30000,{CONNECT}=5000,{ALIVE}"),
-        (f"{CONNECT}=1, {RESOLVE}=2", f"{CONNECT}=1, {RESOLVE}=2,{ALIVE}"),
+        (f"{RESOLVE}=30000", f"{RESOLVE}=30000,{AGAIN},{CONNECT}=5000,{ALIVE}"),
+        (f"{CONNECT}=1, {RESOLVE}=2", f"{CONNECT}=1, {RESOLVE}=2,{AGAIN},{ALIVE}"),
         (f"{OURS},a=1", f"{OURS},a=1"),
     ],
 )
