@@ -21,7 +21,7 @@ from tensorflow.python.eager.polymorphic_function.concrete_function import Concr
 
 from trainer.errors import ClusterLostError
 
-# A channel that was refused tries again after a second, and later after a few.
+# A channel that was refused again and again waits for seconds before it tries once more.
 CONNECT_SECONDS, PAUSE_SECONDS = 20.0, 0.1
 
 

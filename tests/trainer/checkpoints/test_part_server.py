@@ -27,10 +27,16 @@ def waiting(folder):
     return PartServer(folder, "ps-0")
 
 
+def with_part(folder):
+    """Return one that has written a part, which waits to be published."""
+    server = waiting(folder)
+    (folder / "parts/one.data-00000-of-00001").write_bytes(b"values")
+    (folder / "parts/one.index").write_bytes(b"index")
+    return server
+
+
 def test_a_part_is_published_and_its_index_returned(tmp_path):
-    server = waiting(tmp_path)
-    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
-    (tmp_path / "parts/one.index").write_bytes(b"index")
+    server = with_part(tmp_path)
     uri = storage.uri_of(tmp_path / "there")
     with storage.draft(uri) as draft:
         request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
@@ -136,9 +142,7 @@ def test_what_its_disk_refuses_is_one_line(tmp_path, monkeypatch, number):
 
 
 def test_a_request_that_comes_again_is_answered_once(tmp_path):
-    server = waiting(tmp_path)
-    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
-    (tmp_path / "parts/one.index").write_bytes(b"index")
+    server = with_part(tmp_path)
     uri = storage.uri_of(tmp_path / "there")
     with storage.draft(uri) as draft:
         request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
@@ -150,9 +154,7 @@ def test_a_request_that_comes_again_is_answered_once(tmp_path):
 
 
 def test_what_is_published_is_published_where_its_index_cannot_be_removed(tmp_path, monkeypatch):
-    server = waiting(tmp_path)
-    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
-    (tmp_path / "parts/one.index").write_bytes(b"index")
+    server = with_part(tmp_path)
     unlink = part_server.Path.unlink
 
     def refuse(path, **named):
