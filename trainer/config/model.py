@@ -29,7 +29,7 @@ MODELS = {
     "cnn": "trainer.models.classifiers:cnn",
     "two_tower": "trainer.models.two_tower:two_tower",
     "two_tower_ranker": "trainer.models.two_tower_ranker:two_tower_ranker",
-    "gru": "trainer.models.recurrent:gru",
+    "gru": "trainer.models.classifiers:gru",
     "tabular": "trainer.models.tabular:tabular",
 }
 # Those of which the argument `tables` says for a feature what its table takes.

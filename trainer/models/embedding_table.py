@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import keras
@@ -32,8 +31,10 @@ import tensorflow as tf
 from trainer.config.model import MIN_AGE, require_sizes, require_table
 from trainer.errors import ConfigError
 from trainer.models import table_shard
+from trainer.models.shared_branch import SharedBranch
+from trainer.models.sieve import mixed, sieve_of
 from trainer.models.spec import InputSpec, initializer
-from trainer.models.table_shard import Asked, Noted, Rules, Shard, mixed, sieve_of
+from trainer.models.table_shard import Asked, Noted, Rules, Shard
 from trainer.unique_rows import spread
 
 KEYS = ("int64", "string")
@@ -116,8 +117,9 @@ class EmbeddingTable(keras.layers.Layer):
             )
         rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
         size = -(-self.capacity // self.shards)
+        branch = SharedBranch()
         self._parts = [
-            Shard(self._noted(n, size), size, rules, partial(self._draw, n))
+            Shard(self._noted(n, size), size, rules, self._draw, number=n, branch=branch)
             for n in range(self.shards)
         ]
 
@@ -391,16 +393,20 @@ def _draw_of(initializer: Any, dimension: int) -> Any:
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
 
-    def draw(shard: int, count: Any, before: Any) -> tf.Tensor:
+    def draw(shard: tf.Tensor, count: Any, before: Any) -> tf.Tensor:
         drawn = initializer
         if seed is not None:
             drawn = type(initializer).from_config(initializer.get_config())
-            drawn.seed = _Seed(tf.stack([np.int64(first + (shard << 32)), before]))
+            drawn.seed = _Seed(tf.stack([first + shard * 2**32, before]))
         return drawn((count, dimension), dtype="float32")
 
     try:
         with tf.Graph().as_default():
-            draw(0, tf.compat.v1.placeholder(tf.int32, []), tf.constant(0, tf.int64))
+            draw(
+                tf.constant(0, tf.int64),
+                tf.compat.v1.placeholder(tf.int32, []),
+                tf.constant(0, tf.int64),
+            )
     except Exception as error:
         name = type(initializer).__name__
         raise ValueError(

@@ -21,7 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.config.model import MOST_COUNTED
+from trainer.models.shared_branch import SharedBranch
+from trainer.models.sieve import CELLS, Sieve
 
 # What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
 # got no row, those that the sieve holds, and the step of the last search by age.
@@ -29,9 +30,6 @@ CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
 # Evicting is a search through all slots: it makes room for more than is needed at once.
 AT_ONCE = 16
-# The sieve has a block of cells for each slot, and at least so many. An id is counted by some cells
-# of one block. All are halved when they hold more than so many ids for each block.
-CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
 
@@ -74,10 +72,29 @@ class Noted:
 class Shard:
     """Slots [capacity + 1], of which the last is that of all ids without a row of their own."""
 
-    def __init__(self, noted: Noted, capacity: int, rules: Rules, draw: Callable[..., Any]) -> None:
-        """Begin without a row; `draw` makes so many new ones, by a seed of two numbers."""
+    def __init__(  # noqa: PLR0913
+        self,
+        noted: Noted,
+        capacity: int,
+        rules: Rules,
+        draw: Callable[..., Any],
+        *,
+        number: int = 0,
+        branch: SharedBranch | None = None,
+    ) -> None:
+        """Begin without a row.
+
+        Args:
+            noted: its variables.
+            capacity: its slots but for the last.
+            rules: of its table.
+            draw: makes new rows, of its number, how many there are, and how many were made before.
+            number: among the shards of its table.
+            branch: what they share.
+        """
         self.noted, self.capacity = noted, capacity
         self._rules, self._draw = rules, draw
+        self._number, self._branch = np.int64(number), branch or SharedBranch()
         #: The counter of steps, where a strategy has one; lookups are counted otherwise.
         self.steps: tf.Variable | None = None
         #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
@@ -175,9 +192,9 @@ class Shard:
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
-        slots = tf.cond(
-            changes, lambda: self._with_new(asked, slots, now, counted), lambda: tf.identity(slots)
-        )
+        known = tf.concat([[now, self._number], counted], 0)
+        given = (slots, asked.keys, asked.checks, asked.counts, known)
+        slots = self._branch.run(changes, self._with_new, given, self._resources(), self.device)
         slots = self._none_to_last(slots)
         # New ids were at the last place before.
         noted = self._note(tf.concat([places, slots], 0))
@@ -185,77 +202,42 @@ class Shard:
         with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1]), *noted]):
             return tf.identity(slots)
 
+    def _resources(self) -> list[tf.Tensor]:
+        noted = [self.noted.rows.value, *(each.value for each in self.noted.bookkeeping())]
+        changed = [] if self.changed is None else [self.changed]
+        variables = [*noted, *self.unsaved, *changed, *(slot for slot, _ in self.slots)]
+        return [self.map, *(each.handle for each in variables)]
+
     def _with_new(
-        self, asked: Asked, slots: tf.Tensor, now: tf.Tensor, counted: tf.Tensor
+        self,
+        slots: tf.Tensor,
+        keys: tf.Tensor,
+        checks: tf.Tensor,
+        counts: tf.Tensor,
+        known: tf.Tensor,
     ) -> tf.Tensor:
+        now, number, counted = known[0], known[1], known[2:]
         absent = tf.where(slots < 0)[:, 0]
-        keys = tf.gather(asked.keys, absent)
-        sieved, halved = self._sieved(keys, tf.gather(asked.counts, absent), counted[SIEVED])
-        absent = tf.boolean_mask(absent, sieved)
+        halved = tf.constant(0, tf.int64)
+        if self.noted.seen is not None:
+            sieve = Sieve(self.noted.seen.value, self.window, self._rules.min_count)
+            asked = (tf.gather(each, absent) for each in (keys, counts))
+            often, halved = sieve.count(*asked, counted[SIEVED])
+            absent = tf.boolean_mask(absent, often)
         evicted, swept = self._evicted(tf.size(absent, tf.int64), now, counted[SWEPT])
         room = self.room.read_value()
         taken = tf.minimum(room, tf.size(absent, tf.int64))
         absent = absent[:taken]
         places = tf.gather(self.free, room - 1 - tf.range(taken))
-        chosen = Asked(
-            keys=tf.gather(asked.keys, absent),
-            checks=tf.gather(asked.checks, absent)
-            if self.noted.checks is not None
-            else asked.checks,
-            counts=asked.counts,
-        )
-        self._give(chosen, places, now, counted[GIVEN])
+        if self.noted.checks is not None:
+            checks = tf.gather(checks, absent)
+        rows = self._draw(number, tf.cast(taken, tf.int32), counted[GIVEN])
+        self._give(tf.gather(keys, absent), checks, places, now, rows)
         away = tf.math.count_nonzero(slots < 0) - taken
         change = tf.stack([np.int64(0), taken, evicted, away, halved, swept])
         total = self.noted.tally.value.assign_add(change, read_value=True)
         with tf.control_dependencies([total]):
             return tf.tensor_scatter_nd_update(slots, absent[:, tf.newaxis], places)
-
-    def _sieved(
-        self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return which ids have come often enough, and by how many the sieve holds more.
-
-        Four cells count each id, which is as frequent as the smallest one says (Cormode and
-        Muthukrishnan 2005, "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is
-        raised above the count of its id (Estan and Varghese 2002, "New Directions in Traffic
-        Measurement and Accounting"). When they hold too many ids, all are halved (Einziger et al.
-        2017, "TinyLFU"), but not before each id of lookups like the largest one could come often
-        enough.
-        """
-        if self.noted.seen is None:
-            return tf.ones_like(keys, tf.bool), tf.constant(0, tf.int64)
-        seen = self.noted.seen.value
-        count = int(seen.shape[0])
-        block, own = mixed(keys + 1, count), _cells_of(keys)
-        least = tf.bitwise.bitwise_or(tf.gather(seen, block), tf.bitwise.invert(own))
-        counts = tf.cast(counts, tf.int64)
-        times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
-        raised = tf.cast(tf.minimum(times, MOST_COUNTED), tf.uint8)[:, tf.newaxis]
-        seen.scatter_max(tf.IndexedSlices(tf.bitwise.bitwise_and(own, raised), block))
-        new = tf.math.count_nonzero(tf.equal(times, counts))
-        now = tf.reduce_sum(counts)
-        counted, largest = tf.unstack(self.window.read_value())
-        counted, largest = counted + now, tf.maximum(largest, now)
-        full = (sieved + new > WINDOW * count) & (counted > self._rules.min_count * largest)
-
-        def halve() -> tf.Tensor:
-            half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            # In one byte for each block: there may be gigabytes of cells.
-            held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
-            left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
-            # A larger lookup may come again, and is forgotten as ids are.
-            begun = self.window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
-            with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
-                return left - sieved
-
-        def go_on() -> tf.Tensor:
-            with tf.control_dependencies([self.window.assign(tf.stack([counted, largest]))]):
-                return tf.identity(new)
-
-        with tf.control_dependencies([times]):
-            change = tf.cond(full, halve, go_on)
-        return times >= self._rules.min_count, change
 
     def _evicted(
         self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
@@ -315,14 +297,20 @@ class Shard:
             return []
         return [_put(self.changed, slots, tf.fill(tf.shape(slots), True))]
 
-    def _give(self, asked: Asked, places: tf.Tensor, now: tf.Tensor, given: tf.Tensor) -> None:
+    def _give(
+        self,
+        keys: tf.Tensor,
+        checks: tf.Tensor,
+        places: tf.Tensor,
+        now: tf.Tensor,
+        rows: tf.Tensor,
+    ) -> None:
         """Give ids the first free slots, with new rows and new slots of the optimizer."""
         count = tf.size(places, tf.int64)
-        rows = self._draw(tf.cast(count, tf.int32), given)
         noted = self.noted
-        new = [(noted.rows.value, rows), (noted.ids.value, asked.keys)]
+        new = [(noted.rows.value, rows), (noted.ids.value, keys)]
         if noted.checks is not None:
-            new.append((noted.checks.value, asked.checks))
+            new.append((noted.checks.value, checks))
         for slot, value in self.slots:
             shape = [count, *slot.shape[1:]]
             first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
@@ -336,7 +324,7 @@ class Shard:
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
-            tf.raw_ops.LookupTableInsertV2(table_handle=self.map, keys=asked.keys, values=places)
+            tf.raw_ops.LookupTableInsertV2(table_handle=self.map, keys=keys, values=places)
 
     def restored(self) -> None:
         """Make the map, and the list of free slots, of what the variables say."""
@@ -391,38 +379,6 @@ class Shard:
 
     def _none_to_last(self, slots: tf.Tensor) -> tf.Tensor:
         return tf.where(slots < 0, np.int64(self.capacity), slots)
-
-
-def sieve_of(capacity: int) -> tuple[int, int]:
-    """Return how many blocks the sieve of so many slots has, and cells of a block."""
-    return max(FEWEST_BLOCKS, capacity), CELLS
-
-
-def _cells_of(keys: tf.Tensor) -> tf.Tensor:
-    """Return which cells of a block count each key [n]: all bits of these are set [n, CELLS].
-
-    One in each of the equal parts of a block, so that no two are the same.
-    """
-    part = CELLS // CELLS_OF_ID
-    bits = part.bit_length() - 1
-    drawn = mixed(keys + 2**40, CELLS**CELLS_OF_ID)[:, tf.newaxis]
-    shifted = tf.bitwise.right_shift(drawn, np.arange(CELLS_OF_ID) * bits)
-    places = tf.bitwise.bitwise_and(shifted, np.int64(part - 1))
-    chosen = tf.one_hot(places, part, on_value=np.uint8(255), off_value=np.uint8(0))
-    return tf.reshape(chosen, [-1, CELLS])
-
-
-def mixed(keys: tf.Tensor, below: int) -> tf.Tensor:
-    """Return a number from 0 to `below - 1` for each key [n], alike on every machine.
-
-    Neighbours are as far apart as any (the finalizer of Steele et al. 2014, "Fast Splittable
-    Pseudorandom Number Generators").
-    """
-    bits = tf.bitcast(keys, tf.uint64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, np.uint64(shift)))
-        bits *= np.uint64(factor)
-    return tf.cast(tf.bitwise.right_shift(bits, np.uint64(33)), tf.int64) % below
 
 
 def _run_unordered(operation: tf.Operation | None) -> None:

@@ -16,7 +16,7 @@ from trainer.config.data import DataConfig
 from trainer.data import listing
 from trainer.data.files.broken_rows import BrokenRows
 from trainer.data.files.file_pieces import FilePieces, of_listing
-from trainer.data.files.formats.class_folders import ClassFolderReader
+from trainer.data.files.formats.class_folders import PATH, ClassFolderReader, ImageFilesReader
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.recorded_columns import RecordedInput
 from trainer.data.spec import length_name
@@ -24,7 +24,6 @@ from trainer.errors import ConfigError, UserError, nearest
 from trainer.prediction.batch import Batch, Examples
 from trainer.prediction.conversion_of_inputs import as_input, convert
 from trainer.prediction.exported_model import ExportedModel
-from trainer.prediction.image_files import PATH, ImageFilesReader
 from trainer.prediction.request import ALL, Request, Tell
 
 #: The record in its file, from 1: a row can be joined by it.

@@ -103,7 +103,7 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 
 
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
-    monkeypatch.setattr("trainer.models.table_shard.FEWEST_BLOCKS", 1)
+    monkeypatch.setattr("trainer.models.sieve.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
     # Of one block: all cells are halved when it holds more than 4 ids.
     for each in (1, 1, 1, 2, 3, 4, 5):

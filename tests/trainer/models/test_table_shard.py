@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer.models.test_embedding_table import DIMENSION, KEYS, ids_of, known, table, trained
-from trainer.models import table_shard
+from trainer.models import sieve, table_shard
 
 
 def in_graph(layer):
@@ -101,7 +101,7 @@ def sieved(layer):
 def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
     layer = table(2, min_count=3)
     (shard,) = layer._parts
-    limit = table_shard.WINDOW * shard.noted.seen.shape[0]
+    limit = sieve.WINDOW * shard.noted.seen.shape[0]
     # More occurrences than it can hold ids.
     for _ in range(40):
         trained(layer, [*range(64)] * 2)
@@ -123,7 +123,7 @@ def test_the_sieve_knows_what_it_holds_after_it_was_halved():
         trained(layer, range(2000))
     seen = shard.noted.seen.numpy()
     assert seen.max() == 2
-    assert sieved(layer) == np.count_nonzero(seen) // table_shard.CELLS_OF_ID
+    assert sieved(layer) == np.count_nonzero(seen) // sieve.CELLS_OF_ID
     counted, largest = shard.window.numpy().tolist()
     assert (counted, largest) == (0, 1000)
 

@@ -36,7 +36,7 @@ def shard_of() -> Shard:
             **{name: keras.Variable(each, trainable=False) for name, each in values.items()}
         )
         rules = Rules(min_count=1, min_age=0, max_age=0)
-        return Shard(noted, 8, rules, lambda count, _: tf.zeros([count, 2]))
+        return Shard(noted, 8, rules, lambda _, count, __: tf.zeros([count, 2]))
 
 
 class Chief:

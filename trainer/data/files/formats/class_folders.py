@@ -1,4 +1,4 @@
-"""A folder of images by class, `root/class/x.png`: a table of files and classes, from a listing."""
+"""A folder of images, `root/class/x.png`: a table of files and classes, from a listing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
 
 IMAGE, LABEL = "image", "label"
-_AT_ONCE = 256
+#: The column with the path of an image, as the listing has it.
+PATH = "path"
+_AT_ONCE, _LISTED_AT_ONCE = 256, 4096
 _CLASS = -2
 
 
@@ -53,6 +55,34 @@ class ClassFolderReader(Reader):
         """Return the place of a file in the listing, from 1."""
         del path
         return piece.start + number + 1
+
+
+class ImageFilesReader(ClassFolderReader):
+    """Reads names in their order, also without classes, for a model to answer.
+
+    The one input of the model names the column of the URIs.
+    """
+
+    def __init__(self, feature: str, paths: Sequence[str], uris: Sequence[str]) -> None:
+        """Read the files of a listing, in this order."""
+        super().__init__(paths, uris)
+        self._feature = feature
+
+    def names(self, path: Path) -> tuple[str, ...]:
+        """Return the columns."""
+        del path
+        return (self._feature, PATH)
+
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+    ) -> Iterator[Rows]:
+        """Yield URI and path of some files."""
+        del path, columns, broken
+        stop = len(self._paths) if piece.stop == END else piece.stop
+        for start in range(piece.start, stop, _LISTED_AT_ONCE):
+            here = slice(start, min(start + _LISTED_AT_ONCE, stop))
+            table = {self._feature: self._uris[here], PATH: self._paths[here]}
+            yield Rows(pa.table(table), np.arange(here.start, here.stop) - piece.start)
 
 
 def class_of(path: str) -> str:
