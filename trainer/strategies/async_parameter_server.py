@@ -123,7 +123,6 @@ class AsyncParameterServer(Served):
 
     def hand_out(self, update: Update, iterator: Any, turn: int) -> None:
         """Make the closures of the workers, which apply an update of the next of their batches."""
-        update = tf.autograph.experimental.do_not_convert(update)
         self._iterator, self._turn = iterator, turn
         self._tally = self.tally()
         self._has_turned = False
@@ -256,19 +255,22 @@ class AsyncParameterServer(Served):
         """Return the function that takes turns, each of so many updates, until none is left."""
         turns = self._turns
 
-        @tf.function
+        @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
             # It stays on the server, whatever turn it is.
             own = turns.begin(closure)
             self._open_cache(own)
-            worker, found = worker_number(), turns.take(own)
-            # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
-            while found:
+            worker = worker_number()
+
+            def once(_: tf.Tensor) -> tuple[tf.Tensor]:
                 began, total = turns.began(), tf.constant(0.0)
                 for _ in range(turn):
                     total += update(iterator)
                 with tf.control_dependencies([turns.report(worker, total, turn, began)]):
-                    found = turns.take(own)
+                    return (turns.take(own),)
+
+            # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
+            tf.while_loop(lambda found: found, once, (turns.take(own),))
             self._push_cache()
             return worker
 
@@ -315,22 +317,24 @@ class AsyncParameterServer(Served):
         """Return the function that makes a number of turns from a lease of examples."""
         applied, turns = self.applied, self._turns
 
-        @tf.function
+        @tf.function(autograph=False)
         def portion(
             iterator: tf.data.Iterator, count: tf.Tensor, closure: tf.Tensor, *lease: tf.Tensor
         ) -> tf.Tensor:
             own, updates = turns.begin(closure), count * turn
             iterator = self.lent(iterator, updates * self._batches_of_update(), *lease)
-            total, made, found = tf.constant(0.0), tf.constant(0), turns.holds(own)
             before = applied.read_value()
-            while found:
+
+            def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
                 # No turn waits for the answer: of a run that is not the newest any more the one
                 # that has begun is made, and at most another one.
                 holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)
-                made += 1
-                found = holds & (made < count)
+                return holds & (made + 1 < count), total, made + 1
+
+            none = turns.holds(own), tf.constant(0.0), tf.constant(0)
+            _, total, made = tf.while_loop(lambda found, *_: found, once, none)
             others = applied.read_value() - before - tf.cast(made * turn, tf.int64)
             # In one tensor: the coordinator fetches results one by one.
             results = [total, worker_number(), others, made * turn]
@@ -368,12 +372,10 @@ class AsyncParameterServer(Served):
 
         return self._of_rows(problem, partial(self._cache.sent, rate))
 
-    @tf.autograph.experimental.do_not_convert
     def _open_cache(self, own: tf.Tensor) -> None:
         if self._cache:
             self._cache.open(own[1])
 
-    @tf.autograph.experimental.do_not_convert
     def _push_cache(self) -> None:
         """Push what a worker has summed up, before it rests; it is no update of its own."""
         if not self._cache:

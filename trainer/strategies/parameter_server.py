@@ -218,7 +218,6 @@ class Served(KerasStrategy):
         first = batches * self.config.training.batch_size
         return plan_of(self.position), tf.constant(first, tf.int64)
 
-    @tf.autograph.experimental.do_not_convert
     def lent(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
         """Return an iterator over a number of batches, of which a lease has the first."""
         if not self.stream:

@@ -69,7 +69,6 @@ class Turns:
         self._look = tf.function(self._numbers, autograph=False)
         self._set = tf.function(self._begin, autograph=False)
 
-    @tf.autograph.experimental.do_not_convert
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
         """Return the run of a closure of this number, for `take`; in the graph of a worker.
 
@@ -83,7 +82,6 @@ class Turns:
             with tf.control_dependencies([self._newest.scatter_max(tf.IndexedSlices(run, place))]):
                 return tf.stack([place, run])
 
-    @tf.autograph.experimental.do_not_convert
     def take(self, own: tf.Tensor) -> tf.Tensor:
         """Take a turn for a run, and return whether there was one; in the graph of a worker.
 
@@ -104,20 +102,17 @@ class Turns:
             self._refused.assign_add(refused, read_value=False)
             return found
 
-    @tf.autograph.experimental.do_not_convert
     def holds(self, own: tf.Tensor) -> tf.Tensor:
         """Return whether a run is the newest one of its closure; in the graph of a worker."""
         with tf.device(self._device):
             is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])
             return is_newest & (own[1] > self._before.read_value())
 
-    @tf.autograph.experimental.do_not_convert
     def began(self) -> tf.Tensor:
         """Return how many updates were applied; in the graph of a worker, where a turn begins."""
         with tf.device(self._device):
             return self._applied.read_value()
 
-    @tf.autograph.experimental.do_not_convert
     def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, began: tf.Tensor) -> Any:
         """Report a turn with its sum of losses; in the graph of a worker, where it ends.
 
