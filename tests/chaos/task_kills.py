@@ -2,11 +2,11 @@
 
     python -m tests.chaos.task_kills configs/clicks_large.yaml --seconds 1800 --every 60 --seed 1
 
-Two runs train at the same time, so that whatever else the machine does meets both: an undisturbed
-one, and one of which a task is killed (SIGKILL) every so many seconds, each role in turn, the task
-of a role drawn by the seed. The goodput is the step of the newest checkpoint of the second over
-that of the first: what is trained twice, or is not published, does not count. While the killed run
-starts its task again the other one has more of the machine, so the goodput is rather too low.
+Three runs train one after the other, so that each has all of the machine: an undisturbed one for
+half of the seconds, one of which a task is killed (SIGKILL) every so many seconds, each role in
+turn, the task of a role drawn by the seed, and an undisturbed one for the other half, as the speed
+of a machine drifts. The goodput is the step of the newest checkpoint of the second run over those
+of the others: what is trained twice, or is not published, does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.chaos.followed import say
@@ -36,11 +35,13 @@ AROUND_SECONDS = 600.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print both runs, what each role's loss cost, and the goodput."""
+    """Print the runs, what each role's loss cost, and the goodput."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.task_kills", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--seconds", type=float, default=1800, help="of training in each run")
+    parser.add_argument(
+        "--seconds", type=float, default=1800, help="of training, with kills and without"
+    )
     parser.add_argument("--every", type=float, default=60, help="seconds between two kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--role", choices=ROLES, action="append", help="default: each in turn")
@@ -48,13 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="flotilla-kills-"))
     say(f"seed {options.seed}, in {folder}")
-    with ThreadPoolExecutor(2) as pool:
-        both = [
-            pool.submit(TimedKills(options, folder / name, every).course)
-            for name, every in (("quiet", math.inf), ("killed", options.every))
-        ]
-        quiet, killed = (each.result() for each in both)
-    say(f"undisturbed: {quiet.step} steps in {options.seconds:g} s, load {os.getloadavg()}")
+    half = options.seconds / 2
+    before, killed, after = (
+        TimedKills(options, folder / name, seconds, every).course()
+        for name, seconds, every in (
+            ("before", half, math.inf),
+            ("killed", options.seconds, options.every),
+            ("after", half, math.inf),
+        )
+    )
+    steps = before.step + after.step
+    say(f"undisturbed: {before.step} and {after.step} steps, {half:g} s each, {os.getloadavg()}")
     count = sum(map(len, killed.returns.values()))
     say(f"killed: {killed.step} steps, {count} kills survived, {killed.restarts} restarts")
     for role, seconds in killed.returns.items():
@@ -67,16 +72,19 @@ def main(arguments: list[str] | None = None) -> int:
         for each in killed.losses
     ]
     say(f"servers lost, and the steps their values went back: {back}")
-    say(f"MB of all processes: {quiet.memory} undisturbed, {killed.memory} killed")
-    say(f"goodput: {killed.step / quiet.step:.3f}")
+    memory = before.memory + after.memory
+    say(f"MB of all processes: {memory} undisturbed, {killed.memory} killed")
+    say(f"goodput: {killed.step / steps:.3f}")
     return 0
 
 
 class TimedKills(Kills):
     """Kills a task every so many seconds, and ends the run after its time."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, every: float) -> None:
-        """Train below `folder`; kill a task every so many seconds."""
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, seconds: float, every: float
+    ) -> None:
+        """Train below `folder` for some seconds; kill a task every so many seconds."""
         settings = [f"{name}={value}" for name, value in SETTINGS.items()]
         super().__init__(
             options.config,
@@ -84,9 +92,9 @@ class TimedKills(Kills):
             folder,
             root=storage.uri_of(folder / "store"),
             seed=options.seed,
-            limit=options.seconds + AROUND_SECONDS,
+            limit=seconds + AROUND_SECONDS,
         )
-        self._seconds, self._every = options.seconds, min(every, options.seconds)
+        self._seconds, self._every = seconds, min(every, seconds)
         self._roles = itertools.cycle(options.role or ROLES)
         self._over = threading.Event()
         self._clock: threading.Thread | None = None
