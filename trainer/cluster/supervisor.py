@@ -48,6 +48,8 @@ GRACE_SECONDS = 60.0
 EVALUATION_SECONDS = 600.0
 # Share by which a server's memory may grow over its size at the end of the first attempt.
 MAX_GROWTH = 0.25
+# That of a parameter server which has snapshots of another one: the next attempt begins with them.
+MAX_GROWTH_WITH_SNAPSHOTS = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
@@ -60,8 +62,9 @@ TaskEvents = queue.SimpleQueue[TaskEvent]
 class ServerMemory:
     """The resident memory of servers at the end of each attempt of a chief."""
 
-    def __init__(self) -> None:
-        """Begin with the first attempt."""
+    def __init__(self, *, have_snapshots: bool = False) -> None:
+        """Begin with the first attempt; snapshots on parameter servers end with these."""
+        self._most = {"ps": MAX_GROWTH_WITH_SNAPSHOTS} if have_snapshots else {}
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
         self._at_loss: dict[Task, int] = {}
@@ -91,7 +94,8 @@ class ServerMemory:
             growth = max(0, now - self._last.get(server.task, now))
             self._last[server.task] = now
             before = min(first, self._at_loss.pop(server.task, first))
-            if now + growth > (1 + MAX_GROWTH) * before:
+            most = self._most.get(server.task.role, MAX_GROWTH)
+            if now + growth > (1 + most) * before:
                 del self._last[server.task]
                 if before < first:
                     # It may not have held much yet: its size after the next attempt counts.
@@ -169,7 +173,10 @@ class Supervisor:
         self._others = others
         self._evaluator = evaluator
         self._events: TaskEvents = queue.SimpleQueue()
-        self._memory = ServerMemory()
+        cluster = job.config.cluster
+        self._memory = ServerMemory(
+            have_snapshots=cluster.snapshot_seconds > 0 and cluster.parameter_servers > 1
+        )
         self._restarts = 0
         # The number of restarts at the time when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)

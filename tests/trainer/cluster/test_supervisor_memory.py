@@ -20,9 +20,10 @@ def process(role, started_at=1.0):
     return made
 
 
-def restarted_after(sizes, *, started_at=1.0):
+def restarted_after(sizes, *, started_at=1.0, role="worker", have_snapshots=False):
     """Return after which attempts of a chief a server is restarted, by its size after each."""
-    memory, chief, server = ServerMemory(), process("chief", 2.0), process("worker", started_at)
+    memory = ServerMemory(have_snapshots=have_snapshots)
+    chief, server = process("chief", 2.0), process(role, started_at)
     restarted = []
     for attempt, size in enumerate(sizes, start=1):
         server.resident_bytes.return_value = size * MB
@@ -49,6 +50,19 @@ def restarted_after(sizes, *, started_at=1.0):
 )
 def test_a_server_that_another_attempt_would_make_too_large_is_restarted(sizes, restarted):
     assert restarted_after(sizes) == restarted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "role", "restarted"),
+    [
+        ([400, 500, 600], "ps", []),
+        # The next attempt would begin with a checkpoint, and not with snapshots.
+        ([400, 500, 600, 710], "ps", [4]),
+        ([400, 460], "worker", [2]),
+    ],
+)
+def test_a_server_with_snapshots_may_grow_more(sizes, role, restarted):
+    assert restarted_after(sizes, role=role, have_snapshots=True) == restarted
 
 
 def test_what_a_recovery_leaves_is_no_part_of_the_first_attempt():
