@@ -48,7 +48,8 @@ GRACE_SECONDS = 60.0
 EVALUATION_SECONDS = 600.0
 # Share by which a server's memory may grow over its size at the end of the first attempt.
 MAX_GROWTH = 0.25
-# That of a parameter server which has snapshots of another one: the next attempt begins with them.
+# That of one of the parameter servers which have snapshots: with one of them all are of no use to
+# the next attempt.
 MAX_GROWTH_WITH_SNAPSHOTS = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
@@ -64,7 +65,7 @@ class ServerMemory:
 
     def __init__(self, *, have_snapshots: bool = False) -> None:
         """Begin with the first attempt; snapshots on parameter servers end with these."""
-        self._most = {"ps": MAX_GROWTH_WITH_SNAPSHOTS} if have_snapshots else {}
+        self._have_snapshots = have_snapshots
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
         self._at_loss: dict[Task, int] = {}
@@ -84,6 +85,7 @@ class ServerMemory:
 
         The attempt of `chief` has ended; it is not restarted yet.
         """
+        grown, are_large = list[tuple[TaskProcess, int, int]](), False
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
@@ -94,13 +96,18 @@ class ServerMemory:
             growth = max(0, now - self._last.get(server.task, now))
             self._last[server.task] = now
             before = min(first, self._at_loss.pop(server.task, first))
-            most = self._most.get(server.task.role, MAX_GROWTH)
-            if now + growth > (1 + most) * before:
-                del self._last[server.task]
-                if before < first:
-                    # It may not have held much yet: its size after the next attempt counts.
-                    self._first[server.task] = 0
-                server.kill_grown(before, now)
+            if now + growth > (1 + MAX_GROWTH) * before:
+                grown.append((server, before, now))
+            most = (1 + MAX_GROWTH_WITH_SNAPSHOTS) * before
+            are_large |= server.task.role == "ps" and now + growth > most
+        for server, before, now in grown:
+            if self._have_snapshots and server.task.role == "ps" and not are_large:
+                continue
+            del self._last[server.task]
+            if before < self._first[server.task]:
+                # It may not have held much yet: its size after the next attempt counts.
+                self._first[server.task] = 0
+            server.kill_grown(before, now)
 
 
 class EvaluatorSupervision:

@@ -140,15 +140,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     start = found.global_step if found else -1
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
-    kept: Mapping[str, Any] = {}
-    if found:
-        kept = checkpointing.resumed(found, strategy.variables(), config.training)
-        if snapshots.restore():
-            kept = strategy.variables()
-        else:
-            checkpointing.restore(
-                found, kept, io_device=strategy.io_device, servers=checkpoints.servers
-            )
+    kept = _restored(found, config, strategy, checkpoints, snapshots) if found else {}
     begun = origin_of(found)
     if warm:
         begun = warm_start.load(
@@ -167,16 +159,23 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     loop.losses = recovery.Recovery(
         config, strategy, checkpoints, journal.fields, snapshots, hooks.should_stop
     )
-    try:
-        step = loop.run(found)
-    except (tf.errors.OpError, ClusterLostError):
-        # The next attempt may need them.
-        raise
-    except BaseException:
-        snapshots.end()
-        raise
-    snapshots.end()
-    return step
+    return loop.run(found)
+
+
+def _restored(
+    found: RestoredCheckpoint,
+    config: Config,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
+    snapshots: recovery.ServerSnapshots,
+) -> Mapping[str, tf.Variable]:
+    """Return the variables that have values of the checkpoint now, or of newer snapshots."""
+    kept = checkpointing.resumed(found, strategy.variables(), config.training)
+    if snapshots.restore():
+        return strategy.variables()
+    servers = checkpoints.servers
+    checkpointing.restore(found, kept, io_device=strategy.io_device, servers=servers)
+    return kept
 
 
 class _Decision(NamedTuple):
@@ -245,11 +244,19 @@ class _OuterLoop:
         try:
             while True:
                 try:
-                    return self._run()
+                    step = self._run()
+                    self.snapshots.end()
+                    return step
                 except (tf.errors.OpError, ClusterLostError) as error:
                     if not self.losses.goes_on(error, is_whole=not self._has_exchanged):
                         raise
                     self._goes_on_since = None
+        except (tf.errors.OpError, ClusterLostError):
+            # The next attempt may need the snapshots.
+            raise
+        except BaseException:
+            self.snapshots.end()
+            raise
         finally:
             self._profiler.end()
 

@@ -114,10 +114,17 @@ class ServerSnapshots:
         return False
 
     def end(self) -> None:
-        """Free the memory of the copies; none are taken any more."""
+        """Free the memory of the copies, where servers answer; none are taken any more."""
         self._made = None
-        with suppress(tf.errors.OpError):
-            self._before.forget()
+
+        def forget() -> None:
+            with suppress(tf.errors.OpError):
+                self._before.forget()
+
+        # Where a job is stopped, its servers may be gone without a word.
+        thread = threading.Thread(target=forget, name="forget", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
 
     def take_if_due(self, global_step: int, *, rests: bool) -> None:
         """Take a snapshot between two inner loops, if it is time.
