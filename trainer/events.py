@@ -87,11 +87,12 @@ class StepEnd(Event, StepResult):
 
 
 class AttemptBegin(Event):
-    """The chief begins to train at a global step; `resumed` from a checkpoint of this run."""
+    """The chief begins to train at a global step; `resumed`: not for the first time in this run."""
 
     global_step: int
     steps: int
     resumed: bool
+    checkpoint: int = -1  # Global step of the newest, where values are of newer snapshots.
 
 
 class Progress(Event):

@@ -265,7 +265,11 @@ def _disturbances(outcome: Outcome) -> int:
 
 
 def _is_of_snapshot(outcome: Outcome) -> bool:
-    return any(isinstance(each, ServersLost) and each.snapshot_age for each in outcome.events)
+    return any(
+        (isinstance(each, ServersLost) and each.snapshot_age)
+        or (isinstance(each, AttemptBegin) and each.checkpoint >= 0)
+        for each in outcome.events
+    )
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:

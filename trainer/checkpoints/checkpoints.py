@@ -23,7 +23,7 @@ import tensorflow as tf
 from trainer import events, storage
 from trainer.checkpoints import bases
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
-from trainer.checkpoints.history import HISTORY_FILE, read_validations
+from trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
 from trainer.checkpoints.index import (
     KIND,
     index_of,
@@ -32,7 +32,6 @@ from trainer.checkpoints.index import (
     publish_anew,
 )
 from trainer.checkpoints.part_saver import PartSaver
-from trainer.checkpoints.rows import RowFile
 from trainer.checkpoints.servers import WRITE, Layout, PartServers, assign_changed, of_files
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease

@@ -4,17 +4,30 @@
 checkpoint, as it repeats those steps. `validation.jsonl` is the evaluator's: one row a checkpoint,
 identified by its global step and the time at which it was published; of two of one step the later
 one counts. Where there is no evaluator, the chief writes to it what it measures of a checkpoint
-that is published already. So each file has one writer; see `trainer.checkpoints.rows`.
+that is published already. So each file has one writer.
+
+A file of rows has one JSON object a line, and grows during training.
+
+In a file system each row is appended and flushed to the disk. An object cannot be appended to: in
+an object store the rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last one,
+which has less than `SEGMENT_BYTES`, is written again, and only when `upload` is called. So the
+bytes that are written grow with the rows, and not with their square.
+
+A kill or a full disk may cut the last line short, and a reader may come while it is written. What
+is no row is passed over: with a warning, unless it is a last line without an end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer import storage
-from trainer.checkpoints.rows import RowFile, read_rows, row_file
-from trainer.json_records import is_number
+from trainer.json_records import is_number, parse_mapping
 from trainer.storage import Manifest
 
 HISTORY_FILE = "history.jsonl"
@@ -22,6 +35,13 @@ VALIDATIONS_FILE = "validation.jsonl"
 # What the names of the metrics of a validation begin with in a row.
 VALIDATION = "validation_"
 VALIDATION_LOSS = f"{VALIDATION}loss"
+SEGMENT_BYTES = 1 << 20
+_SUFFIX = ".jsonl"
+# So many bad lines are named in one warning.
+_MOST_NAMED = 5
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
 
 
 class History:
@@ -130,3 +150,146 @@ def merge_validations(
     for row in (*history, *rows):
         by_step.setdefault(row["global_step"], {}).update(row)
     return [by_step[step] for step in sorted(by_step)]
+
+
+def read_rows(uri: str, is_row: Callable[[Row], bool]) -> list[Row]:
+    """Return the rows of the file at `uri`, or of its segments; none where there is no file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    rows: list[Row] = []
+    number, size = 0, SEGMENT_BYTES
+    while size >= SEGMENT_BYTES:
+        number += 1
+        place = _segment(uri, number)
+        try:
+            data = storage.read_bytes(place)
+        except storage.Missing:
+            break
+        rows += _rows_in(data, place, is_row)
+        size = len(data)
+    return rows
+
+
+def _rows_in(data: bytes, place: str, is_row: Callable[[Row], bool]) -> list[Row]:
+    rows, damaged = [], []
+    *lines, last = data.split(b"\n")
+    for number, line in enumerate([*lines, last] if last else lines, start=1):
+        try:
+            row = parse_mapping(line)
+        except ValueError:
+            row = {}
+        if row and is_row(row):
+            rows.append(row)
+        elif number <= len(lines):
+            damaged.append(number)
+    if damaged:
+        named = ", ".join(map(str, damaged[:_MOST_NAMED]))
+        more = f" and {len(damaged) - _MOST_NAMED} more" if damaged[_MOST_NAMED:] else ""
+        word = "lines" if damaged[1:] else "line"
+        log.warning("passed over what is no row of %s: %s %s%s", place, word, named, more)
+    return rows
+
+
+def _segment(uri: str, number: int) -> str:
+    return uri if number == 1 else f"{uri.removesuffix(_SUFFIX)}.{number}{_SUFFIX}"
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(row)}\n".encode()
+
+
+class RowFile:
+    """Writes one file of rows in a file system; `require` is called before each write."""
+
+    def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
+        """Name the file; this writes nothing."""
+        self._uri = uri
+        self._require = require
+
+    def begin(self, rows: Iterable[Row]) -> None:
+        """Replace all rows by these; raises `UserError`."""
+        self._require()
+        storage.write_bytes(self._uri, b"".join(map(_line, rows)))
+
+    def append(self, row: Row) -> None:
+        """Append one row; raises `UserError`."""
+        self._require()
+        storage.append_line(self._uri, _line(row))
+
+    def upload(self) -> None:
+        """Write what is not written yet; raises `UserError`."""
+
+
+class SegmentedRowFile(RowFile):
+    """Writes one file of rows in an object store: rows are kept until `upload` is called.
+
+    `upload` may be called in another thread than the others.
+    """
+
+    def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
+        """Name the file; this sends no request."""
+        super().__init__(uri, require)
+        self._mutex = threading.Lock()
+        # The segments that are not written yet, by number; the last one is still growing.
+        self._open: dict[int, bytearray] = {}
+        self._is_new = False
+
+    def begin(self, rows: Iterable[Row]) -> None:
+        """Replace all rows by these with the next upload."""
+        self._require()
+        with self._mutex:
+            self._open, self._is_new = {1: bytearray()}, True
+            for row in rows:
+                self._add(row)
+
+    def append(self, row: Row) -> None:
+        """Append one row with the next upload, after those of `begin`."""
+        self._require()
+        with self._mutex:
+            self._add(row)
+
+    def _add(self, row: Row) -> None:
+        last = max(self._open)
+        self._open[last] += _line(row)
+        if len(self._open[last]) >= SEGMENT_BYTES:
+            self._open[last + 1] = bytearray()
+
+    def upload(self) -> None:
+        """Write the segments that have changed; those of an earlier attempt are deleted."""
+        with self._mutex:
+            segments = {number: bytes(data) for number, data in self._open.items()}
+            is_new = self._is_new
+        if not segments:
+            return
+        self._require()
+        last = max(segments)
+        if is_new:
+            # The last one may have no row yet, and is not written then.
+            self._delete_after(max((each for each in segments if segments[each]), default=1))
+        for number, data in segments.items():
+            if data or number == 1:
+                storage.write_bytes(_segment(self._uri, number), data)
+            with self._mutex:
+                # Unless it was begun anew meanwhile.
+                if number < last and bytes(self._open.get(number, b"")) == data:
+                    del self._open[number]
+        with self._mutex:
+            self._is_new = False
+
+    def _delete_after(self, last: int) -> None:
+        stem = storage.name_of(self._uri).removesuffix(_SUFFIX)
+        names = storage.names(storage.parent_of(self._uri))
+        found = [
+            re.fullmatch(rf"{re.escape(stem)}\.([0-9]+){re.escape(_SUFFIX)}", n) for n in names
+        ]
+        # The highest first: a kill in between leaves no gap that hides the others.
+        for number in sorted((int(each[1]) for each in found if each), reverse=True):
+            if number > last:
+                storage.delete(_segment(self._uri, number))
+
+
+def row_file(uri: str) -> RowFile:
+    """Return the writer of the file of rows at `uri`, in a file system or an object store."""
+    return RowFile(uri) if storage.local_path(uri) else SegmentedRowFile(uri)

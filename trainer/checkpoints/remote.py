@@ -14,9 +14,8 @@ from typing import Any
 
 from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.checkpoints.history import HISTORY_FILE, read_validations
+from trainer.checkpoints.history import HISTORY_FILE, RowFile, SegmentedRowFile, read_validations
 from trainer.checkpoints.index import list_checkpoints, publish_anew
-from trainer.checkpoints.rows import RowFile, SegmentedRowFile
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)

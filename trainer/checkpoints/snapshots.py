@@ -11,19 +11,25 @@ server that dies meanwhile leaves whole what was copied: a variable, or a row, w
 
 Of a `RowGroup` the marked rows are copied, all else whole. Marks are cleared before rows are read:
 an update in between marks its rows again, and the next snapshot has them.
+
+Copies on servers have names, by which the next attempt finds them where the chief dies; see
+`trainer.checkpoints.left_copies`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import tensorflow as tf
 
+from trainer.checkpoints.left_copies import Entry, Left
 from trainer.checkpoints.servers import Variables, side_by_side, size_of
 from trainer.strategies.placement import fetched, operating_at, server_device
 from trainer.strategies.remade import Remade
@@ -45,15 +51,36 @@ class Copied:
     variables: Variables
 
 
+def layouts_of(held: Mapping[int, Variables]) -> dict[int, int]:
+    """Return a number for each server that has a copy: which variables, of which server."""
+    found = {}
+    for server, peer in _peers(held).items():
+        of = [(path, each.shape.as_list(), each.dtype.name) for path, each in held[server].items()]
+        text = json.dumps([server, sorted(held), of])
+        if peer is not None:
+            found[peer] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    return found
+
+
+def _peers(held: Mapping[int, Variables]) -> dict[int, int | None]:
+    """Return who has the copy of each server: None for the chief."""
+    servers = sorted(held)
+    if len(servers) == 1:
+        return dict.fromkeys(servers)
+    return dict(zip(servers, [*servers[1:], servers[0]], strict=True))
+
+
 class Snapshots:
     """The copies of all servers of an attempt, each of them the newest that is whole."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         held: Mapping[int, Variables],
         groups: Sequence[RowGroup],
         io_device: str | None,
         seconds: float,
+        run: str = "",
+        left: Mapping[int, Left] | None = None,
     ) -> None:
         """Take memory for the copies; nothing is copied yet.
 
@@ -62,14 +89,19 @@ class Snapshots:
             groups: those of which rows alone are copied.
             io_device: the chief's.
             seconds: between the beginnings of two snapshots.
+            run: what the names of copies on servers begin with; without it they have none.
+            left: copies of an earlier attempt, of the same layouts, which become those of this one.
         """
-        self._seconds = seconds
-        servers = sorted(held)
-        following = dict(zip(servers, [*servers[1:], servers[0]], strict=True))
-        self._copies = {
-            server: _Copy(own, groups, following[server] if len(servers) > 1 else None, io_device)
-            for server, own in held.items()
-        }
+        self._seconds, self._io_device = seconds, io_device
+        self._left = left or {}
+        layouts = layouts_of(held)
+        self._copies = {}
+        for server, peer in _peers(held).items():
+            entry = None
+            if run and peer is not None:
+                entry = Entry(run, peer, layouts[peer], (len(held[server]), len(held)))
+                entry.register(self._left.get(peer))
+            self._copies[server] = _Copy(held[server], groups, peer, io_device, entry)
         # The global step of the newest copy of each server, and when that began.
         self._taken: dict[int, tuple[int, float]] = {}
         self._began, self._lasted = -math.inf, 0.0
@@ -83,6 +115,16 @@ class Snapshots:
             )
             for each in self._copies.values()
         }
+
+    def needs(self) -> str:
+        """Return the line that says so."""
+        of_each = (
+            f"{size / 1e6:,.1f} MB on {task}, and {more / 1e6:,.1f} MB more there while it is "
+            "copied"
+            for task, (size, more) in sorted(self.sizes().items())
+        )
+        every = f"a snapshot of the servers every {self._seconds:g} s needs memory"
+        return f"{every}: {', '.join(of_each)}"
 
     def is_due(self, *, rests: bool) -> bool:
         """Say whether the next one is to be taken; where workers rest, it had better wait.
@@ -103,12 +145,34 @@ class Snapshots:
 
         def one(server: int) -> None:
             self._copies[server].take()
+            self._copies[server].note(global_step)
             self._taken[server] = (global_step, began)
 
         side_by_side(self._copies, one)
         # The first one traces its functions and copies all rows: no later one takes as long.
         is_first = self._began == -math.inf
         self._began, self._lasted = began, 0.0 if is_first else time.monotonic() - began
+
+    def restore(self, variables: Variables) -> int:
+        """Assign the copies that were left to variables, by path, and return their global step.
+
+        It is -1 where another chief still wrote them meanwhile, and the values may be torn.
+
+        Raises:
+            OpError: of TensorFlow, where a task is gone.
+        """
+        began = time.monotonic()
+        for copy in self._copies.values():
+            give_back(copy.variables, variables, self._io_device)
+        entries = {server: copy.entry for server, copy in self._copies.items() if copy.entry}
+        left = {server: self._left[each.peer] for server, each in entries.items()}
+        unchanged = [each.is_as(left[server]) for server, each in entries.items()]
+        if not all(unchanged):
+            return -1
+        for server, each in left.items():
+            self._copies[server].note(each.global_step)
+            self._taken[server] = (each.global_step, began)
+        return min(each.global_step for each in left.values())
 
     def remake(self, remade: Remade) -> None:
         """Make again the copies that are gone with their servers; the next one has all rows."""
@@ -136,16 +200,23 @@ class _Copy:
     """The variables of one server, and their copy on its peer: a server, or None for the chief."""
 
     def __init__(
-        self, held: Variables, groups: Sequence[RowGroup], peer: int | None, io_device: str | None
+        self,
+        held: Variables,
+        groups: Sequence[RowGroup],
+        peer: int | None,
+        io_device: str | None,
+        entry: Entry | None = None,
     ) -> None:
-        self.peer = peer
+        self.peer, self.entry = peer, entry
         self._chief = f"{io_device or ''}/device:CPU:0"
         self._device = self._chief if peer is None else server_device(peer)
         paths = {id(each): path for path, each in held.items()}
         with tf.device(self._device):
             self.variables = {
-                path: tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False)
-                for path, each in held.items()
+                path: entry.made(number, each)
+                if entry
+                else tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False)
+                for number, (path, each) in enumerate(held.items())
             }
         self._groups = [each for each in groups if id(each.variables[0]) in paths]
         self._of_groups = [
@@ -160,9 +231,16 @@ class _Copy:
 
     def remake(self, remade: Remade) -> bool:
         """Make the copy again where it is gone, without values; return whether it was."""
-        was_there = [remade.variable(each) for each in self.variables.values()]
+        was_there = [
+            remade.variable(each, make=partial(self.entry.variable, number))
+            if self.entry
+            else remade.variable(each)
+            for number, each in enumerate(self.variables.values())
+        ]
         if not any(was_there):
             return False
+        if self.entry:
+            self.entry.remake(remade)
         for group in self._groups:
             if group.marks is not None:
                 group.marks.assign(tf.ones(group.marks.shape, tf.bool))
@@ -186,6 +264,7 @@ class _Copy:
         cursors = tf.TensorSpec([len(self._groups)], tf.int64)
         self._read_rows = made(self._reading_rows, input_signature=[cursors])
         self._assign_rows = made(self._assigning_rows, input_signature=[rows])
+        self._note = made(self._noting, input_signature=[tf.TensorSpec([], tf.int64)])
 
     def take(self) -> None:
         """Copy what the server has now."""
@@ -197,6 +276,30 @@ class _Copy:
                 reached, *found = self._read_rows(tf.constant(cursors))
                 self._assign_rows(found)
                 cursors = fetched(reached)
+
+    def note(self, global_step: int) -> None:
+        """Say on the peer that the copy is complete."""
+        if self.entry:
+            with operating_at(self._chief):
+                self._note(tf.constant(global_step, tf.int64))
+
+    def _noting(self, global_step: tf.Tensor) -> None:
+        if self.entry:
+            with tf.device(self._device):
+                self.entry.count(0, global_step)
+
+    def _write(self, assign: Callable[[], list[tf.Operation]]) -> None:
+        """Assign values between two counts of it: see `trainer.checkpoints.left_copies`."""
+        with tf.device(self._device):
+            if not self.entry:
+                assign()
+                return
+            before = self.entry.counts.read_value()[1]
+            odd = before % 2
+            with tf.control_dependencies([self.entry.count(1, before + odd + 1)]):
+                done = assign()
+            with tf.control_dependencies(done):
+                self.entry.count(1, before + 2)
 
     def _here(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device(self._device):
@@ -210,9 +313,12 @@ class _Copy:
         return self._here(found)
 
     def _assigning_whole(self, values: Sequence[tf.Tensor]) -> None:
-        with tf.device(self._device):
-            for path, value in zip(self._whole, values, strict=True):
+        self._write(
+            lambda: [
                 self.variables[path].assign(value, read_value=False)
+                for path, value in zip(self._whole, values, strict=True)
+            ]
+        )
 
     def _reading_rows(self, cursors: tf.Tensor) -> list[tf.Tensor]:
         """Return where the next portion begins in each group, and rows with values of this one."""
@@ -232,13 +338,20 @@ class _Copy:
 
     def _assigning_rows(self, found: Sequence[tf.Tensor]) -> None:
         given = iter(found)
-        with tf.device(self._device):
+
+        def assign() -> list[tf.Operation]:
+            done = []
             for copies in self._of_groups:
                 rows = next(given)
-                for each in copies:
+                done += [
                     tf.raw_ops.ResourceScatterUpdate(
                         resource=each.handle, indices=rows, updates=next(given)
                     )
+                    for each in copies
+                ]
+            return done
+
+        self._write(assign)
 
 
 def give_back(copies: Variables, variables: Variables, chief: str | None) -> None:

@@ -49,9 +49,17 @@ def _lost(event: ServersLost) -> str:
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 
+def _of_snapshots(event: AttemptBegin) -> str:
+    if event.checkpoint < 0:
+        return ""
+    return f", from snapshots of the servers; the newest checkpoint is of {event.checkpoint}"
+
+
 _LINES: dict[type[Event], Callable[[Any], str]] = {
     AttemptBegin: lambda event: (
-        f"training resumes from global step {event.global_step}" if event.resumed else ""
+        f"training resumes from global step {event.global_step}{_of_snapshots(event)}"
+        if event.resumed
+        else ""
     ),
     OpenPorts: lambda event: f"warning: {event.warning}",
     MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",

@@ -48,6 +48,9 @@ GRACE_SECONDS = 60.0
 EVALUATION_SECONDS = 600.0
 # Share by which a server's memory may grow over its size at the end of the first attempt.
 MAX_GROWTH = 0.25
+# That of one of the parameter servers which have snapshots: with one of them all are of no use to
+# the next attempt.
+MAX_GROWTH_WITH_SNAPSHOTS = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
@@ -60,8 +63,9 @@ TaskEvents = queue.SimpleQueue[TaskEvent]
 class ServerMemory:
     """The resident memory of servers at the end of each attempt of a chief."""
 
-    def __init__(self) -> None:
-        """Begin with the first attempt."""
+    def __init__(self, *, have_snapshots: bool = False) -> None:
+        """Begin with the first attempt; snapshots on parameter servers end with these."""
+        self._have_snapshots = have_snapshots
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
         self._at_loss: dict[Task, int] = {}
@@ -81,6 +85,7 @@ class ServerMemory:
 
         The attempt of `chief` has ended; it is not restarted yet.
         """
+        grown, are_large = list[tuple[TaskProcess, int, int]](), False
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
@@ -92,11 +97,17 @@ class ServerMemory:
             self._last[server.task] = now
             before = min(first, self._at_loss.pop(server.task, first))
             if now + growth > (1 + MAX_GROWTH) * before:
-                del self._last[server.task]
-                if before < first:
-                    # It may not have held much yet: its size after the next attempt counts.
-                    self._first[server.task] = 0
-                server.kill_grown(before, now)
+                grown.append((server, before, now))
+            most = (1 + MAX_GROWTH_WITH_SNAPSHOTS) * before
+            are_large |= server.task.role == "ps" and now + growth > most
+        for server, before, now in grown:
+            if self._have_snapshots and server.task.role == "ps" and not are_large:
+                continue
+            del self._last[server.task]
+            if before < self._first[server.task]:
+                # It may not have held much yet: its size after the next attempt counts.
+                self._first[server.task] = 0
+            server.kill_grown(before, now)
 
 
 class EvaluatorSupervision:
@@ -169,7 +180,10 @@ class Supervisor:
         self._others = others
         self._evaluator = evaluator
         self._events: TaskEvents = queue.SimpleQueue()
-        self._memory = ServerMemory()
+        cluster = job.config.cluster
+        self._memory = ServerMemory(
+            have_snapshots=cluster.snapshot_seconds > 0 and cluster.parameter_servers > 1
+        )
         self._restarts = 0
         # The number of restarts at the time when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)

@@ -55,8 +55,8 @@ class ClusterConfig(Section):
     )
     snapshot_seconds: float = key(
         0,
-        "seconds between copies of each server in another task's memory, to which its variables go "
-        "back when it dies; 0: none: async_parameter_server",
+        "seconds between copies of each server in another task's memory, to which variables go "
+        "back when it or the chief dies; 0: none: async_parameter_server",
         ge=0,
         le=MOST,
     )

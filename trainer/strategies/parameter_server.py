@@ -86,8 +86,10 @@ class Served(KerasStrategy):
         """Connect to all tasks and wait until they answer.
 
         TensorFlow's strategy only gives the cluster to the coordinator. Its round-robin placement
-        of variables is not used: they are placed by size.
+        of variables is not used: they are placed by size. A second call does nothing.
         """
+        if hasattr(self, "connected"):
+            return
         self.connected = self._connected()
         self.towers = towers_of([each.name for each in tf.config.list_logical_devices()])
         # TensorFlow would run a step once for each GPU, with a push of its own, and fails at the

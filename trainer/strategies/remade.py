@@ -23,6 +23,31 @@ from trainer.errors import ClusterLostError
 
 # A channel that was refused again and again waits for seconds before it tries once more.
 CONNECT_SECONDS, PAUSE_SECONDS = 20.0, 0.1
+# What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
+_LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+)
+# What it says of a server that was restarted, and connected again with a worker that was restarted:
+# to the chief itself, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
+_RESTARTED = "some remote workers have been restarted"
+_WITHOUT_VALUES = ("unable to find the relevant tensor remote_handle", "unknown device")
+
+
+def is_lost(error: Exception) -> bool:
+    """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
+    if isinstance(error, tf.errors.InternalError):
+        # A message that was damaged on its way, so that the server cannot parse it.
+        return "Unable to parse request" in str(error)
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        text = str(error).lower()
+        of_server = "remote target /job:ps" in text
+        return _RESTARTED in text or (of_server and any(each in text for each in _WITHOUT_VALUES))
+    return isinstance(error, (ClusterLostError, *_LOST))
 
 
 def connect_again(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
@@ -61,10 +86,16 @@ class Remade:
         spec = tf.DeviceSpec.from_string(device)
         return spec.job == "ps" and spec.task in self.servers
 
-    def variable(self, variable: tf.Variable, value: Callable[..., Any] = tf.zeros) -> bool:
+    def variable(
+        self,
+        variable: tf.Variable,
+        value: Callable[..., Any] = tf.zeros,
+        make: Callable[[tf.Tensor], tf.Variable] | None = None,
+    ) -> bool:
         """Make a variable again where it is gone, and return whether it was.
 
-        Its first value is of `value`, from a shape and a type.
+        Its first value is of `value`, from a shape and a type. `make` returns the new variable of
+        it where that is not any one, as one with a name.
         """
         if not self.was_on(variable.device):
             return False
@@ -72,7 +103,7 @@ class Remade:
             return True
         with tf.device(variable.device):
             first = value(variable.shape, variable.dtype)
-            new = tf.Variable(first, trainable=False, shape=variable.shape)
+            new = make(first) if make else tf.Variable(first, trainable=False, shape=variable.shape)
         self.handle(variable.handle, new.handle)
         variable._handle = new.handle
         self._variables.append(variable)

@@ -38,6 +38,7 @@ from trainer.models.registry import refused_input
 from trainer.monitoring.exporter import exported
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
+from trainer.strategies.remade import is_lost
 from trainer.strategies.strategy import Problem, Strategy, create
 from trainer.strategies.visits import Stream
 from trainer.tasks import registry as tasks
@@ -53,7 +54,6 @@ from trainer.training.input import (
 )
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
-from trainer.training.recovery import is_lost
 from trainer.training.server import configure_gpus, serve_in_process
 from trainer.training.stall import StallWatch
 

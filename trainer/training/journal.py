@@ -6,6 +6,7 @@ the same rows in memory (`UnpublishedJournal`), so that all make the same decisi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS, History, Validations
 from trainer.cluster.launcher import run_of
 from trainer.config.schema import Config
+from trainer.strategies.strategy import Problem
+from trainer.strategies.visits import Stream
 from trainer.tensorboard.scalars import TensorBoardLog
 
+log = logging.getLogger(__name__)
 MAX_ROWS = 2000
 # The field of a checkpoint that says which examples were trained on.
 INPUT_POSITION = "input_position"
@@ -59,11 +63,20 @@ class Journal:
         """Return the URI of the newest checkpoint, or an empty text."""
         return self._checkpoints.last
 
-    def begin(self, start: int, begun: Mapping[str, str]) -> None:
-        """Emit that an attempt begins; `begun` tells of the weights that the run began with."""
+    def begin(self, start: int, begun: Mapping[str, str], saved: int = -1) -> None:
+        """Emit that an attempt begins, and at which global step its checkpoint was saved.
+
+        `begun` tells of the weights that the run began with.
+        """
         self._fields |= begun
-        resumed = start > 0
-        events.emit(events.AttemptBegin(global_step=start, steps=self._steps, resumed=resumed))
+        events.emit(
+            events.AttemptBegin(
+                global_step=start,
+                steps=self._steps,
+                resumed=start > 0,
+                checkpoint=saved if saved < start else -1,
+            )
+        )
         self._board.add_configuration(self._config)
 
     def progress(self, row: Mapping[str, Any]) -> None:
@@ -133,7 +146,7 @@ class Journal:
 class UnpublishedJournal(Journal):
     """The journal of a task that does not publish: nothing is written or emitted."""
 
-    def begin(self, start: int, begun: Mapping[str, str]) -> None:
+    def begin(self, start: int, begun: Mapping[str, str], saved: int = -1) -> None:
         """Emit nothing."""
 
     def progress(self, row: Mapping[str, Any]) -> None:
@@ -159,3 +172,19 @@ class UnpublishedJournal(Journal):
         """Save nothing; return the URI of what the publishing task saves."""
         self._checkpoints.last = self._checkpoints.uri_of(variables)
         return self.last_checkpoint
+
+
+def origin_of(found: RestoredCheckpoint | None) -> dict[str, str]:
+    """Return what the manifests of the run say about the weights that it began with."""
+    fields = found.fields if found else {}
+    return {name: str(fields.get(name, "")) for name in ("warmed_from", "warm_start")}
+
+
+def stream_of(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
+    """Return the stream of the problem at the position of the checkpoint."""
+    saved = found.fields.get(INPUT_POSITION) if found else None
+    if not problem.stream:
+        if found and saved:
+            log.warning("the position of %s in the examples is not used: data.partition", found.uri)
+        return None
+    return problem.stream.resumed(saved, found.uri) if found else problem.stream

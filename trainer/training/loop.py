@@ -38,10 +38,9 @@ from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
 from trainer.strategies.strategy import Problem, Report, Strategy
 from trainer.strategies.updates.averaging import averaged, begin_averages
-from trainer.strategies.visits import Stream
 from trainer.tensorboard.profiler import profiler_of
 from trainer.training import recovery
-from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal
+from trainer.training.journal import Journal, UnpublishedJournal, origin_of, stream_of
 
 log = logging.getLogger(__name__)
 # Long enough that what is done between two inner loops costs little, also where workers wait for
@@ -130,20 +129,19 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     found = checkpoints.newest()
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
-    problem = hooks.make_problem(found.global_step if found else 0)
-    strategy.begin_visits(_stream(problem, found))
+    snapshots = recovery.ServerSnapshots(config, strategy, checkpoints.uri)
+    with ending_at_once():
+        begins = snapshots.find(found.global_step if found else None)
+    problem = hooks.make_problem(begins)
+    strategy.begin_visits(stream_of(problem, found))
     with ending_at_once():
         strategy.build(problem)
+    snapshots.begin()
     start = found.global_step if found else -1
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
-    kept: Mapping[str, Any] = {}
-    if found:
-        kept = checkpointing.resumed(found, strategy.variables(), config.training)
-        checkpointing.restore(
-            found, kept, io_device=strategy.io_device, servers=checkpoints.servers
-        )
-    begun = _origin(found)
+    kept = _restored(found, config, strategy, checkpoints, snapshots) if found else {}
+    begun = origin_of(found)
     if warm:
         begun = warm_start.load(
             warm, strategy.variables(), io_device=strategy.io_device, servers=checkpoints.servers
@@ -153,25 +151,31 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
         strategy.restored()
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
-    journal.begin(strategy.global_step(), begun)
+    journal.begin(strategy.global_step(), begun, found.global_step if found else -1)
     loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
-    loop.snapshots = recovery.ServerSnapshots(config, strategy)
+    loop.snapshots = snapshots
     if not found:
         loop.save()
     loop.losses = recovery.Recovery(
-        config, strategy, checkpoints, journal.fields, loop.snapshots, hooks.should_stop
+        config, strategy, checkpoints, journal.fields, snapshots, hooks.should_stop
     )
     return loop.run(found)
 
 
-def _stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
-    """Return the stream of the problem at the position of the checkpoint."""
-    saved = found.fields.get(INPUT_POSITION) if found else None
-    if not problem.stream:
-        if found and saved:
-            log.warning("the position of %s in the examples is not used: data.partition", found.uri)
-        return None
-    return problem.stream.resumed(saved, found.uri) if found else problem.stream
+def _restored(
+    found: RestoredCheckpoint,
+    config: Config,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
+    snapshots: recovery.ServerSnapshots,
+) -> Mapping[str, tf.Variable]:
+    """Return the variables that have values of the checkpoint now, or of newer snapshots."""
+    kept = checkpointing.resumed(found, strategy.variables(), config.training)
+    if snapshots.restore():
+        return strategy.variables()
+    servers = checkpoints.servers
+    checkpointing.restore(found, kept, io_device=strategy.io_device, servers=servers)
+    return kept
 
 
 class _Decision(NamedTuple):
@@ -216,6 +220,8 @@ class _OuterLoop:
         self._stop_early = False
         # What is still to be done of a boundary that was reached; it stays where a task is lost.
         self._lacks_validation = self._owes_save = False
+        # Whether the attempt begins with snapshots, which are newer than the newest checkpoint.
+        self._is_newer = False
         # The global step of the last row; -1 before the first look.
         self._reached = -1
         self._row: tuple[int, dict[str, Any]] | None = None
@@ -230,15 +236,27 @@ class _OuterLoop:
             self._note_validation(row)
 
     def run(self, found: RestoredCheckpoint | None) -> int:
-        self._lacks_validation = bool(found and RECOVERED in found.fields)
+        if found:
+            step, every = self._strategy.global_step(), self._training.checkpoint_every
+            self._is_newer = step > found.global_step
+            self._lacks_validation = self._is_newer or RECOVERED in found.fields
+            self._owes_save = _crossed(found.global_step, step, every, self._training.steps)
         try:
             while True:
                 try:
-                    return self._run()
+                    step = self._run()
+                    self.snapshots.end()
+                    return step
                 except (tf.errors.OpError, ClusterLostError) as error:
                     if not self.losses.goes_on(error, is_whole=not self._has_exchanged):
                         raise
                     self._goes_on_since = None
+        except (tf.errors.OpError, ClusterLostError):
+            # The next attempt may need the snapshots.
+            raise
+        except BaseException:
+            self.snapshots.end()
+            raise
         finally:
             self._profiler.end()
 
@@ -387,9 +405,10 @@ class _OuterLoop:
         self._row = None
 
     def _make_up_validation(self) -> None:
-        """Validate what a joined checkpoint holds, where a boundary before it has no validation.
+        """Validate what the attempt begins with, where a boundary before it has no validation.
 
-        A server died in that validation, or workers reached the boundary while they were halted.
+        A server or the chief died in that validation, or workers reached the boundary while they
+        were halted.
         """
         step, training = self._strategy.global_step(), self._training
         rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
@@ -399,7 +418,8 @@ class _OuterLoop:
         if metrics := self._validate(step):
             row = {"global_step": step, "seconds": self._seconds, **metrics}
             self._note_validation(row)
-            self._journal.add_of_last_checkpoint(row)
+            journal = self._journal
+            (journal.add if self._is_newer else journal.add_of_last_checkpoint)(row)
 
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
@@ -421,12 +441,6 @@ class _OuterLoop:
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         last, at_once = self._journal.last_checkpoint, not self._journal.rows
         raise UserError(diverged(what, step, last, at_once=at_once))
-
-
-def _origin(found: RestoredCheckpoint | None) -> dict[str, str]:
-    """Return what the manifests of the run say about the weights that it began with."""
-    fields = found.fields if found else {}
-    return {name: str(fields.get(name, "")) for name in ("warmed_from", "warm_start")}
 
 
 def _crossed(before: int, after: int, every: int, end: int) -> bool:

@@ -28,16 +28,16 @@ from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints, restore, resumed
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
+from trainer.checkpoints.left_copies import LeftCopies, whole_only
 from trainer.checkpoints.servers import Variables, server_of
-from trainer.checkpoints.snapshots import Copied, Snapshots, give_back
+from trainer.checkpoints.snapshots import Copied, Snapshots, give_back, layouts_of
 from trainer.cluster import liveness
 from trainer.cluster.lease import NoLease
-from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
-from trainer.errors import ClusterLostError, UserError
+from trainer.errors import UserError
 from trainer.strategies.parameter_server import Served
 from trainer.strategies.placement import in_own_line
-from trainer.strategies.remade import Remade
+from trainer.strategies.remade import Remade, is_lost
 from trainer.strategies.strategy import Strategy
 from trainer.topology import Task
 
@@ -54,58 +54,77 @@ RETURN_SECONDS, PROBE_SECONDS, PAUSE_SECONDS = 30.0, 2.0, 0.05
 MOST_REJOINS = 20
 # Longer than a checkpoint of a large model takes, and shorter than most steps that are repeated.
 LIMIT_SECONDS = 120.0
-# What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
-_LOST = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.NotFoundError,
-)
 _NO_OTHER = "no other server has variables"
-# What it says of a server that was restarted, and connected again with a worker that was restarted:
-# to the chief itself, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
-_RESTARTED = "some remote workers have been restarted"
-_WITHOUT_VALUES = ("unable to find the relevant tensor remote_handle", "unknown device")
-
-
-def is_lost(error: Exception) -> bool:
-    """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
-    if isinstance(error, tf.errors.InternalError):
-        # A message that was damaged on its way, so that the server cannot parse it.
-        return "Unable to parse request" in str(error)
-    if isinstance(error, tf.errors.InvalidArgumentError):
-        text = str(error).lower()
-        of_server = "remote target /job:ps" in text
-        return _RESTARTED in text or (of_server and any(each in text for each in _WITHOUT_VALUES))
-    return isinstance(error, (ClusterLostError, *_LOST))
 
 
 class ServerSnapshots:
-    """The snapshots of an attempt, where `cluster.snapshot_seconds` asks for them."""
+    """The snapshots of an attempt, where `cluster.snapshot_seconds` asks for them.
 
-    def __init__(self, config: Config, strategy: Strategy) -> None:
-        """Take memory for them on the tasks of a strategy that is built; a line says how much."""
+    Those that a chief which died has left on the servers are looked for in any case.
+    """
+
+    def __init__(self, config: Config, strategy: Strategy, uri: str = "") -> None:
+        """Describe those of a run, whose checkpoints are at `uri`."""
+        self._strategy, self._seconds = strategy, config.cluster.snapshot_seconds
         self._made: Snapshots | None = None
-        self._io_device = strategy.io_device
-        seconds = config.cluster.snapshot_seconds
-        held = joined.held_by(strategy.variables()) if seconds and strategy.publishes else {}
+        self._before = LeftCopies(config, strategy, uri)
+
+    def find(self, saved: int | None) -> int:
+        """Look for newer copies than the newest checkpoint; return the global step to begin at.
+
+        `saved` is that of the checkpoint, None where there is none.
+
+        Raises:
+            OpError: a server is gone.
+        """
+        return self._before.find(saved)
+
+    def begin(self) -> None:
+        """Take memory for copies on the tasks of the strategy, now built; a line says how much."""
+        strategy = self._strategy
+        variables = strategy.variables()
+        held = joined.held_by(variables) if self._seconds and strategy.publishes else {}
+        is_all = sum(map(len, held.values())) == len(variables)
+        self._before.require(layouts_of(held) if is_all else {})
         if not held:
             return
         groups = strategy.row_groups if isinstance(strategy, Served) else ()
+        run, left = self._before.run, self._before.left
         with self._or_without():
-            self._made = Snapshots(held, groups, strategy.io_device, seconds)
-            sizes = self._made.sizes().items()
-            log.warning(
-                "cluster.snapshot_seconds: a snapshot of the servers every %g s needs memory: %s",
-                seconds,
-                ", ".join(
-                    f"{size / 1e6:,.1f} MB on {task}, and {more / 1e6:,.1f} MB more there while it "
-                    "is copied"
-                    for task, (size, more) in sorted(sizes)
-                ),
-            )
+            made = Snapshots(held, groups, strategy.io_device, self._seconds, run, left)
+            log.warning("cluster.snapshot_seconds: %s", made.needs())
+            self._made = made
+
+    def restore(self) -> bool:
+        """Give all variables what was found, if anything was; return whether they have it.
+
+        Raises:
+            OpError: a server is gone.
+        """
+        if not self._before.left or not self._made:
+            return False
+        with self._or_without():
+            variables = self._strategy.variables()
+            if (step := self._made.restore(variables)) < 0:
+                log.warning("a chief that was taken for dead writes snapshots; they are not used")
+                return False
+            # It was copied later than the step was read.
+            variables[joined.STEP].assign(step)
+            return True
+        return False
+
+    def end(self) -> None:
+        """Free the memory of the copies, where servers answer; none are taken any more."""
+        self._made = None
+
+        def forget() -> None:
+            with suppress(tf.errors.OpError):
+                self._before.forget()
+
+        # Where a job is stopped, its servers may be gone without a word.
+        thread = threading.Thread(target=forget, name="forget", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
 
     def take_if_due(self, global_step: int, *, rests: bool) -> None:
         """Take a snapshot between two inner loops, if it is time.
@@ -124,7 +143,7 @@ class ServerSnapshots:
     def give_back(self, copies: Mapping[int, Copied], variables: Variables) -> None:
         """Assign copies of lost servers to their variables, which were made again."""
         for each in copies.values():
-            give_back(each.variables, variables, self._io_device)
+            give_back(each.variables, variables, self._strategy.io_device)
 
     def remake(self, remade: Remade) -> None:
         """Make again the copies that are gone with servers."""
@@ -139,7 +158,7 @@ class ServerSnapshots:
             if is_lost(error):
                 raise
             log.warning("no more snapshots of the servers are taken: %s", _line(error))
-            self._made = None
+            self.end()
 
 
 class Recovery:
@@ -244,17 +263,11 @@ class Recovery:
 
         `steps` are the global step that was reached, and that of the values which would go back.
         """
-        wanted = self._config.cluster.recovery
-        is_auto = wanted == "auto"
+        is_auto = self._config.cluster.recovery == "auto"
         reached, back_to = steps
         left = self._config.training.steps - reached
         is_all = lost == set(self._held)
         reasons = {
-            "cluster.recovery is full": wanted == "full",
-            "cluster.recovery is auto, and training is synchronous": is_auto
-            and not self._strategy.mixes_steps,
-            "data.partition is dynamic: no example may count twice": self._config.data.partition
-            == DYNAMIC,
             "averages were in the place of weights, for a validation": not is_whole,
             _NO_OTHER: is_all and not lost <= set(copied),
             # What the lost server held would end with fewer updates than it had.
@@ -262,7 +275,8 @@ class Recovery:
             and not is_all
             and left < reached - back_to,
         }
-        return next((reason for reason, is_so in reasons.items() if is_so), "")
+        whole = whole_only(self._config, self._strategy)
+        return whole or next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def _rejoined(self, lost: set[int], copies: Mapping[int, Copied], reached: int) -> _Back | None:
         """Go on with lost servers that are back soon; return what goes back, or None."""

@@ -13,16 +13,17 @@ from trainer.topology import Task
 MB = 1 << 20
 
 
-def process(role, started_at=1.0):
+def process(role, started_at=1.0, index=0):
     made = create_autospec(TaskProcess, instance=True)
-    made.task = Task(role=role, index=0)
+    made.task = Task(role=role, index=index)
     made.started_at = started_at
     return made
 
 
-def restarted_after(sizes, *, started_at=1.0):
+def restarted_after(sizes, *, started_at=1.0, role="worker", have_snapshots=False):
     """Return after which attempts of a chief a server is restarted, by its size after each."""
-    memory, chief, server = ServerMemory(), process("chief", 2.0), process("worker", started_at)
+    memory = ServerMemory(have_snapshots=have_snapshots)
+    chief, server = process("chief", 2.0), process(role, started_at)
     restarted = []
     for attempt, size in enumerate(sizes, start=1):
         server.resident_bytes.return_value = size * MB
@@ -49,6 +50,41 @@ def restarted_after(sizes, *, started_at=1.0):
 )
 def test_a_server_that_another_attempt_would_make_too_large_is_restarted(sizes, restarted):
     assert restarted_after(sizes) == restarted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "role", "restarted"),
+    [
+        ([400, 500, 600], "ps", []),
+        # The next attempt would begin with a checkpoint, and not with snapshots.
+        ([400, 500, 600, 710], "ps", [4]),
+        ([400, 460], "worker", [2]),
+    ],
+)
+def test_a_server_with_snapshots_may_grow_more(sizes, role, restarted):
+    assert restarted_after(sizes, role=role, have_snapshots=True) == restarted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "killed"),
+    [
+        ([500, 500, 400], []),
+        # What is left of the snapshots is of no use.
+        ([900, 500, 400], ["ps-0", "ps-1"]),
+        ([900, 420, 900], ["ps-0", "worker-0"]),
+        ([400, 400, 900], ["worker-0"]),
+    ],
+)
+def test_servers_with_snapshots_are_restarted_together(sizes, killed):
+    memory, chief = ServerMemory(have_snapshots=True), process("chief", 2.0)
+    servers = [process("ps"), process("ps", index=1), process("worker")]
+    for each in servers:
+        each.resident_bytes.return_value = 400 * MB
+    memory.restart_grown(chief, servers)
+    for each, size in zip(servers, sizes, strict=True):
+        each.resident_bytes.return_value = size * MB
+    memory.restart_grown(chief, servers)
+    assert [str(each.task) for each in servers if each.kill_grown.called] == killed
 
 
 def test_what_a_recovery_leaves_is_no_part_of_the_first_attempt():

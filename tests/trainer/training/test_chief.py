@@ -19,9 +19,9 @@ from trainer.data.preparation.shards import ShardWriter
 from trainer.data.records import encode
 from trainer.data.spec import KIND, SCHEMA, FeatureSpec
 from trainer.storage import Manifest
+from trainer.strategies.remade import is_lost
 from trainer.training.chief import hooks_of
 from trainer.training.input import NUMBER_FILE, SHARDS
-from trainer.training.recovery import is_lost
 from trainer.training.stall import StallWatch
 
 MANGLED = (

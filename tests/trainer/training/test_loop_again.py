@@ -11,6 +11,7 @@ from trainer.checkpoints.contents import RECOVERED
 from trainer.checkpoints.index import handed_on, index_of
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import AttemptBegin, CheckpointPassedOver
+from trainer.training import recovery
 
 
 @pytest.fixture
@@ -224,6 +225,91 @@ def test_no_validation_is_made_up_where_none_was_due(run, joined, given):
 
     run.train(steps=90, validate=validate, **given)
     assert validated == ([50, 90] if given["validate_every"] else [])
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Let an attempt find snapshots of a global step; return what else was asked for."""
+    asked = []
+
+    def of_step(step):
+        def restore(self):
+            self._strategy.counter.assign(step)
+            self._strategy.weight.assign(0.5 * step)
+            return True
+
+        snapshots = recovery.ServerSnapshots
+        monkeypatch.setattr(snapshots, "find", lambda _, saved: asked.append(saved) or step)
+        monkeypatch.setattr(snapshots, "restore", restore)
+        monkeypatch.setattr(snapshots, "end", lambda _: asked.append("end"))
+        return asked
+
+    return of_step
+
+
+def test_an_attempt_begins_with_newer_snapshots(run, left):
+    one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
+    asked, starts = left(27), []
+
+    def problem(start):
+        starts.append(start)
+        return nothing(start)
+
+    assert run.train(steps=50, keep=100, validate_every=0, make_problem=problem) == 50
+    assert (starts, asked) == ([27], [20, "end"])
+    *_, event = run.events(AttemptBegin)
+    assert (event.global_step, event.resumed, event.checkpoint) == (27, True, 20)
+    assert run.weight(50) == 25.0
+    # The rows that were written up to there stay.
+    assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
+    assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
+
+
+@pytest.mark.parametrize("step", [20, 24])
+def test_what_was_due_before_a_snapshot_is_made_up(run, left, step):
+    def validate(strategy):
+        validated.append(strategy.global_step())
+        return lost_at(20)(strategy) and {"loss": 50.0 - validated[-1]}
+
+    validated = []
+    with pytest.raises(ClusterLostError):
+        run.train(steps=40, keep=100, validate=validate)
+    assert run.steps() == [0, 10]
+    left(step)
+    validated.clear()
+    run.train(
+        steps=40,
+        keep=100,
+        validate=lambda strategy: validated.append(strategy.global_step()) or {"loss": 1.0},
+    )
+    assert validated == [step, 30, 40]
+    assert run.steps() == [0, 10, step, 30, 40]
+    # It is no validation of the checkpoint before.
+    losses = {each.global_step: each.loss for each in index_of(run.uri)}
+    assert losses[10] == 40.0
+    assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]
+
+
+def test_snapshots_past_the_end_are_the_last_checkpoint(run, left):
+    one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
+    left(27)
+    assert run.train(steps=25, keep=100, validate_every=0) == 27
+    assert run.steps() == [0, 20, 27]
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(ClusterLostError("ps-1"), []), (UserError("the loss"), ["end"])]
+)
+def test_snapshots_stay_where_another_attempt_may_need_them(run, left, error, ended):
+    run.train(steps=10)
+
+    def fails(_):
+        raise error
+
+    asked = left(15)
+    with pytest.raises(type(error)):
+        run.train(Counting(fails), steps=40)
+    assert asked == [10, *ended]
 
 
 def test_a_run_that_stopped_early_stays_stopped(run):

@@ -152,7 +152,9 @@ def copying(monkeypatch):
 
     def made(seconds=1.5):
         config = parse_config({"cluster": {"snapshot_seconds": seconds}})
-        return recovery.ServerSnapshots(config, Servers())
+        found = recovery.ServerSnapshots(config, Servers())
+        found.begin()
+        return found
 
     return made
 

@@ -13,13 +13,13 @@ import pytest
 
 from tests.stores.fixtures import bucket_name
 from trainer import storage
-from trainer.checkpoints import rows
-from trainer.checkpoints.rows import RowFile, SegmentedRowFile, read_rows
+from trainer.checkpoints import history
+from trainer.checkpoints.history import RowFile, SegmentedRowFile, read_rows
 from trainer.errors import UserError
 
 WRITER = """
 import sys
-from trainer.checkpoints.rows import RowFile
+from trainer.checkpoints.history import RowFile
 file = RowFile(sys.argv[1])
 file.begin([])
 for number in range(1_000_000):
@@ -128,7 +128,7 @@ class TestInAnObjectStore:
 
     @pytest.fixture(autouse=True)
     def _small_segments(self, monkeypatch):
-        monkeypatch.setattr(rows, "SEGMENT_BYTES", 1000)
+        monkeypatch.setattr(history, "SEGMENT_BYTES", 1000)
 
     def sent(self, monkeypatch):
         sizes = []

@@ -1,0 +1,79 @@
+"""A chief that finds snapshots, trains, takes some, and dies: `python -m tests.cluster.left`.
+
+Its SPEC is a JSON file: `config` (sections that differ from the defaults), `uri` of the checkpoints
+of its run, `saved`, the global step of the newest of them or null, and `torn`, whether it dies
+while a server assigns a part of its last snapshot. A line of JSON says what was found and taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.lead import say
+from tests.cluster.snapshotted import STEPS, differing, problem, values_of
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.strategies.async_parameter_server import AsyncParameterServer
+from trainer.strategies.strategy import create
+from trainer.strategies.updates import touched_rows
+from trainer.topology import from_tf_config
+from trainer.training.recovery import ServerSnapshots
+
+
+def main() -> None:
+    """Begin as the outer loop does, and die."""
+    signals.end_with_parent()
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    touched_rows.SMALL = 0
+    config = parse_config(spec["config"])
+    strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
+    assert isinstance(strategy, AsyncParameterServer)
+    snapshots = ServerSnapshots(config, strategy, spec["uri"])
+    found = snapshots.find(spec["saved"])
+    strategy.build(problem(config))
+    snapshots.begin()
+    is_used = snapshots.restore()
+    strategy.restored()
+    begun = values_of(strategy.variables())
+    values = {path: each.tolist() for path, each in begun.items()}
+    strategy.run(STEPS)
+    step = strategy.global_step()
+    made = snapshots._made
+    assert made
+    made.take(step)
+    taken = values_of(strategy.variables())
+    strategy.run(STEPS)
+    if spec["torn"]:
+        tear(made)
+    say(
+        found=found,
+        used=is_used,
+        begun=values,
+        step=step,
+        taken={path: each.tolist() for path, each in taken.items()},
+        changed=len(differing(taken, values_of(strategy.variables()))),
+    )
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tear(made: Any) -> None:
+    """Let ps-0 assign rows of a snapshot without what follows in the same function."""
+    copy = made._copies[1]
+    count, counted = copy.entry.count, list[int]()
+
+    def once(place: int, value: Any) -> Any:
+        counted.append(place)
+        return count(place, value) if len(counted) == 1 else None
+
+    copy.entry.count = once
+    copy._make_functions()
+    copy._assign_whole(copy._read_whole())
+
+
+if __name__ == "__main__":
+    main()
