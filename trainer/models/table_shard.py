@@ -221,8 +221,8 @@ class Shard:
         halved = tf.constant(0, tf.int64)
         if self.noted.seen is not None:
             sieve = Sieve(self.noted.seen.value, self.window, self._rules.min_count)
-            asked = (tf.gather(each, absent) for each in (keys, counts))
-            often, halved = sieve.count(*asked, counted[SIEVED])
+            new, times = tf.gather(keys, absent), tf.gather(counts, absent)
+            often, halved = sieve.count(new, times, counted[SIEVED])
             absent = tf.boolean_mask(absent, often)
         evicted, swept = self._evicted(tf.size(absent, tf.int64), now, counted[SWEPT])
         room = self.room.read_value()

@@ -258,9 +258,8 @@ class AsyncParameterServer(Served):
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
             # It stays on the server, whatever turn it is.
-            own = turns.begin(closure)
+            own, worker = turns.begin(closure), worker_number()
             self._open_cache(own)
-            worker = worker_number()
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
                 began, total = turns.began(), tf.constant(0.0)
