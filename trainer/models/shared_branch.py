@@ -40,7 +40,9 @@ class SharedBranch:
         resources: Sequence[tf.Tensor],
         device: str,
     ) -> tf.Tensor:
-        """Return `work(*given)` where it is needed, else the first of `given`; in a graph.
+        """Return `work(*given)` where it is needed, else the first of `given`.
+
+        Without a graph, as for a debugger, the work is that of Python.
 
         Args:
             is_needed: a scalar, bool.
@@ -51,6 +53,8 @@ class SharedBranch:
                 is another branch.
             device: where all of them are.
         """
+        if tf.executing_eagerly():
+            return work(*given) if is_needed else given[0]
         signature = [tf.TensorSpec(each.shape, each.dtype) for each in given]
         key = (tuple(signature), len(resources))
         if key not in self._traced:

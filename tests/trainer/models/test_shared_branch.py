@@ -55,6 +55,16 @@ def test_each_owner_changes_its_own_resources_by_one_trace(device):
     assert Counter.traced == 1
 
 
+@pytest.mark.parametrize("device", ["/device:CPU:0", "/device:GPU:0"])
+def test_without_a_graph_it_is_run_by_python(device):
+    branch, counter = SharedBranch(), Counter(5)
+    given = tf.constant([1, 2], tf.int64)
+    for is_needed, found in ((False, [1, 2]), (True, [11, 11]), (True, [17, 17])):
+        got = counter.run(branch, tf.constant(is_needed), given, 2, device)
+        assert got.numpy().tolist() == found
+    assert Counter.traced == 2
+
+
 def test_other_types_or_another_number_of_resources_are_another_branch():
     branch, counter, other = SharedBranch(), Counter(1), Counter(2)
 
