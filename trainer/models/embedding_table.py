@@ -230,8 +230,10 @@ class EmbeddingTable(keras.layers.Layer):
         `slots_of` returns pairs for a Keras variable: a slot of its shape, and the value of a new
         row there, or None for the row itself.
         """
+        # With another optimizer the slots of new rows begin with other values.
+        branch = SharedBranch()
         for shard in self._parts:
-            shard.steps, shard.slots = steps, slots_of(shard.noted.rows)
+            shard.steps, shard.slots, shard.branch = steps, slots_of(shard.noted.rows), branch
 
     def restored(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
         """Find rows by the variables again: to be called when these were assigned, on a device."""

@@ -94,7 +94,9 @@ class Shard:
         """
         self.noted, self.capacity = noted, capacity
         self._rules, self._draw = rules, draw
-        self._number, self._branch = np.int64(number), branch or SharedBranch()
+        self._number = np.int64(number)
+        #: What is shared with other shards, whose slots begin alike.
+        self.branch = branch or SharedBranch()
         #: The counter of steps, where a strategy has one; lookups are counted otherwise.
         self.steps: tf.Variable | None = None
         #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
@@ -194,7 +196,7 @@ class Shard:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
         known = tf.concat([[now, self._number], counted], 0)
         given = (slots, asked.keys, asked.checks, asked.counts, known)
-        slots = self._branch.run(changes, self._with_new, given, self._resources(), self.device)
+        slots = self.branch.run(changes, self._with_new, given, self._resources(), self.device)
         slots = self._none_to_last(slots)
         # New ids were at the last place before.
         noted = self._note(tf.concat([places, slots], 0))
