@@ -45,7 +45,11 @@ class Journal:
         }
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
-        self._newest = self._history.rows[-1] if self._history.rows else {}
+        last = self._history.rows[-1] if self._history.rows else {}
+        if last.get("global_step") != start:
+            # Snapshots are of a later step than their last row, and what was validated is not.
+            last = {name: each for name, each in last.items() if not name.startswith(VALIDATION)}
+        self._newest = last
         self._board = TensorBoardLog(checkpoints.logs, run_of(checkpoints.uri))
 
     @property

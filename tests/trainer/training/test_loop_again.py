@@ -290,6 +290,17 @@ def test_what_was_due_before_a_snapshot_is_made_up(run, left, step):
     assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]
 
 
+def test_a_validation_of_an_earlier_step_is_none_of_what_is_saved_of_snapshots(run, left):
+    given = {"checkpoint_every": 20, "validate": lambda _strategy: {"loss": 1.0}}
+    one_attempt(run, until=15, **given)
+    assert (run.steps(), run.rows("validation_loss")) == ([0], [1.0])
+    left(15)
+    with pytest.raises(RunInterruptedError):
+        run.train(steps=40, keep=100, should_stop=lambda: True, **given)
+    assert {each.global_step: each.loss for each in index_of(run.uri)} == {0: None, 15: None}
+    assert run.fields(15)["metrics"]["loss"] == 1.0
+
+
 def test_snapshots_past_the_end_are_the_last_checkpoint(run, left):
     one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     left(27)
