@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.cluster.lead import say
 from tests.cluster.snapshotted import STEPS, differing, problem, values_of
+from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.cluster import signals
 from trainer.config.load import parse_config
 from trainer.strategies.async_parameter_server import AsyncParameterServer
@@ -33,7 +34,8 @@ def main() -> None:
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     assert isinstance(strategy, AsyncParameterServer)
-    snapshots = ServerSnapshots(config, strategy, spec["uri"])
+    checkpoints = Checkpoints(spec["uri"], keep=1, scratch=Path("scratch"))
+    snapshots = ServerSnapshots(config, strategy, checkpoints)
     found = snapshots.find(spec["saved"])
     strategy.build(problem(config))
     snapshots.begin()
@@ -64,11 +66,11 @@ def main() -> None:
 def tear(made: Any) -> None:
     """Let ps-0 assign rows of a snapshot without what follows in the same function."""
     copy = made._copies[1]
-    count, counted = copy.entry.count, list[int]()
+    count, counted = copy.entry.count, list[Any]()
 
-    def once(place: int, value: Any) -> Any:
-        counted.append(place)
-        return count(place, value) if len(counted) == 1 else None
+    def once(writes: Any) -> Any:
+        counted.append(writes)
+        return count(writes) if len(counted) == 1 else None
 
     copy.entry.count = once
     copy._make_functions()

@@ -9,7 +9,8 @@ A copy is a number of variables with the token of the copy in their names. Two m
   after a write that has failed.
 
 The first operation of a write needs what it counts in. A chief that was taken for dead, and lives,
-fails there when the next attempt has removed that, and changes nothing of the copy.
+fails there when the next attempt has removed that, and changes nothing of the copy. Nor does it
+remove any at its end: it knows its own by the name of what it counts in.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
+from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.strategies.parameter_server import Served
@@ -33,6 +35,8 @@ from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
+# The last fields of a `Left` that was never complete.
+_NOTHING = (-1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +82,22 @@ def left_on(run: str, servers: Iterable[int]) -> dict[int, Left]:
     for server in servers:
         if registered := _values(_registry(run, server)):
             token, writer, *others = registered
-            counted = _values(_counts(run, server, writer)) or (-1, 0)
-            names = ("token", "writer", "layout", "count", "of", "global_step", "writes")
+            counted = _values(_counts(run, server, writer)) or _NOTHING
+            names = (each.name for each in fields(Left))
             values = (token, writer, *others, *counted)
             found[server] = Left(**dict(zip(names, values, strict=True)))
     return found
 
 
-def forget(run: str, servers: Iterable[int]) -> None:
-    """Free the memory of what servers have of a run.
+def forget(run: str, servers: Iterable[int], writers: Collection[int] | None = None) -> None:
+    """Free the memory of what servers have of a run, or of what some writers have written of it.
 
     Raises:
         OpError: of TensorFlow, where a server is gone.
     """
     for server, left in left_on(run, servers).items():
+        if writers is not None and left.writer not in writers:
+            continue
         # What counts its writes first: none begins from then on.
         _destroy(_counts(run, server, left.writer))
         for number in range(left.count):
@@ -102,16 +108,22 @@ def forget(run: str, servers: Iterable[int]) -> None:
 class LeftCopies:
     """What an earlier attempt of a run has left on the servers, as far as this one may use it."""
 
-    def __init__(self, config: Config, strategy: Strategy, uri: str) -> None:
-        """Describe it; `uri` is that of the checkpoints of the run. Nothing is looked for yet."""
-        self._config, self._strategy = config, strategy
+    def __init__(
+        self, config: Config, strategy: Strategy, checkpoints: Checkpoints | None = None
+    ) -> None:
+        """Describe it; `checkpoints` are those of the run. Nothing is looked for yet."""
+        self._config, self._strategy, self._checkpoints = config, strategy, checkpoints
+        #: In the names of what this attempt counts in.
+        self.writer = secrets.randbits(60)
         #: What may be used, by the servers that have it.
         self.left: dict[int, Left] = {}
+        #: Of the variables of this attempt; see `layouts_of`.
+        self.layouts: Mapping[int, int] = {}
         #: What the names of copies begin with; empty where nobody would find them.
         self.run = ""
         self._servers = range(0)
-        if isinstance(strategy, Served) and strategy.publishes and uri:
-            self.run, self._servers = run_of(uri), range(strategy.cluster.count("ps"))
+        if isinstance(strategy, Served) and strategy.publishes and checkpoints:
+            self.run, self._servers = run_of(checkpoints.uri), range(strategy.cluster.count("ps"))
 
     def find(self, saved: int | None) -> int:
         """Look on the servers for what is newer than the newest checkpoint.
@@ -149,9 +161,14 @@ class LeftCopies:
             return start
         return min(steps)
 
-    def require(self, layouts: Mapping[int, int]) -> None:
-        """Remove what is of other variables; `layouts` are those of this attempt."""
-        if self.left and {server: each.layout for server, each in self.left.items()} != layouts:
+    def require(self, layouts: Mapping[int, int], *, of_all: bool) -> None:
+        """Remove what is of other variables.
+
+        `layouts` are those of this attempt, which are `of_all` of its variables or not.
+        """
+        self.layouts = layouts
+        found = {server: each.layout for server, each in self.left.items()}
+        if found and not (of_all and found == layouts):
             self._remove("they are of other variables")
 
     def _remove(self, reason: str) -> None:
@@ -170,6 +187,12 @@ class LeftCopies:
         if self.run:
             forget(self.run, self._servers)
 
+    def forget_own(self) -> None:
+        """Free the memory of what is of this attempt, or was found by it."""
+        if self.run:
+            writers = {self.writer, *(each.writer for each in self.left.values())}
+            forget(self.run, self._servers, writers)
+
 
 def whole_only(config: Config, strategy: Strategy) -> str:
     """Return why no variables may have values of another step than the others, or nothing."""
@@ -186,24 +209,27 @@ def whole_only(config: Config, strategy: Strategy) -> str:
 class Entry:
     """What a server says of its copy: which it is (the registry), and how far it has come.
 
-    `counts` has the global step of the copy, and how often it was written: int64 [2].
+    `counts` has the last two fields of a `Left`: int64 [2].
     """
 
-    def __init__(self, run: str, peer: int, layout: int, sizes: tuple[int, int]) -> None:
-        """Describe a copy with new names; `sizes` are `count` and `of` of a `Left`."""
+    def __init__(self, before: LeftCopies, peer: int, sizes: tuple[int, int]) -> None:
+        """Describe a copy; `sizes` are `count` and `of` of a `Left`.
+
+        Its variables are those of what was left on its server, or new ones.
+        """
         self.peer = peer
-        self._run = run
-        self._token, self._writer = secrets.randbits(60), secrets.randbits(60)
-        self._rest = (layout, *sizes)
-        self.counts = _counts(run, peer, self._writer)
-        self.is_new = True
+        self._run, self._writer = before.run, before.writer
+        self._rest = (before.layouts[peer], *sizes)
+        self.counts = _counts(self._run, peer, self._writer)
+        left = before.left.get(peer)
+        self.is_new = left is None
+        self._token = left.token if left else secrets.randbits(60)
 
     def register(self, left: Left | None = None) -> None:
-        """Say on the server what it has; the variables of what was `left` are its own now."""
-        if left:
-            self._token, self.is_new = left.token, False
+        """Say on the server what it has: nothing, or what was `left`."""
+        counted = (left.global_step, 0) if left else _NOTHING
         with operating_at(server_device(self.peer)):
-            self.counts.assign(tf.constant([-1, 0], tf.int64))
+            self.counts.assign(tf.constant(counted, tf.int64))
             values = (self._token, self._writer, *self._rest)
             _registry(self._run, self.peer).assign(tf.constant(values, tf.int64))
 
@@ -214,10 +240,16 @@ class Entry:
         _destroy(counts)
         return found == (left.global_step, left.writes)
 
-    def count(self, place: int, value: tf.Tensor) -> tf.Operation:
-        """Assign a number to one of the two that `counts` has, in a graph."""
+    def count(self, writes: tf.Tensor) -> tf.Operation:
+        """Say how often the copy was written, in a graph."""
         return tf.raw_ops.ResourceScatterUpdate(
-            resource=self.counts.handle, indices=[place], updates=value[None]
+            resource=self.counts.handle, indices=[1], updates=writes[None]
+        )
+
+    def complete(self, step: tf.Tensor) -> tf.Operation:
+        """Say of which global step it is, in a graph."""
+        return tf.raw_ops.ResourceScatterUpdate(
+            resource=self.counts.handle, indices=[0], updates=step[None]
         )
 
     def variable(self, number: int, value: tf.Tensor) -> tf.Variable:

@@ -29,7 +29,7 @@ from functools import partial
 import numpy as np
 import tensorflow as tf
 
-from trainer.checkpoints.left_copies import Entry, Left
+from trainer.checkpoints.left_copies import Entry, LeftCopies
 from trainer.checkpoints.servers import Variables, side_by_side, size_of
 from trainer.strategies.placement import fetched, operating_at, server_device
 from trainer.strategies.remade import Remade
@@ -73,14 +73,13 @@ def _peers(held: Mapping[int, Variables]) -> dict[int, int | None]:
 class Snapshots:
     """The copies of all servers of an attempt, each of them the newest that is whole."""
 
-    def __init__(  # noqa: PLR0913, PLR0917
+    def __init__(
         self,
         held: Mapping[int, Variables],
         groups: Sequence[RowGroup],
         io_device: str | None,
         seconds: float,
-        run: str = "",
-        left: Mapping[int, Left] | None = None,
+        before: LeftCopies | None = None,
     ) -> None:
         """Take memory for the copies; nothing is copied yet.
 
@@ -89,18 +88,17 @@ class Snapshots:
             groups: those of which rows alone are copied.
             io_device: the chief's.
             seconds: between the beginnings of two snapshots.
-            run: what the names of copies on servers begin with; without it they have none.
-            left: copies of an earlier attempt, of the same layouts, which become those of this one.
+            before: what an earlier attempt has left, of the same variables: `restore` has to follow
+                where that is something. Without it copies on servers have no names.
         """
-        self._seconds, self._io_device = seconds, io_device
-        self._left = left or {}
-        layouts = layouts_of(held)
+        self._seconds, self._io_device, self._before = seconds, io_device, before
         self._copies = {}
         for server, peer in _peers(held).items():
             entry = None
-            if run and peer is not None:
-                entry = Entry(run, peer, layouts[peer], (len(held[server]), len(held)))
-                entry.register(self._left.get(peer))
+            if before and before.run and peer is not None:
+                entry = Entry(before, peer, (len(held[server]), len(held)))
+                if entry.is_new:
+                    entry.register()
             self._copies[server] = _Copy(held[server], groups, peer, io_device, entry)
         # The global step of the newest copy of each server, and when that began.
         self._taken: dict[int, tuple[int, float]] = {}
@@ -156,23 +154,26 @@ class Snapshots:
     def restore(self, variables: Variables) -> int:
         """Assign the copies that were left to variables, by path, and return their global step.
 
-        It is -1 where another chief still wrote them meanwhile, and the values may be torn.
+        It is -1 where another chief still wrote them meanwhile, and the values may be torn. They
+        are those of this attempt from then on. One that dies before leaves them to the next.
 
         Raises:
             OpError: of TensorFlow, where a task is gone.
         """
+        if not self._before:
+            raise AssertionError("without what was left there is nothing to restore")
         began = time.monotonic()
         for copy in self._copies.values():
             give_back(copy.variables, variables, self._io_device)
         entries = {server: copy.entry for server, copy in self._copies.items() if copy.entry}
-        left = {server: self._left[each.peer] for server, each in entries.items()}
+        left = {server: self._before.left[each.peer] for server, each in entries.items()}
         unchanged = [each.is_as(left[server]) for server, each in entries.items()]
-        if not all(unchanged):
-            return -1
-        for server, each in left.items():
-            self._copies[server].note(each.global_step)
-            self._taken[server] = (each.global_step, began)
-        return min(each.global_step for each in left.values())
+        are_whole = all(unchanged)
+        for server, each in entries.items():
+            each.register(left[server] if are_whole else None)
+            if are_whole:
+                self._taken[server] = (left[server].global_step, began)
+        return min(each.global_step for each in left.values()) if are_whole else -1
 
     def remake(self, remade: Remade) -> None:
         """Make again the copies that are gone with their servers; the next one has all rows."""
@@ -283,10 +284,10 @@ class _Copy:
             with operating_at(self._chief):
                 self._note(tf.constant(global_step, tf.int64))
 
-    def _noting(self, global_step: tf.Tensor) -> None:
+    def _noting(self, step: tf.Tensor) -> None:
         if self.entry:
             with tf.device(self._device):
-                self.entry.count(0, global_step)
+                self.entry.complete(step)
 
     def _write(self, assign: Callable[[], list[tf.Operation]]) -> None:
         """Assign values between two counts of it: see `trainer.checkpoints.left_copies`."""
@@ -296,10 +297,10 @@ class _Copy:
                 return
             before = self.entry.counts.read_value()[1]
             odd = before % 2
-            with tf.control_dependencies([self.entry.count(1, before + odd + 1)]):
+            with tf.control_dependencies([self.entry.count(before + odd + 1)]):
                 done = assign()
             with tf.control_dependencies(done):
-                self.entry.count(1, before + 2)
+                self.entry.count(before + 2)
 
     def _here(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device(self._device):

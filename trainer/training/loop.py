@@ -129,7 +129,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     found = checkpoints.newest()
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
-    snapshots = recovery.ServerSnapshots(config, strategy, checkpoints.uri)
+    snapshots = recovery.ServerSnapshots(config, strategy, checkpoints)
     with ending_at_once():
         begins = snapshots.find(found.global_step if found else None)
     problem = hooks.make_problem(begins)

@@ -63,11 +63,13 @@ class ServerSnapshots:
     Those that a chief which died has left on the servers are looked for in any case.
     """
 
-    def __init__(self, config: Config, strategy: Strategy, uri: str = "") -> None:
-        """Describe those of a run, whose checkpoints are at `uri`."""
+    def __init__(
+        self, config: Config, strategy: Strategy, checkpoints: Checkpoints | None = None
+    ) -> None:
+        """Describe those of a run, which has these checkpoints."""
         self._strategy, self._seconds = strategy, config.cluster.snapshot_seconds
         self._made: Snapshots | None = None
-        self._before = LeftCopies(config, strategy, uri)
+        self._before = LeftCopies(config, strategy, checkpoints)
 
     def find(self, saved: int | None) -> int:
         """Look for newer copies than the newest checkpoint; return the global step to begin at.
@@ -85,13 +87,13 @@ class ServerSnapshots:
         variables = strategy.variables()
         held = joined.held_by(variables) if self._seconds and strategy.publishes else {}
         is_all = sum(map(len, held.values())) == len(variables)
-        self._before.require(layouts_of(held) if is_all else {})
+        layouts = layouts_of(held) if held else {}
+        self._before.require(layouts, of_all=is_all)
         if not held:
             return
         groups = strategy.row_groups if isinstance(strategy, Served) else ()
-        run, left = self._before.run, self._before.left
         with self._or_without():
-            made = Snapshots(held, groups, strategy.io_device, self._seconds, run, left)
+            made = Snapshots(held, groups, strategy.io_device, self._seconds, self._before)
             log.warning("cluster.snapshot_seconds: %s", made.needs())
             self._made = made
 
@@ -119,7 +121,7 @@ class ServerSnapshots:
 
         def forget() -> None:
             with suppress(tf.errors.OpError):
-                self._before.forget()
+                self._before.forget_own()
 
         # Where a job is stopped, its servers may be gone without a word.
         thread = threading.Thread(target=forget, name="forget", daemon=True)

@@ -6,12 +6,14 @@ All servers are this process. What survives a process is in `tests/cluster/test_
 from __future__ import annotations
 
 import secrets
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from trainer.checkpoints import joined, left_copies, snapshots
+from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.left_copies import left_on, run_of
 from trainer.config.load import parse_config
 from trainer.strategies.parameter_server import Served
@@ -61,7 +63,8 @@ class Attempt(Served):
         group = (self.held["one/table"], self.held["one/slot"])
         self.marks = tf.Variable(tf.ones([rows], tf.bool))
         self.row_groups = (RowGroup(variables=group, marks=self.marks),)
-        self.snapshots = ServerSnapshots(self.config, self, uri)
+        self.checkpoints = create_autospec(Checkpoints, instance=True, uri=uri)
+        self.snapshots = ServerSnapshots(self.config, self, self.checkpoints)
 
     def connect(self):
         """All servers are here."""
@@ -154,16 +157,16 @@ def cut_short(attempt):
     copy = attempt.snapshots._made._copies[1]
     count, counted = copy.entry.count, []
 
-    def once(place, value):
-        counted.append(place)
-        return count(place, value) if len(counted) == 1 else None
+    def once(writes):
+        counted.append(writes)
+        return count(writes) if len(counted) == 1 else None
 
     copy.entry.count = once
     copy._make_functions()
     attempt.marks.assign(tf.ones_like(attempt.marks))
     _, *found = copy._read_rows(tf.constant([0], tf.int64))
     copy._assign_rows(found)
-    assert counted == [1, 1]
+    assert len(counted) == 2
     copy.entry.count = count
     copy._make_functions()
 
@@ -258,13 +261,34 @@ def test_a_chief_that_was_taken_for_dead_writes_nothing_any_more(uri):
         with pytest.raises(tf.errors.OpError):
             stalled.take(50)
     assert steps_left(uri) == {0: 10, 1: 10}
-    assert Attempt(uri).begin(5) == (10, True)
+    last = Attempt(uri)
+    assert last.begin(5) == (10, True)
     # And brings back nothing that was removed.
-    attempt.snapshots.end()
+    last.snapshots.end()
     Attempt(uri).snapshots.find(5)
     with pytest.raises(tf.errors.OpError):
         stalled.take(60)
     assert steps_left(uri) == {}
+
+
+def test_one_that_ends_late_removes_nothing_of_the_next(uri):
+    stalled = begun(uri, 10)
+    attempt = Attempt(uri)
+    attempt.begin(5)
+    stalled.snapshots.end()
+    assert steps_left(uri) == {0: 10, 1: 10}
+    attempt.take(30)
+    assert Attempt(uri).begin(5) == (30, True)
+
+
+def test_one_that_dies_before_it_has_the_values_leaves_them_to_the_next(uri):
+    begun(uri, 10)
+    second = Attempt(uri)
+    second.snapshots.find(5)
+    second.snapshots.begin()
+    third = Attempt(uri)
+    assert third.begin(5) == (10, True)
+    assert third.values()["one/slot"] == [10.0]
 
 
 def test_one_that_writes_while_they_are_read_leaves_the_checkpoint(uri, monkeypatch, caplog):
