@@ -169,7 +169,7 @@ class LeftCopies:
         self.layouts = layouts
         found = {server: each.layout for server, each in self.left.items()}
         if found and not (of_all and found == layouts):
-            self._remove("they are of other variables")
+            self._remove("they are of other variables, or of another training.freeze")
 
     def _remove(self, reason: str) -> None:
         steps = max(each.global_step for each in self.left.values())

@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from trainer.checkpoints.left_copies import Entry, LeftCopies
 from trainer.checkpoints.servers import Variables, side_by_side, size_of
+from trainer.config.schema import TrainingConfig
 from trainer.strategies.placement import fetched, operating_at, server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.updates.touched_rows import RowGroup
@@ -51,12 +52,14 @@ class Copied:
     variables: Variables
 
 
-def layouts_of(held: Mapping[int, Variables]) -> dict[int, int]:
+def layouts_of(held: Mapping[int, Variables], training: TrainingConfig) -> dict[int, int]:
     """Return a number for each server that has a copy: which variables, of which server."""
     found = {}
+    # With other variables frozen a slot of the same path may be that of another one.
+    slots = [training.optimizer.name, list(training.freeze)]
     for server, peer in _peers(held).items():
         of = [(path, each.shape.as_list(), each.dtype.name) for path, each in held[server].items()]
-        text = json.dumps([server, sorted(held), of])
+        text = json.dumps([server, sorted(held), of, slots])
         if peer is not None:
             found[peer] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     return found

@@ -68,6 +68,7 @@ class ServerSnapshots:
     ) -> None:
         """Describe those of a run, which has these checkpoints."""
         self._strategy, self._seconds = strategy, config.cluster.snapshot_seconds
+        self._training = config.training
         self._made: Snapshots | None = None
         self._before = LeftCopies(config, strategy, checkpoints)
 
@@ -87,7 +88,7 @@ class ServerSnapshots:
         variables = strategy.variables()
         held = joined.held_by(variables) if self._seconds and strategy.publishes else {}
         is_all = sum(map(len, held.values())) == len(variables)
-        layouts = layouts_of(held) if held else {}
+        layouts = layouts_of(held, self._training) if held else {}
         self._before.require(layouts, of_all=is_all)
         if not held:
             return

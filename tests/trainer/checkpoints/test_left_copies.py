@@ -291,6 +291,12 @@ def test_one_that_dies_before_it_has_the_values_leaves_them_to_the_next(uri):
     assert third.values()["one/slot"] == [10.0]
 
 
+def test_slots_of_another_freeze_are_not_used(uri, caplog):
+    begun(uri, 10, training={"freeze": ["one/*"]})
+    assert Attempt(uri, training={"freeze": ["two/*"]}).begin(5) == (10, False)
+    assert "or of another training.freeze" in caplog.text
+
+
 def test_one_that_writes_while_they_are_read_leaves_the_checkpoint(uri, monkeypatch, caplog):
     stalled = begun(uri, 10)
     give_back = snapshots.give_back
