@@ -81,6 +81,8 @@ class Checkpoints:
     learnt = NOTHING
     #: Where the servers write and read their own variables.
     parts: PartSaver | None = None
+    #: The newest global step that is known to be published.
+    published_step = -1
 
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
@@ -122,6 +124,7 @@ class Checkpoints:
                     "the data section and the dataset, or begin a new run"
                 )
             self.last = uri
+            self.published_step = step if self._is_shared(uri) else -1
             return RestoredCheckpoint(
                 uri=uri, global_step=step, folder=folder, fields=fields, apart=apart
             )
@@ -190,8 +193,7 @@ class Checkpoints:
             UserError: a variable is not finite, or the checkpoint cannot be written.
         """
         step = int(variables["global_step"].numpy())
-        uri = self.uri_of(variables)
-        if uri == self.last:
+        if (uri := self.uri_of(variables)) == self.last:
             return uri
         began = time.monotonic()
         own = {"global_step": step, "fingerprint": self._fingerprint, **fields}
@@ -245,6 +247,7 @@ class Checkpoints:
 
     def published(self, uri: str, step: int) -> None:
         """Emit that a checkpoint is published, and delete those that retention does not keep."""
+        self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # A later one was passed over, and must not replace one that can be read.
         readable = [each for each in index_of(self.uri) if each.global_step <= step]

@@ -3,10 +3,10 @@
 A copy is a number of variables with the token of the copy in their names. Two more say what it is:
 
 - The registry, of a name that is known from the run alone: which copy of which variables.
-- What the attempt that writes it counts in, of a name of its own: the global step of the copy, and
-  how often it was written. A server ends what a chief that dies runs there between two operations.
-  So each write counts before and after: an odd number says that the copy is torn. It stays odd
-  after a write that has failed.
+- What the attempt that writes it counts in, of a name of its own: the global step of the copy, how
+  often it was written, and the newest checkpoint that was published by then. A server ends what a
+  chief that dies runs there between two operations. So each write counts before and after: an odd
+  number says that the copy is torn. It stays odd after a write that has failed.
 
 The first operation of a write needs what it counts in. A chief that was taken for dead, and lives,
 fails there when the next attempt has removed that, and changes nothing of the copy. Nor does it
@@ -36,7 +36,7 @@ from trainer.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 # The last fields of a `Left` that was never complete.
-_NOTHING = (-1, 0)
+_NOTHING = (-1, 0, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class Left:
         of: how many such copies the attempt had on servers.
         global_step: its own; -1 where it was never complete.
         writes: an odd number where one has begun and not ended.
+        saved: the global step of the newest checkpoint that was published by then; -1: of none.
     """
 
     token: int
@@ -60,6 +61,7 @@ class Left:
     of: int
     global_step: int
     writes: int
+    saved: int
 
     @property
     def is_whole(self) -> bool:
@@ -154,12 +156,22 @@ class LeftCopies:
             whole_only(self._config, self._strategy): True,
             "some of them are gone": any(e.of != len(self.left) for e in self.left.values()),
             "one of them is not complete": not all(e.is_whole for e in self.left.values()),
+            "a checkpoint that was published before them is gone": self._are_without_checkpoint(),
             "the newest checkpoint is as new as one of them": min(steps) <= start,
         }
         if reason := next((reason for reason, is_so in reasons.items() if reason and is_so), ""):
             self._remove(reason)
             return start
         return min(steps)
+
+    def _are_without_checkpoint(self) -> bool:
+        # Who deletes a checkpoint does not want what came of it.
+        there = self._checkpoints.newest_step() if self._checkpoints else -1
+        return any(each.saved > there for each in self.left.values())
+
+    def published(self) -> int:
+        """Return the global step of the newest checkpoint that this attempt knows is published."""
+        return self._checkpoints.published_step if self._checkpoints else -1
 
     def require(self, layouts: Mapping[int, int], *, of_all: bool) -> None:
         """Remove what is of other variables.
@@ -209,7 +221,7 @@ def whole_only(config: Config, strategy: Strategy) -> str:
 class Entry:
     """What a server says of its copy: which it is (the registry), and how far it has come.
 
-    `counts` has the last two fields of a `Left`: int64 [2].
+    `counts` has the last three fields of a `Left`: int64 [3].
     """
 
     def __init__(self, before: LeftCopies, peer: int, sizes: tuple[int, int]) -> None:
@@ -227,7 +239,7 @@ class Entry:
 
     def register(self, left: Left | None = None) -> None:
         """Say on the server what it has: nothing, or what was `left`."""
-        counted = (left.global_step, 0) if left else _NOTHING
+        counted = (left.global_step, 0, left.saved) if left else _NOTHING
         with operating_at(server_device(self.peer)):
             self.counts.assign(tf.constant(counted, tf.int64))
             values = (self._token, self._writer, *self._rest)
@@ -238,7 +250,7 @@ class Entry:
         counts = _counts(self._run, self.peer, left.writer)
         found = _values(counts)
         _destroy(counts)
-        return found == (left.global_step, left.writes)
+        return found == (left.global_step, left.writes, left.saved)
 
     def count(self, writes: tf.Tensor) -> tf.Operation:
         """Say how often the copy was written, in a graph."""
@@ -246,10 +258,10 @@ class Entry:
             resource=self.counts.handle, indices=[1], updates=writes[None]
         )
 
-    def complete(self, step: tf.Tensor) -> tf.Operation:
-        """Say of which global step it is, in a graph."""
+    def complete(self, steps: tf.Tensor) -> tf.Operation:
+        """Say of which global step it is, and of which the newest checkpoint, in a graph."""
         return tf.raw_ops.ResourceScatterUpdate(
-            resource=self.counts.handle, indices=[0], updates=step[None]
+            resource=self.counts.handle, indices=[0, 2], updates=steps
         )
 
     def variable(self, number: int, value: tf.Tensor) -> tf.Variable:
@@ -289,8 +301,8 @@ def _registry(run: str, server: int) -> tf.Variable:
 
 
 def _counts(run: str, server: int, writer: int) -> tf.Variable:
-    """Return the last two fields of a `Left`: int64 [2]."""
-    return _named([2], tf.int64, server, f"{run}-{server}-by-{writer}")
+    """Return the last three fields of a `Left`: int64 [3]."""
+    return _named([3], tf.int64, server, f"{run}-{server}-by-{writer}")
 
 
 def _values(variable: tf.Variable) -> tuple[int, ...] | None:

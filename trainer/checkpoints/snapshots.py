@@ -143,10 +143,11 @@ class Snapshots:
                 server before stays; this is not to be called again.
         """
         began = time.monotonic()
+        saved = self._before.published() if self._before else -1
 
         def one(server: int) -> None:
             self._copies[server].take()
-            self._copies[server].note(global_step)
+            self._copies[server].note(global_step, saved)
             self._taken[server] = (global_step, began)
 
         side_by_side(self._copies, one)
@@ -268,7 +269,7 @@ class _Copy:
         cursors = tf.TensorSpec([len(self._groups)], tf.int64)
         self._read_rows = made(self._reading_rows, input_signature=[cursors])
         self._assign_rows = made(self._assigning_rows, input_signature=[rows])
-        self._note = made(self._noting, input_signature=[tf.TensorSpec([], tf.int64)])
+        self._note = made(self._noting, input_signature=[tf.TensorSpec([2], tf.int64)])
 
     def take(self) -> None:
         """Copy what the server has now."""
@@ -281,16 +282,16 @@ class _Copy:
                 self._assign_rows(found)
                 cursors = fetched(reached)
 
-    def note(self, global_step: int) -> None:
-        """Say on the peer that the copy is complete."""
+    def note(self, global_step: int, saved: int) -> None:
+        """Say on the peer that the copy is complete; `saved` as in a `Left`."""
         if self.entry:
             with operating_at(self._chief):
-                self._note(tf.constant(global_step, tf.int64))
+                self._note(tf.constant([global_step, saved], tf.int64))
 
-    def _noting(self, step: tf.Tensor) -> None:
+    def _noting(self, steps: tf.Tensor) -> None:
         if self.entry:
             with tf.device(self._device):
-                self.entry.complete(step)
+                self.entry.complete(steps)
 
     def _write(self, assign: Callable[[], list[tf.Operation]]) -> None:
         """Assign values between two counts of it: see `trainer.checkpoints.left_copies`."""

@@ -63,7 +63,8 @@ class Attempt(Served):
         group = (self.held["one/table"], self.held["one/slot"])
         self.marks = tf.Variable(tf.ones([rows], tf.bool))
         self.row_groups = (RowGroup(variables=group, marks=self.marks),)
-        self.checkpoints = create_autospec(Checkpoints, instance=True, uri=uri)
+        self.checkpoints = create_autospec(Checkpoints, instance=True, uri=uri, published_step=-1)
+        self.checkpoints.newest_step.return_value = -1
         self.snapshots = ServerSnapshots(self.config, self, self.checkpoints)
 
     def connect(self):
@@ -289,6 +290,20 @@ def test_one_that_dies_before_it_has_the_values_leaves_them_to_the_next(uri):
     third = Attempt(uri)
     assert third.begin(5) == (10, True)
     assert third.values()["one/slot"] == [10.0]
+
+
+@pytest.mark.parametrize(("there", "is_used"), [(5, False), (7, True), (9, True)])
+def test_what_came_of_a_checkpoint_that_was_deleted_is_not_used(uri, caplog, there, is_used):
+    attempt = begun(uri)
+    attempt.checkpoints.published_step = 7
+    attempt.take(10)
+    attempt = Attempt(uri)
+    # It may be there, and damaged.
+    attempt.checkpoints.newest_step.return_value = there
+    assert attempt.begin(5) == (10 if is_used else 5, is_used)
+    assert ("a checkpoint that was published before them is gone" in caplog.text) != is_used
+    attempt.snapshots._made.take(12)
+    assert Attempt(uri).begin(5) == (12, True)
 
 
 def test_slots_of_another_freeze_are_not_used(uri, caplog):
