@@ -237,10 +237,10 @@ class _OuterLoop:
 
     def run(self, found: RestoredCheckpoint | None) -> int:
         if found:
-            step, every = self._strategy.global_step(), self._training.checkpoint_every
-            self._is_newer = step > found.global_step
+            self._is_newer = self._strategy.global_step() > found.global_step
             self._lacks_validation = self._is_newer or RECOVERED in found.fields
-            self._owes_save = _crossed(found.global_step, step, every, self._training.steps)
+            # Until then they are in the memory of the servers alone.
+            self._owes_save = self._is_newer
         try:
             while True:
                 try:

@@ -260,6 +260,8 @@ def test_an_attempt_begins_with_newer_snapshots(run, left):
     *_, event = run.events(AttemptBegin)
     assert (event.global_step, event.resumed, event.checkpoint) == (27, True, 20)
     assert run.weight(50) == 25.0
+    # What only the servers had is saved at once.
+    assert run.steps() == [0, 20, 27, 30, 40, 50]
     # The rows that were written up to there stay.
     assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
     assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
