@@ -42,6 +42,7 @@ def test_the_next_chief_finds_what_was_copied(tmp_path):
     assert (third["found"], third["used"]) == (3, False)
 
 
+@pytest.mark.slow
 def test_a_chief_that_is_killed_goes_on_from_the_newest_snapshot(dataset, tmp_path):
     every, steps = 500, 3000
     training = {"steps": steps, "checkpoint_every": 2000, "validate_every": every, "keep": 100}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 
 import keras
 import numpy as np
@@ -35,9 +36,17 @@ def ids_of(layer, ids):
     return tf.constant(ids if layer.keys == "int64" else ids.astype(str))
 
 
+@lru_cache(maxsize=4)
+def step_of(layer, rank, _trainable):
+    """Return what looks up ids as a step of training does: in a graph."""
+    dtype = tf.int64 if layer.keys == "int64" else tf.string
+    signature = [tf.TensorSpec([None] * rank, dtype)]
+    return tf.function(lambda ids: layer(ids, training=True), input_signature=signature)
+
+
 def trained(layer, ids):
-    """Look up ids as a step of training does: in a graph."""
-    return tf.function(lambda ids: layer(ids, training=True))(ids_of(layer, ids)).numpy()
+    given = ids_of(layer, ids)
+    return step_of(layer, given.shape.rank, layer.trainable)(given).numpy()
 
 
 def known(layer, ids):
