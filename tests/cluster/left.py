@@ -7,33 +7,20 @@ while a server assigns a part of its last snapshot. A line of JSON says what was
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.lead import say
-from tests.cluster.snapshotted import STEPS, differing, problem, values_of
+from tests.cluster.snapshotted import STEPS, described, differing, problem, values_of
 from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.strategy import create
-from trainer.strategies.updates import touched_rows
-from trainer.topology import from_tf_config
 from trainer.training.recovery import ServerSnapshots
 
 
 def main() -> None:
     """Begin as the outer loop does, and die."""
-    signals.end_with_parent()
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    touched_rows.SMALL = 0
-    config = parse_config(spec["config"])
-    strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
-    assert isinstance(strategy, AsyncParameterServer)
+    spec, config, strategy = described()
     checkpoints = Checkpoints(spec["uri"], keep=1, scratch=Path("scratch"))
     snapshots = ServerSnapshots(config, strategy, checkpoints)
     found = snapshots.find(spec["saved"])

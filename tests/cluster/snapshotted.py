@@ -27,6 +27,7 @@ from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.strategy import Problem, create
 from trainer.strategies.updates import touched_rows
 from trainer.topology import from_tf_config
@@ -55,13 +56,20 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(path for path in one if not np.array_equal(one[path], other[path]))
 
 
-def main() -> None:
-    """Train, copy, train, and copy again while a server dies; say what each copy has."""
+def described() -> tuple[dict[str, Any], Config, AsyncParameterServer]:
+    """Return the SPEC of this process, its configuration, and a strategy that is not built."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     touched_rows.SMALL = 0
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
+    assert isinstance(strategy, AsyncParameterServer)
+    return spec, config, strategy
+
+
+def main() -> None:
+    """Train, copy, train, and copy again while a server dies; say what each copy has."""
+    spec, config, strategy = described()
     strategy.build(problem(config))
     held = joined.held_by(strategy.variables())
     made = Snapshots(held, strategy.row_groups, strategy.io_device, 1.0)
