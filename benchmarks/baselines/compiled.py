@@ -48,7 +48,8 @@ def fitted(config: Config, dataset: str, work: Path) -> keras.Model:
     batches = training_batches(spec, files, batch_size=size, seed=seed).map(
         lambda inputs, labels: (inputs, _in_units_of_outputs(parts, labels))
     )
-    model.fit(batches, epochs=1, steps_per_epoch=config.training.steps, verbose=0)
+    steps = config.training.steps
+    model.fit(batches, epochs=1, steps_per_epoch=steps, shuffle=False, verbose=0)
     return model
 
 

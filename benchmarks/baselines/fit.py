@@ -37,7 +37,14 @@ def main() -> None:
         on_epoch_begin=lambda _epoch, _logs: began.append(time.monotonic())
     )
     steps = -(-options.steps // EPOCHS)
-    model.fit(batches(BATCH), epochs=EPOCHS, steps_per_epoch=steps, verbose=0, callbacks=[clock])
+    model.fit(
+        batches(BATCH),
+        epochs=EPOCHS,
+        steps_per_epoch=steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[clock],
+    )
     speed = (EPOCHS - 1) * steps / (time.monotonic() - began[1])
     result = {"steps_per_second": speed, "device": _device()}
     sys.stdout.write(f"{json.dumps(result)}\n")
