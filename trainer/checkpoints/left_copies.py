@@ -37,6 +37,9 @@ from trainer.strategies.strategy import Strategy
 log = logging.getLogger(__name__)
 # The last fields of a `Left` that was never complete.
 _NOTHING = (-1, 0, -1)
+# Of `Left`, and of what a copy has: the chief of a version with another form looks for other names,
+# as servers may be older than it. To be counted up with each change.
+FORM = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class Left:
 
 def run_of(uri: str) -> str:
     """Return what the names of the copies of a run begin with; `uri` is that of its checkpoints."""
-    return f"snapshot-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
+    return f"snapshot-{FORM}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
 
 
 def left_on(run: str, servers: Iterable[int]) -> dict[int, Left]:

@@ -254,6 +254,17 @@ def test_another_run_keeps_its_own(uri):
     left_copies.forget(run_of(other), SERVERS)
 
 
+def test_a_chief_of_another_form_does_not_read_them(uri, monkeypatch, caplog):
+    begun(uri, 10)
+    with monkeypatch.context() as later:
+        later.setattr(left_copies, "FORM", left_copies.FORM + 1)
+        attempt = Attempt(uri)
+        assert attempt.begin(5) == (5, False)
+        attempt.snapshots.end()
+    assert "not used" not in caplog.text
+    assert Attempt(uri).begin(5) == (10, True)
+
+
 def test_a_chief_that_was_taken_for_dead_writes_nothing_any_more(uri):
     stalled = begun(uri, 10)
     attempt = Attempt(uri)
