@@ -31,6 +31,11 @@ EXIT_CODES = {
     REFUSED: "done, but the data or the model was refused",
     INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
 }
+# What TensorFlow says where a tensor finds no memory.
+_NO_MEMORY = re.compile(
+    r"OOM when allocating tensor with shape\[([\d,]*)\] and type (\w+) "
+    r"on /job:(\w+)/replica:\d+/task:(\d+)/device:(\w+)"
+)
 # What ends a line for a terminal, or moves its cursor.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
@@ -80,6 +85,20 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the nearest allowed word, or an empty text."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def without_memory(error: Exception, what: str = "a tensor") -> str:
+    """Return the error message of a task without memory for `what`; empty for another error."""
+    found = _NO_MEMORY.search(str(error))
+    if not found:
+        return ""
+    shape, kind, role, index, device = found.groups()
+    task = "this process" if role == "localhost" else f"{role}-{index}"
+    return (
+        f"{task} ({device}) has no memory for {what} of type {kind} and shape "
+        f"[{shape.replace(',', ', ')}]: make tables smaller (capacity, dimension), take more "
+        "cluster.parameter_servers or a smaller training.batch_size, or give it more memory"
+    )
 
 
 def diverged(what: str, step: int, last: str, *, at_once: bool = False) -> str:

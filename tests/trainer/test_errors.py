@@ -40,5 +40,17 @@ def test_a_message_is_one_line_whatever_is_quoted_in_it(end):
     assert str(errors.UserError(f"run a{end}b is damaged{end}")) == "run a b is damaged"
 
 
+@pytest.mark.parametrize(
+    ("task", "where"),
+    [("ps/replica:0/task:1", "ps-1"), ("localhost/replica:0/task:0", "this process")],
+)
+def test_a_task_without_memory_is_named_with_what_it_lacks_room_for(task, where):
+    said = f"OOM when allocating tensor with shape[9,16] and type float on /job:{task}/device:CPU:0"
+    line = errors.without_memory(ValueError(f"{{{{node x}}}} {said} by allocator cpu"), "a/rows")
+    words = "has no memory for a/rows of type float and shape [9, 16]: make tables smaller"
+    assert line.startswith(f"{where} (CPU) {words}")
+    assert not errors.without_memory(ValueError("Received message larger than max"))
+
+
 def test_nothing_is_near_where_nothing_is_allowed():
     assert nearest("steps", []) == ""

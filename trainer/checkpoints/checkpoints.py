@@ -325,7 +325,7 @@ def restore(
     """
     try:
         layout = Layout.of_checkpoint(found.folder, found.fields)
-        variables = layout.without_lacking(variables)
+        variables = layout.fitting(variables)
         if found.apart and servers and servers.are_ready():
             servers.restore(found.folder, found.uri, found.fields, variables)
             return

@@ -145,11 +145,9 @@ class PartServers:
         """Assign values of the checkpoint at `uri`, whose index is in `folder`, on the servers.
 
         Raises:
-            ValueError: it lacks a variable, or has it in another shape or type.
             UserError: a server cannot fetch a part.
         """
         layout = Layout.of_checkpoint(folder, fields)
-        layout.require(wanted)
         places = {path: server_of(each) or 0 for path, each in wanted.items()}
 
         def of_server(server: int) -> None:
@@ -365,21 +363,23 @@ class Layout:
             found = cls.read(prefix)
             return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)
 
-    def without_lacking(self, wanted: Variables) -> Variables:
-        """Return variables without those that a checkpoint may lack, and this one does."""
-        return {
+    def fitting(self, wanted: Variables) -> Variables:
+        """Return variables without those that a checkpoint may lack, and this one does.
+
+        Raises:
+            ValueError: it has not each of the others in its shape and type.
+        """
+        there = {
             path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
         }
-
-    def require(self, wanted: Variables) -> None:
-        """Raise `ValueError` where the checkpoint has not each variable in its shape and type."""
-        for path, variable in wanted.items():
+        for path, variable in there.items():
             if path not in self.keys:
                 raise ValueError(f"it has no {path}")
             shape = variable.shape.as_list()
             if self.shapes[path] != shape or self.types[path] != variable.dtype:
-                there = f"{self.types[path].name} {self.shapes[path]}"
-                raise ValueError(f"{path} is {there} there and {variable.dtype.name} {shape} here")
+                other = f"{self.types[path].name} {self.shapes[path]}"
+                raise ValueError(f"{path} is {other} there and {variable.dtype.name} {shape} here")
+        return there
 
 
 @dataclass(frozen=True, kw_only=True)

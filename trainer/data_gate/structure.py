@@ -27,13 +27,15 @@ def features(question: Question) -> Iterator[Finding]:
                 f"{nearest(name, found)}: restore it, or name a model that needs none of it",
             )
         elif _type(known[name]) != _type(found[name]):
+            gaps = "int" in known[name].dtype and "float" in found[name].dtype
+            why = " (whole numbers are floats where some are missing)" if gaps else ""
             yield Finding(
                 rule="type",
                 feature=name,
                 value=_type(found[name]),
                 champion=_type(known[name]),
                 says=f"{name} is {_type(found[name])}, and {_type(known[name])} in the champion's "
-                "dataset: look at its values, or say its type in data.types",
+                f"dataset: look at its values{why}, or say its type in data.types",
             )
     for name in found:
         if name not in known:

@@ -18,7 +18,7 @@ from trainer.tasks.base import Array
 # Values of one part of a column, over all of its examples.
 _VALUES_AT_ONCE = 1 << 22
 MOST_ROWS = 1 << 16
-# Of texts: a slice shows the most frequent ones, and among more than these hardly one is.
+# Of texts of a slice, which shows the most frequent ones: among more than these hardly one is.
 MOST_TEXTS = 1 << 16
 OTHER = b"(other)"
 
@@ -26,10 +26,10 @@ OTHER = b"(other)"
 class Column:
     """One column; it is written once, and then read as often as needed."""
 
-    def __init__(self, path: Path, rows: int) -> None:
-        """Hold `rows` examples at a path."""
+    def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
+        """Hold `rows` examples at a path; of texts all, or those that are met first."""
         self.path = path
-        self._rows = rows
+        self._rows, self._has_all_texts = rows, has_all_texts
         self._file: IO[bytes] | None = None
         self._texts: dict[bytes, int] = {}
         self._text_values: Array = np.array([OTHER], dtype=object)
@@ -77,7 +77,8 @@ class Column:
     def _numbers(self, values: Array) -> Array:
         found = np.empty(values.shape, np.int32)
         for place, text in np.ndenumerate(values):
-            if text not in self._texts and len(self._texts) < MOST_TEXTS:
+            fits = self._has_all_texts or len(self._texts) < MOST_TEXTS
+            if fits and text not in self._texts:
                 self._texts[text] = len(self._texts)
             # The last value stands for all that came too late.
             found[place] = self._texts.get(text, -1)

@@ -6,7 +6,7 @@ Their metrics, and the examples with the highest losses, as pictures where an in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,22 +194,27 @@ class Writer:
         self._columns: dict[str, Any] = {}
         self.count = 0
 
-    def add(self, name: str, tree: Any, folder: Path | None = None) -> None:
-        """Append the values of a batch to the columns of a name; None has no column."""
+    def add(
+        self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
+    ) -> None:
+        """Append the values of a batch to the columns of a name; None has no column.
+
+        Of columns in `all_texts` no text is left out.
+        """
         if name not in self._columns:
-            self._columns[name] = self._begun(name, tree, folder or self._folder)
+            self._columns[name] = self._begun(name, tree, folder or self._folder, all_texts)
         for column, values in zip(
             tf.nest.flatten(self._columns[name]), tf.nest.flatten(tree), strict=True
         ):
             if column is not None:
                 column.add(values)
 
-    def add_batch(self, part: Part) -> None:
-        """Append a batch."""
+    def add_batch(self, part: Part, all_texts: Collection[str] = ()) -> None:
+        """Append a batch; no text is left out of the columns in `all_texts`."""
         self.add(_LABEL, part.labels)
         self.add(_OUTPUT, part.outputs)
         self.add(_WEIGHT, part.weights)
-        self.add("column", part.columns, self._scratch)
+        self.add("column", part.columns, self._scratch, all_texts)
         self.count += len(tf.nest.flatten(part.labels)[0])
 
     def close(self) -> None:
@@ -226,14 +231,17 @@ class Writer:
         chosen = (self._columns[name] for name in (_LABEL, outputs, _WEIGHT, "column"))
         return Stored(self.count, Part(*chosen))
 
-    def _begun(self, name: str, tree: Any, folder: Path) -> Any:
+    def _begun(self, name: str, tree: Any, folder: Path, all_texts: Collection[str]) -> Any:
         if tree is None:
             return None
         if not isinstance(tree, Mapping):
             return Column(folder / f"{name}.npy", self._rows)
+        paths = {
+            key: folder / f"{name}_{number}_{file_name(key)}.npy" for number, key in enumerate(tree)
+        }
         return {
-            key: Column(folder / f"{name}_{number}_{file_name(key)}.npy", self._rows)
-            for number, key in enumerate(tree)
+            key: Column(path, self._rows, has_all_texts=key in all_texts)
+            for key, path in paths.items()
         }
 
 
@@ -278,7 +286,8 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        writer.add_batch(part)
+        # A slice of users would show the most frequent ones, their metrics need each of them.
+        writer.add_batch(part, objective.task.columns)
         # What is not finite has no loss, and is refused when all is counted.
         if not bad:
             worst.look(named, part)

@@ -222,7 +222,9 @@ class EmbeddingTable(keras.layers.Layer):
         fits = name == "string" if self.keys == "string" else "int" in name and name != "uint64"
         if not fits:
             wanted = "texts" if self.keys == "string" else "whole numbers of up to 64 bits"
-            raise ValueError(f"{self.name}: the ids of the table have to be {wanted}, not {name}")
+            raise ValueError(
+                f"{self.name}: the ids of the table have to be {wanted}, not {name}{_remedy(name)}"
+            )
 
     def connect(self, steps: tf.Variable, slots_of: Any) -> None:
         """Take the counter of steps, and what an optimizer has for each variable of rows.
@@ -283,11 +285,10 @@ class EmbeddingTable(keras.layers.Layer):
         self.capacity = size * self.shards
         self._is_sorted = True
         if not any(map(len, live)):
-            _log.warning(
-                "table %s has no row: training saw no id %d times (min_count)",
-                self.name,
-                self.min_count,
-            )
+            why = "it was frozen, or training never looked it up"
+            if self.min_count > 1:
+                why = f"training saw no id {self.min_count} times: lower min_count, or train longer"
+            _log.warning("table %s has no row, so that all ids get one: %s", self.name, why)
 
     def load_own_variables(self, store: Any) -> None:
         """Take the values of a file; a sieve begins empty where the file has another form of it."""
@@ -326,10 +327,9 @@ def growing(
         raise ConfigError(str(error)) from None
     dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
     if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
-        missing = "; a column with missing values is one of floats" if "float" in dtype else ""
         raise ConfigError(
             f"tables.{name}: ids have to be whole numbers of up to 64 bits or texts, and {name!r} "
-            f"is {dtype}{missing}"
+            f"is {dtype}{_remedy(dtype)}"
         )
     drawn = initializer(f"tables.{name}.initializer", arguments.get("initializer", "uniform"))
     try:
@@ -368,6 +368,16 @@ def _recount(shard: Shard) -> None:
         more = shard.capacity - shard.room.read_value() - (given - evicted)
         which = tf.where(more > 0, table_shard.GIVEN, table_shard.EVICTED)
         tally.assign_add(tf.abs(more) * tf.one_hot(which, table_shard.COUNTS, dtype=tf.int64))
+
+
+def _remedy(dtype: str) -> str:
+    """Return what to do where ids are floats; empty for another type."""
+    if "float" not in dtype:
+        return ""
+    return (
+        "; whole numbers are read as floats where some are missing or beyond 64 bits: fill them, "
+        "or read texts (data.types)"
+    )
 
 
 def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:

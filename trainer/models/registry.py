@@ -15,7 +15,7 @@ from keras.src.utils.naming import reset_uids
 
 from trainer import user_code
 from trainer.config.model import MODELS, ModelConfig
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import ConfigError, UserError, nearest, without_memory
 from trainer.models.spec import InputSpec
 
 # What Keras says of a class or a function that is neither its own nor registered.
@@ -69,7 +69,8 @@ def build(
         raise ConfigError(f"model {config.name}: {error}") from None
     # Whatever a user's function raises is for the user to put right.
     except Exception as error:
-        raise ConfigError(f"model {config.name}: {user_code.line_of(error)}") from error
+        line = without_memory(error) or user_code.line_of(error)
+        raise ConfigError(f"model {config.name}: {line}") from error
     model = _with_names(model, spec)
     _check_output(config.name, model, spec, check)
     _check_paths(config.name, model)

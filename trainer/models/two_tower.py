@@ -97,7 +97,12 @@ def _sizes(
     growing = tables if isinstance(tables, Mapping) else {}
     for name, shape in spec.shape.items():
         if tuple(shape) or (name not in growing and "int" not in spec.dtype[name]):
-            raise ConfigError(f"takes one whole number as {name!r}; there is {_described(spec)}")
+            are_floats = not tuple(shape) and "float" in spec.dtype[name]
+            gaps = "; whole numbers are floats where some are missing: fill them"
+            raise ConfigError(
+                f"takes one whole number as {name!r}; there is {_described(spec)}"
+                f"{gaps if are_floats else ''}"
+            )
     if sorted([*fixed, *growing]) != sorted(spec.shape):
         wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
         also = f" where tables ({tables!r}) has no {{capacity: COUNT}}" if tables else ""

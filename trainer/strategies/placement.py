@@ -21,7 +21,7 @@ from keras.src.backend import Variable
 from tensorflow.python.eager import context, executor
 
 from trainer.config.cluster import server_number
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError, nearest, without_memory
 from trainer.strategies.table_state import together
 from trainer.strategies.updates.fused_updates import fuse
 
@@ -91,10 +91,11 @@ def place(
     sizes = [
         Sized(path=paths.get(id(v), ""), bytes=_bytes(v), group=groups.get(id(v), "")) for v in made
     ]
-    devices = iter([server_device(index) for index in assign(sizes, servers, named)])
+    places = zip(sizes, assign(sizes, servers, named), strict=True)
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        with tf.device(next(devices)):
+        each, server = next(places)
+        with tf.device(server_device(server)), _memory_for(each.path or "a variable"):
             return next_creator(**kwargs)
 
     with tf.variable_creator_scope(create):
@@ -113,7 +114,8 @@ def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> No
     def on_its_server(
         reference_variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> keras.Variable:
-        with tf.device(reference_variable.value.device):
+        slot = f"a slot of {reference_variable.path}"
+        with tf.device(reference_variable.value.device), _memory_for(slot):
             return add(reference_variable, *args, **kwargs)
 
     # A slot of another shape (the factors of Adafactor) names no variable.
@@ -152,6 +154,17 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 def server_device(index: int) -> str:
     """Return TensorFlow's name of a parameter server's CPU."""
     return f"/job:ps/task:{index}/device:CPU:0"
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    """Turn the error of a task that has none into one line, which names what it is for."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        if line := without_memory(error, what):
+            raise ConfigError(line) from None
+        raise
 
 
 @contextmanager

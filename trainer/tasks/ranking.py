@@ -8,9 +8,9 @@
               the queries in which something was taken, of query_auc not everything
     answers   `logit` and `probability`
 
-A query is a number, or one of 65,536 texts. Examples of equal scores count as ranked in the worst
-order, so that a model that scores all alike ranks nothing (Jarvelin and Kekalainen 2002); the area
-counts them half (Mann and Whitney 1947).
+A query is a number or a text. Examples of equal scores count as ranked in the worst order, so that
+a model that scores all alike ranks nothing (Jarvelin and Kekalainen 2002); the area counts them
+half (Mann and Whitney 1947).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from trainer.data.random_access import by_number
 from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.shards.within_disk import Streaming
 from trainer.data.spec import DatasetSpec, require_buckets
-from trainer.errors import ClusterLostError
+from trainer.errors import ClusterLostError, UserError, without_memory
 from trainer.evaluation import evaluate
 from trainer.models.freezing import freeze
 from trainer.models.registry import refused_input
@@ -164,10 +164,15 @@ def hooks_of(  # noqa: PLR0913, PLR0917
 
 @contextmanager
 def _lost_cluster(strategy: Strategy) -> Iterator[None]:
-    """Turn TensorFlow's error about a lost task into ours, and close the strategy at the end."""
+    """Turn TensorFlow's error about a lost task into ours, and close the strategy at the end.
+
+    So is that of a task without memory, which would not have more in another attempt.
+    """
     try:
         yield
     except tf.errors.OpError as error:
+        if line := without_memory(error):
+            raise UserError(line) from error
         if not is_lost(error):
             raise
         # The line after the stack of the graph; the names of the tasks are on the next one.

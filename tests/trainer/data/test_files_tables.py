@@ -211,6 +211,12 @@ def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
     assert "'label' has no value in any row; name another column" in refused(tmp_path, rows)
 
 
+def test_files_without_a_row_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path, "a,label\n")
+    with pytest.raises(UserError, match=r"has no row in any file; name files that have"):
+        opened(tmp_path)
+
+
 def test_a_table_of_broken_rows_alone_has_no_share_to_allow(tmp_path: Path) -> None:
     rows = "x,label\n" + "".join(f"inf,{i % 2}\n" for i in range(9))
     line = refused(tmp_path, rows, label="x")

@@ -23,6 +23,15 @@ def test_names_and_types_are_compared_without_statistics():
     assert "did you mean 'hieght'?" in found["missing_feature"]
 
 
+def test_whole_numbers_that_became_floats_may_have_gaps():
+    old, new = made(id=np.arange(100)), made(id=np.arange(100.0))
+    (found,) = structure.features(question(new, old))
+    assert found.rule == "type"
+    assert "(whole numbers are floats where some are missing)" in found.says
+    (found,) = structure.features(question(old, new))
+    assert "missing" not in found.says
+
+
 def test_an_empty_split_is_named():
     new = made()
     splits = {**new.splits, "test": replace(new.splits["test"], examples=0)}

@@ -310,12 +310,20 @@ def test_a_file_with_another_form_of_the_sieve_is_read():
         second.load_own_variables(values)
 
 
-def test_a_table_without_a_row_is_exported_with_a_warning(caplog):
-    layer = table(min_count=9)
+@pytest.mark.parametrize(
+    ("min_count", "why"),
+    [
+        (9, "training saw no id 9 times: lower min_count, or train longer"),
+        (1, "it was frozen, or training never looked it up"),
+    ],
+)
+def test_a_table_without_a_row_is_exported_with_a_warning(caplog, min_count, why):
+    layer = table(min_count=min_count)
+    layer.trainable = min_count > 1
     trained(layer, [1, 2])
     with caplog.at_level(logging.WARNING):
         layer.shrink()
-    assert f"table {layer.name} has no row: training saw no id 9 times" in caplog.text
+    assert f"table {layer.name} has no row, so that all ids get one: {why}" in caplog.text
     assert known(layer, [1, 2]) == [False, False]
 
 
@@ -354,7 +362,7 @@ def test_what_it_does_not_take_is_refused(arguments, words):
 
 
 def test_ids_of_another_type_are_refused():
-    with pytest.raises(ValueError, match="have to be whole numbers of up to 64 bits, not float32"):
+    with pytest.raises(ValueError, match="whole numbers of up to 64 bits, not float32; whole numb"):
         table()(tf.constant([1.0]))
     with pytest.raises(ValueError, match="have to be texts, not int64"):
         EmbeddingTable(4, 2, keys="string")(keras.Input((), dtype="int64"))
@@ -363,7 +371,7 @@ def test_ids_of_another_type_are_refused():
 @pytest.mark.parametrize(
     ("dtype", "arguments", "words"),
     [
-        ("float32", {"capacity": 4}, "'user' is float32; a column with missing values is one of"),
+        ("float32", {"capacity": 4}, "missing or beyond 64 bits: fill them, or read texts (data.t"),
         ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} is not allowed; give it a cap"),
         ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),
         ("int64", {"capacity": "many"}, "tables.user.capacity: 'many' is not a whole number"),
@@ -387,3 +395,16 @@ def test_replicas_with_copies_of_their_own_are_refused_in_a_line_with_the_key():
     refused = pytest.raises(ConfigError, match=r"^model two_tower: training\.strategy: each GPU or")
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), refused:
         registry.build(ModelConfig(name="two_tower", args={"tables": tables}), spec, 0)
+
+
+def test_a_table_that_no_memory_has_room_for_is_one_line():
+    spec = InputSpec(
+        shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
+    )
+    # Beyond what a process can address, so that nothing is taken at all.
+    tables = {name: {"capacity": 2**40} for name in ("user", "item")}
+    config = ModelConfig(name="two_tower", args={"tables": tables, "dimension": 2**14})
+    with pytest.raises(ConfigError) as caught:
+        registry.build(config, spec, 0)
+    words = "this process (CPU) has no memory for a tensor of type float and shape"
+    assert str(caught.value).startswith(f"model two_tower: {words} [{2**39 + 1}, 16384]: make")

@@ -111,6 +111,13 @@ def test_unknown_ids_may_share_a_row():
             "takes one whole number as 'item'; there is item (string of shape ()), "
             "user (int64 of shape ())",
         ),
+        (
+            InputSpec(
+                shape=PAIRS.shape, dtype={"item": "int64", "user": "float32"}, output_shape=(2,)
+            ),
+            "takes one whole number as 'user'; there is item (int64 of shape ()), user (float32 "
+            "of shape ()); whole numbers are floats where some are missing: fill them",
+        ),
     ],
 )
 def test_a_dataset_that_does_not_fit_is_refused(spec, message):

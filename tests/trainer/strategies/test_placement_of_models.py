@@ -31,6 +31,20 @@ def test_a_model_whose_variables_escape_is_refused(build):
         placement.place(build, 2, {})
 
 
+def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
+    # The first model is the sketch, of which nothing has values.
+    rows = iter([2, 2**46])
+
+    def build():
+        table = keras.layers.Embedding(next(rows), 16, "zeros", name="users")
+        return keras.Sequential([keras.Input((), dtype="int64"), table])
+
+    monkeypatch.setattr(placement, "server_device", lambda _index: "/device:CPU:0")
+    words = r"\(CPU\) has no memory for \S+/users/embeddings of type float and shape \[\d+, 16\]"
+    with pytest.raises(ConfigError, match=words):
+        placement.place(build, 1, {})
+
+
 @pytest.mark.parametrize("rows", [1000, 1001, 1_000_000])
 def test_each_of_two_servers_holds_half_of_a_table(rows):
     layer = ShardedEmbedding(rows, 16, shards=2)

@@ -18,9 +18,11 @@ from trainer.config.load import parse_config
 from trainer.data.preparation.shards import ShardWriter
 from trainer.data.records import encode
 from trainer.data.spec import KIND, SCHEMA, FeatureSpec
+from trainer.errors import UserError
 from trainer.storage import Manifest
 from trainer.strategies.remade import is_lost
-from trainer.training.chief import hooks_of
+from trainer.strategies.strategy import Strategy
+from trainer.training.chief import _lost_cluster, hooks_of
 from trainer.training.input import NUMBER_FILE, SHARDS
 from trainer.training.stall import StallWatch
 
@@ -59,6 +61,16 @@ RESTARTED = (
 )
 def test_a_loss_is_distinguished_from_a_mistake(error, expected):
     assert is_lost(error) is expected
+
+
+def test_a_task_without_memory_ends_training_in_one_line():
+    strategy = create_autospec(Strategy, instance=True)
+    said = "OOM when allocating tensor with shape[4096,1000] and type float on "
+    error = tf.errors.ResourceExhaustedError(None, None, f"{said}{ON_WORKER} by allocator cpu")
+    refused = pytest.raises(UserError, match=r"^worker-0 \(CPU\) has no memory .* \[4096, 1000\]: ")
+    with refused, _lost_cluster(strategy):
+        raise error
+    strategy.close.assert_called_once_with()
 
 
 def dataset(validation):

@@ -59,7 +59,7 @@ class FileSource(Source):
         scan = self._scan = self._scan or self._scanned()
         roles = self._roles = assign(self._config, scan.names)
         if not scan.broken.rows:
-            raise UserError(f"{self.name} has no row")
+            raise UserError(f"{self.name} has no row in any file; name files that have some")
         self._columns = {
             name: decide(name, scan.columns[name], self._request(name, roles))
             for name in roles.kept
