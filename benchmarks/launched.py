@@ -40,8 +40,8 @@ SAME_AS_BASELINE = {
     "cluster.workers": 2,
 }
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Of all steps; before it graphs are traced, also that of turns, after the first or second look at the
-# speed. `fit` is measured from its second epoch of four on.
+# Of all steps; before it graphs are traced, also that of turns, after the first or second look at
+# the speed. `fit` is measured from its second epoch of four on.
 _WARM = 0.25
 
 
