@@ -21,8 +21,9 @@ SETTINGS: Mapping[str, Any] = {
     "model.args": "{}",
     "training.steps": STEPS,
     "training.batch_size": 16,
-    "training.checkpoint_every": 5_000,
-    "training.validate_every": 5_000,
+    # The first of both is before the first look: a validation is traced once.
+    "training.checkpoint_every": EARLY // 2,
+    "training.validate_every": EARLY // 2,
 }
 # A table is full long before the first look, and its rows are given to other ids all the time.
 OF_TABLE: Mapping[str, Any] = {
