@@ -31,8 +31,12 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
     `shards` is that of the training split; the others get shards of about the same size.
 
     Raises:
-        UserError: there are fewer training examples than shards.
+        UserError: there is no training example, or there are fewer than shards.
     """
+    if not examples["train"]:
+        raise UserError(
+            f"data.splits: {name} has no example to train on; give it more rows, or smaller splits"
+        )
     if shards > examples["train"]:
         raise UserError(
             f"data.shards: {shards} shards for {examples['train']} training examples of {name}; "

@@ -121,6 +121,11 @@ def test_what_cannot_be_split_is_refused(sizes, options, words):
     assert not [word for word in words if word not in message]
 
 
+def test_nothing_to_train_on_is_refused():
+    with pytest.raises(UserError, match=r"^data\.splits: one has no example to train on; give it"):
+        shard_counts("one", {"train": 0, "validation": 0, "test": 1}, 8)
+
+
 def test_more_shards_than_examples_are_refused():
     with pytest.raises(UserError, match=r"10 shards for 9 .* to 9 or less"):
         shards_of(drawn({"train": 10, "test": 1}), 10)
