@@ -48,6 +48,8 @@ from trainer.strategies.updates import touched_rows
 from trainer.strategies.updates.fused_updates import fuse
 from trainer.topology import Task
 
+Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
+
 
 class Replicated(KerasStrategy):
     """Model and optimizer in the scope of a synchronous `tf.distribute` strategy."""
@@ -136,24 +138,42 @@ class Replicated(KerasStrategy):
             with self.replicas.scope():
                 own = own_step_of(self.model, self.optimizer, problem.weighed)
             return lambda batch: _mean([own(batch)])[0]
-        gradient = self._gradient(problem)
+        jit = self.config.training.jit_compile
+        if jit and self.replicas is tf.distribute.get_strategy():
+            return self._compiled(self._gradient(problem, jit=False))
+        return self._update(self._gradient(problem, jit=jit))
 
-        def step(batch: Batch) -> tf.Tensor:
+    def _update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
+        def update(batch: Batch) -> tf.Tensor:
             value, gradients = gradient(batch)
             value, *gradients = _mean([value, *gradients])
             self.optimizer.apply(gradients, self.model.trainable_variables)
             return value
 
-        return step
+        return update
 
-    def _gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
+    def _compiled(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
+        """Return an update that is one program of XLA, or only its gradient where it moves rows."""
+        traced = tf.function(gradient, jit_compile=True, autograph=False)
+        update = self._update(traced)
+        whole = tf.function(update, jit_compile=True, autograph=False)
+
+        def compiled(batch: Batch) -> tf.Tensor:
+            _, found = traced.get_concrete_function(batch).structured_outputs
+            # XLA lacks kernels that move a few rows of a variable with momentum or Ftrl.
+            moves_rows = any(isinstance(each, tf.IndexedSlices) for each in found)
+            return (update if moves_rows else whole)(batch)
+
+        return compiled
+
+    def _gradient(self, problem: Problem, *, jit: bool) -> Gradient:
         training = self.config.training
         if training.accumulate == 1 and not self.scale:
-            return gradient_of(self.model, problem.loss, jit=training.jit_compile)
+            return gradient_of(self.model, problem.loss, jit=jit)
         return pulled_gradient_of(
             self.model,
             problem.loss,
-            jit=training.jit_compile,
+            jit=jit,
             parts=training.accumulate,
             scale=self.scale,
             in_place=True,

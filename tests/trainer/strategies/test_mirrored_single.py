@@ -40,6 +40,72 @@ def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):
     assert strategy.publishes
 
 
+def programs(strategy):
+    """Return the operations of each program of XLA in the graph of the steps."""
+    graph = strategy._steps_of.get_concrete_function(strategy._iterator, tf.constant(1)).graph
+    functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
+
+    def operations(name, seen):
+        for node in functions[name].node_def:
+            seen.append(node.op)
+            if node.attr["f"].func.name:
+                operations(node.attr["f"].func.name, seen)
+        return seen
+
+    compiled = [name for name, each in functions.items() if each.attr["_XlaMustCompile"].b]
+    return [operations(name, []) for name in compiled]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "training", [{"ema": 0.9}, {"accumulate": 3}, {"mixed_precision": "float16"}]
+)
+def test_gradient_and_update_are_one_program_of_xla(training):
+    plain, compiled = single(**training), single(jit_compile=True, **training)
+    for each in (plain, compiled):
+        each.build(problem_of()(0))
+    assert not programs(plain)
+    assert any("MatMul" in each and "ResourceApplyAdam" in each for each in programs(compiled))
+    losses = [each.run(4).loss for each in (plain, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    expected, found = plain.variables(), compiled.variables()
+    assert list(found) == list(expected)
+    for path, variable in expected.items():
+        np.testing.assert_allclose(found[path].numpy(), variable.numpy(), atol=1e-3, err_msg=path)
+
+
+class LooksUp(keras.layers.Layer):
+    """Looks up rows as users write it, and not as Keras's embedding does."""
+
+    def build(self, _shape):
+        self.rows = self.add_weight(shape=(20, 2), initializer="glorot_uniform", name="rows")
+
+    def call(self, points):
+        places = tf.cast(tf.math.floormod(points[:, 0] * 10, 10.0), tf.int32)
+        return points[:, 1:] * tf.gather(self.rows.value, places)
+
+
+def rows():
+    model = dense()
+    layers = [LooksUp(name="looks_up"), *model.layers]
+    return keras.Sequential([keras.Input((2,)), *layers], name=model.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
+def test_where_rows_are_moved_the_gradient_alone_is_compiled(optimizer):
+    plain, compiled = single(), single(jit_compile=True)
+    for each in (plain, compiled):
+        each.build(problem_of(rows, optimizer=optimizer)(0))
+    found = programs(compiled)
+    assert any("MatMul" in each for each in found)
+    assert not any("AssignAddVariableOp" in each for each in found)
+    assert compiled.run(4).loss == pytest.approx(plain.run(4).loss, rel=1e-3)
+    for path, variable in plain.variables().items():
+        found = compiled.variables()[path].numpy()
+        np.testing.assert_allclose(found, variable.numpy(), atol=1e-3, err_msg=path)
+
+
 def test_several_stretches_go_on_with_the_same_seeds():
     once, twice = single(), single()
     for each in (once, twice):
