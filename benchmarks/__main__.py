@@ -41,6 +41,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "sync": training.synchronous,
     "local": training.local_steps,
     "single": training.one_process,
+    "single-xla": training.one_process_compiled,
     "accuracy": accuracy.time_to_accuracy,
     "input": examples.first_epoch,
     "input-later": examples.later_epochs,

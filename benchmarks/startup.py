@@ -16,7 +16,7 @@ from components.table import STEPS
 from trainer.cluster.process import MODULES
 
 ROUNDS = 3
-_STEP = ("kfp.dsl.executor_main", "trainer.optional_packages")
+_STEP = ("kfp.dsl.executor_main", "trainer.tensorflow_import")
 # What a step loads in its body, in every run that finds its dataset prepared.
 _BODIES = {
     "prepare_data": ("trainer.data.prepare", "trainer.data.embedded.digits"),
@@ -38,8 +38,8 @@ PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
-from trainer import optional_packages
-optional_packages.leave_out()
+from trainer import tensorflow_import
+tensorflow_import.make_cheap()
 for name in sys.argv[1:]:
     importlib.import_module(name)
 print(len(sys.modules))

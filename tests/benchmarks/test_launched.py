@@ -53,6 +53,7 @@ def test_local_steps_are_those_of_all_workers():
         (training.asynchronous, "baseline"),
         (training.synchronous, "baseline"),
         (training.one_process, "fit"),
+        (training.one_process_compiled, "fit"),
     ],
 )
 def test_a_ratio_is_ours_over_theirs(monkeypatch, measure, theirs):

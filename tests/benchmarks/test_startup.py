@@ -20,8 +20,8 @@ COMPUTE = {
 }  # fmt: skip
 PROGRAM = """
 import importlib, sys
-from trainer import optional_packages
-optional_packages.leave_out()
+from trainer import tensorflow_import
+tensorflow_import.make_cheap()
 names, forbidden = (each.split(",") for each in sys.argv[1:])
 for name in names:
     importlib.import_module(name)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer import optional_packages
+from trainer import tensorflow_import
 from trainer.cluster import signals
 from trainer.cluster.forks import command_line, fork_request
 from trainer.cluster.forks.fork_request import Arriving, Request
@@ -53,6 +53,7 @@ class _Copy:
 
     def run(self) -> None:
         """Become the process of the request, and run its module as `python -m` does."""
+        gc.enable()
         end_with(self.parent)
         if self.request.own_session:
             os.setsid()
@@ -256,7 +257,7 @@ def end_with(parent: int) -> None:
 def main() -> None:
     """Serve; in a process that was forked, run what was asked for."""
     signals.end_with_parent()
-    optional_packages.leave_out()
+    tensorflow_import.make_cheap()
     # They go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -267,6 +268,8 @@ def main() -> None:
     except OSError:
         # A kernel, or a container, without it: processes are started anew.
         return
+    # Modules make no garbage, and a copy passes over what the server has (`gc.freeze`).
+    gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()
 

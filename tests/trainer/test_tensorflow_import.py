@@ -1,0 +1,66 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from types import ModuleType
+from trainer import tensorflow_import
+tensorflow_import.make_cheap()
+tensorflow_import.make_cheap()
+
+def imports(importer, name):
+    try:
+        exec(f"import {name}", {"__name__": importer})
+    except ModuleNotFoundError as error:
+        return error.name
+    return ""
+
+found = [imports("keras.src.wrappers", "sklearn"), imports("keras.src.wrappers", "csv"),
+         imports("keras_hub.models", "sklearn"), imports("mine", "sklearn")]
+print(json.dumps(found))
+"""
+
+
+def test_keras_alone_finds_none_of_them():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True)
+    assert json.loads(done.stdout) == ["sklearn", "", "", ""]
+
+
+OF_TENSORFLOW = """
+import gc, json, sys
+from trainer import tensorflow_import
+if sys.argv[1] == "disabled":
+    gc.disable()
+tensorflow_import.make_cheap()
+try:
+    import tensorflow
+    while_imported = tensorflow.is_enabled
+except ValueError:
+    while_imported = None
+print(json.dumps([while_imported, gc.isenabled(), gc.get_freeze_count() > 0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "expected"),
+    [
+        ("enabled", "", [False, True, True]),
+        # As in the fork server.
+        ("disabled", "", [False, False, False]),
+        ("enabled", "raise ValueError", [None, True, False]),
+    ],
+)
+def test_nothing_is_collected_while_tensorflow_is_imported(tmp_path, before, more, expected):
+    (tmp_path / "tensorflow.py").write_text(f"import gc\nis_enabled = gc.isenabled()\n{more}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", OF_TENSORFLOW, before],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads(done.stdout) == expected

@@ -1,0 +1,82 @@
+"""A cheaper import of TensorFlow, and of Keras with it.
+
+Keras 3 imports scikit-learn, matplotlib and pandas for wrappers and pictures of its own, which no
+process of a run uses: a third of the import. TensorBoard imports the client of S3, and is given
+local folders only. Both are let go on as where these packages are not installed.
+
+What modules make while they are imported stays: garbage collections find nothing among hundreds of
+thousands of objects, and take a fifth of the import. None is made meanwhile, and later ones pass
+over these objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+_NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
+_IMPORTERS = {"keras", "tensorboard", "tensorflow"}
+# The machinery of imports, between the importer and the finder.
+_MACHINERY = {"importlib", "_frozen_importlib"}
+
+
+class _Absent(MetaPathFinder):
+    """Says to these importers that a package is not installed; others find it."""
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        if fullname in _NAMES and _importer() in _IMPORTERS:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        return None
+
+
+def _importer() -> str:
+    """Return the package whose module imports; empty for none."""
+    frame = sys._getframe(2)
+    while frame:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _MACHINERY:
+            return package
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+class _Uncollected(MetaPathFinder):
+    """Imports TensorFlow without garbage collections."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        found = PathFinder.find_spec(fullname, path, target) if fullname == "tensorflow" else None
+        if found is None or found.loader is None:
+            return None
+        execute = found.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if not gc.isenabled():
+                execute(module)
+                return
+            gc.disable()
+            try:
+                execute(module)
+                gc.freeze()
+            finally:
+                gc.enable()
+
+        found.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return found
+
+
+def make_cheap() -> None:
+    """Let this process import TensorFlow, later, at less cost."""
+    if not any(isinstance(finder, _Absent) for finder in sys.meta_path):
+        sys.meta_path[:0] = [_Absent(), _Uncollected()]
