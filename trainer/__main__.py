@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import events, masking, tensorflow_import, user_code, variables
+from trainer import cores, events, masking, tensorflow_import, user_code, variables
 from trainer.cluster import signals, termination
 from trainer.code import delivery
 from trainer.config.load import load_config
@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the task, and return its exit code."""
     options = _parser().parse_args(arguments)
     signals.end_with_parent()
+    cores.limit_threads()
     tensorflow_import.make_cheap()
     masking.log_to_stderr()
     try:

@@ -27,7 +27,7 @@ from components.locations import is_local_run
 from components.records import given, step_record
 from components.records.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, published_by, step_of
-from trainer import events, masking, mirror, tensorflow_import, variables
+from trainer import cores, events, masking, mirror, tensorflow_import, variables
 from trainer.cluster import signals
 from trainer.errors import (
     DONE,
@@ -140,6 +140,7 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 @contextmanager
 def _framed(course: _Course) -> Iterator[_Course]:
     signals.end_with_parent()
+    cores.limit_threads()
     tensorflow_import.make_cheap()
     masking.log_to_stderr()
     with following_step():

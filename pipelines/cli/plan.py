@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,10 +63,11 @@ def plan(
     """
     from pipelines.planning.plan import as_tree, options_of, planned
     from pipelines.runs.local import configuration
+    from trainer.cores import usable
 
     loaded = configuration(config, assignments or ())
     if cores is None:
-        cores = (os.cpu_count() or 1) if loaded.cluster.launcher == "local" else 0
+        cores = usable() if loaded.cluster.launcher == "local" else 0
     options = options_of(
         {"workers": workers, "servers": servers},
         prices or (),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from typing import Any
 
 from components.records.given import Given, digests
 from components.table import EXIT_STEP, RESOLVE, TRAIN
+from trainer import cores
 from trainer.config.run_parameters import run_parameters
 from trainer.errors import UserError
 from trainer.promotion import lineage
@@ -70,7 +70,7 @@ def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
         cluster["gpus_per_worker"] = 0
     if training["strategy"] == "single":
         return remarks
-    most = {"workers": max(os.cpu_count() or 1, 2), "parameter_servers": _MOST_SERVERS}
+    most = {"workers": max(cores.usable(), 2), "parameter_servers": _MOST_SERVERS}
     for name, limit in most.items():
         if cluster[name] > limit:
             remarks.append(f"{limit} {name.replace('_', ' ')} run here, of {cluster[name]}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from trainer import events, user_code
+from trainer import cores, events, user_code
 from trainer.cluster import lease, liveness, signals, termination
 from trainer.cluster.forks import forked
 from trainer.cluster.forks.fork_request import Request
@@ -30,13 +30,13 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 
     Tasks that each take all cores wait for each other.
     """
-    cores = len(_all_cores()) or os.cpu_count() or 1
+    count = cores.usable()
     tasks = sum(map(len, cluster.spec().values()))
     return {
-        "TF_NUM_INTRAOP_THREADS": str(max(1, cores // tasks)),
+        "TF_NUM_INTRAOP_THREADS": str(max(1, count // tasks)),
         # By its own choice TensorFlow takes one thread between operations on one core, and hangs
         # where one operation waits for another.
-        "TF_NUM_INTEROP_THREADS": str(max(2, cores)),
+        "TF_NUM_INTEROP_THREADS": str(max(2, count)),
     }
 
 
@@ -45,23 +45,18 @@ def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
 
     Parameter servers, chief and evaluator are not pinned.
     """
-    if cores := cores_of_worker(_all_cores(), cluster.count("worker"), task):
+    if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
         # It may have ended already.
         with suppress(OSError):
-            os.sched_setaffinity(pid, cores)
+            os.sched_setaffinity(pid, own)
 
 
-def cores_of_worker(cores: list[int], workers: int, task: Task) -> list[int]:
+def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
     """Return the cores of a worker, an equal share; none where there are too few."""
-    each = len(cores) // workers if workers > 1 else 0
+    each = len(every) // workers if workers > 1 else 0
     if task.role != "worker" or not each:
         return []
-    return cores[task.index * each : (task.index + 1) * each]
-
-
-def _all_cores() -> list[int]:
-    # Not every system says which cores a process may use.
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return every[task.index * each : (task.index + 1) * each]
 
 
 def gpu_count(config: Config, task: Task) -> int:
@@ -264,7 +259,7 @@ class TaskProcess:
             **core_environment(self._cluster),
             # gRPC reads a message in one piece of its size: it is in this machine's memory already.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
-            **os.environ,
+            **cores.environment(),
             **(_SERVER if self._serves else {}),
             **gpu_environment(self._job.config, self.task),
             **signals.parent_environment(),

@@ -1,7 +1,6 @@
 """What a step is given on this machine in place of a cluster, and what is said of it."""
 
 import json
-import os
 
 import pytest
 
@@ -27,7 +26,7 @@ def trained(*, debug=False, **sections):
 
 
 def test_a_job_of_a_cluster_runs_as_processes_with_fewer_tasks(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(adaptation.cores, "usable", lambda: 4)
     monkeypatch.setattr(adaptation, "_has_gpus", lambda: False)
     config, remarks = trained(
         cluster={"launcher": "jobset", "workers": 8, "parameter_servers": 5, "gpus_per_worker": 2},

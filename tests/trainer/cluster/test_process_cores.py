@@ -45,9 +45,9 @@ def test_others_run_where_there_is_room(role):
     assert process.cores_of_worker([0, 1], 2, Task(role=role, index=0)) == []
 
 
-@pytest.mark.parametrize(("own", "intra", "inter"), [([0], 1, 2), ([*range(8)], 2, 8)])
+@pytest.mark.parametrize(("own", "intra", "inter"), [(1, 1, 2), (8, 2, 8)])
 def test_threads(monkeypatch, own, intra, inter):
-    monkeypatch.setattr(process, "_all_cores", lambda: own)
+    monkeypatch.setattr(process.cores, "usable", lambda: own)
     found = process.core_environment(CLUSTER)
     assert found == {"TF_NUM_INTRAOP_THREADS": str(intra), "TF_NUM_INTEROP_THREADS": str(inter)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from trainer import cores
 from trainer.config.data import DataConfig
 from trainer.data.features import Selection
 from trainer.data.files import drawing
@@ -154,7 +154,7 @@ class FileSource(Source):
 
     def _over_pieces(self, work: Any) -> Iterator[Any]:
         # Arrow and Pillow let go of the lock of Python while they parse.
-        threads = self._config.runner.processes or os.cpu_count() or 1
+        threads = self._config.runner.processes or cores.usable()
         with ThreadPoolExecutor(threads) as pool:
             yield from pool.map(work, self._files.pieces())
 

@@ -17,6 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from trainer import cores
 from trainer.config.data import DataConfig
 from trainer.data.preparation.parts import map_part
 from trainer.data.source import Part, Source
@@ -44,8 +45,7 @@ def map_parts(
         UserError: a part cannot be read, or a process was killed.
     """
     processes, vocabulary = config.runner.processes, config.vocabulary
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(processes or (cores or 1), len(parts) if processes else len(parts) // _FEWEST)
+    count = min(processes or cores.usable(), len(parts) if processes else len(parts) // _FEWEST)
     if count < _FEWEST:
         selection = source.select()
         for part in parts:

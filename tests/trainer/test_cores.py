@@ -1,0 +1,88 @@
+"""The processors of a process are those that its container may use."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trainer import cores
+
+THREADS = {"TF_NUM_INTRAOP_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """Say that the machine has 64 processors, without limits."""
+    monkeypatch.setattr(cores, "affinity", lambda: list(range(64)))
+    monkeypatch.setattr(cores, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(cores, "_LIMITED", set())
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
+    return tmp_path
+
+
+def groups(folder, own, **files):
+    (folder / "own").write_text(own)
+    for name, said in files.items():
+        path = folder / "cgroup" / name.replace("__", "/").replace("_max", ".max")
+        path = path.with_name(path.name.replace("cfs", ".cfs"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(said)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        # A container sees its own group as the root.
+        ("0::/\n", {"cpu_max": "200000 100000\n"}, 2),
+        ("0::/\n", {"cpu_max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu_max": "250000 100000\n"}, 3),
+        ("0::/\n", {"cpu_max": "9900000 100000\n"}, 64),
+        ("0::/\n", {"cpu_max": "nonsense"}, 64),
+        # The groups above limit as well.
+        ("0::/pods/one\n", {"pods__cpu_max": "400000 100000", "pods__one__cpu_max": "max 1"}, 4),
+        ("0::/pods/one\n", {"pods__cpu_max": "max 1", "pods__one__cpu_max": "800000 100000"}, 8),
+        # Version 1; a container sees its own as the root, and the path of the machine.
+        (
+            "5:memory:/x\n4:cpu,cpuacct:/kubepods/pod1\n",
+            {"cpu,cpuacct__cpucfs_quota_us": "150000", "cpu,cpuacct__cpucfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "4:cpu,cpuacct:/kubepods/pod1\n",
+            {"cpu,cpuacct__cpucfs_quota_us": "-1", "cpu,cpuacct__cpucfs_period_us": "100000"},
+            64,
+        ),
+        ("0::/\n", {}, 64),
+    ],
+    ids=str,
+)
+def test_the_smallest_limit_counts(machine, own, files, expected):
+    groups(machine, own, **files)
+    assert cores.usable() == expected
+
+
+def test_a_system_without_groups_has_no_limit():
+    assert cores.usable() == 64
+    cores.limit_threads()
+    assert dict(os.environ) == {"PATH": "/bin"}
+
+
+def test_fewer_processors_than_a_limit_are_what_there_is(machine, monkeypatch):
+    groups(machine, "0::/\n", cpu_max="400000 100000")
+    monkeypatch.setattr(cores, "affinity", lambda: [5, 7])
+    assert cores.usable() == 2
+
+
+def test_threads_are_limited_but_for_what_the_user_has_set(machine):
+    groups(machine, "0::/\n", cpu_max="200000 100000")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for _ in range(2):
+        cores.limit_threads()
+        expected = dict.fromkeys(THREADS, "2") | {"OMP_NUM_THREADS": "1", "PATH": "/bin"}
+        assert dict(os.environ) == expected
+        # Tasks that share the processors have limits of their own.
+        assert cores.environment() == {"OMP_NUM_THREADS": "1", "PATH": "/bin"}
+
