@@ -16,11 +16,11 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-# TensorFlow's threads for one operation, and those of NumPy and SciPy. Threads between operations
-# stay: some of them only wait for others.
-_THREADS = ("TF_NUM_INTRAOP_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
-# Those that this process has set, and not whoever started it.
-_LIMITED: set[str] = set()
+# TensorFlow's threads for one operation, and those of NumPy, SciPy and Arrow. Threads between
+# operations stay: some of them only wait for others.
+_THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+# What `limit_threads` has set them to.
+_LIMITED: dict[str, str] = {}
 
 
 def affinity() -> list[int]:
@@ -31,8 +31,12 @@ def affinity() -> list[int]:
 
 def usable() -> int:
     """Return of how many processors this process may use the time, rounded up; at least 1."""
-    count = len(affinity()) or os.cpu_count() or 1
-    return max(1, min([count, *(math.ceil(limit) for limit in _limits())]))
+    return max(1, min([present(), *(math.ceil(limit) for limit in _limits())]))
+
+
+def present() -> int:
+    """Return on how many processors this process may run, whatever it may use of their time."""
+    return len(affinity()) or os.cpu_count() or 1
 
 
 def limit_threads() -> None:
@@ -41,25 +45,27 @@ def limit_threads() -> None:
     What the environment says already stays.
     """
     count = usable()
-    if count < (len(affinity()) or os.cpu_count() or 1):
-        _LIMITED.update(name for name in _THREADS if name not in os.environ)
-        os.environ.update(dict.fromkeys(_LIMITED, str(count)))
+    if count == present():
+        return
+    for name in _THREADS:
+        if os.environ.get(name) in (None, _LIMITED.get(name)):
+            os.environ[name] = _LIMITED[name] = str(count)
 
 
 def environment() -> dict[str, str]:
     """Return the environment for processes that share this one's processors: without its limits."""
-    return {name: value for name, value in os.environ.items() if name not in _LIMITED}
+    return {name: value for name, value in os.environ.items() if _LIMITED.get(name) != value}
 
 
 def _limits() -> Iterator[float]:
     """Yield the limits of this process's control groups, in processors."""
     for folder in _folders():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
             if quota != "max":
                 yield int(quota) / int(period)
         # Version 1, where no limit is -1.
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, ZeroDivisionError):
             names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
             quota, period = ((folder / name).read_text(encoding="ascii") for name in names)
             if int(quota) > 0:
@@ -69,9 +75,11 @@ def _limits() -> Iterator[float]:
 def _folders() -> Iterator[Path]:
     """Yield the folders of the groups and of those above; a container may see its own as `/`."""
     with suppress(OSError):
-        for line in _OWN.read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
+        for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
+            _, controllers, path = (*line.split(":", 2), "", "")[:3]
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            own = _ROOT / controllers / path.lstrip("/")
-            yield from (each for each in (own, *own.parents) if each.is_relative_to(_ROOT))
+            # The folder of version 1 may have both names.
+            for name in {controllers, "cpu"} if controllers else {""}:
+                own = _ROOT / name / path.lstrip("/")
+                yield from (each for each in (own, *own.parents) if each.is_relative_to(_ROOT))

@@ -12,10 +12,12 @@ over these objects.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
@@ -52,19 +54,34 @@ def _importer() -> str:
 class _Uncollected(MetaPathFinder):
     """Imports TensorFlow without garbage collections."""
 
+    def __init__(self) -> None:
+        self._searches = False
+
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See `MetaPathFinder`."""
-        found = PathFinder.find_spec(fullname, path, target) if fullname == "tensorflow" else None
-        if found is None or found.loader is None:
+        # Finders that wrap what others find, as those of tracing do, ask all of them.
+        if fullname != "tensorflow" or self._searches:
             return None
-        execute = found.loader.exec_module
+        self._searches = True
+        try:
+            found = importlib.util.find_spec(fullname)
+        finally:
+            self._searches = False
+        if found is None or found.loader is None:
+            return found
+        loader, execute = found.loader, found.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # It may load other modules too.
+            with suppress(AttributeError):
+                del loader.exec_module
             if not gc.isenabled():
                 execute(module)
                 return
+            # What is garbage already would be kept for ever.
+            gc.collect()
             gc.disable()
             try:
                 execute(module)
@@ -72,7 +89,7 @@ class _Uncollected(MetaPathFinder):
             finally:
                 gc.enable()
 
-        found.loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return found
 
 

@@ -6,9 +6,14 @@ import os
 
 import pytest
 
+from components.records.record import recorded
 from trainer import cores
+from trainer.cluster.launcher import Job
+from trainer.cluster.process import TaskProcess
+from trainer.config.schema import Config
+from trainer.topology import Cluster, Task
 
-THREADS = {"TF_NUM_INTRAOP_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}
+THREADS = {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +22,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(cores, "affinity", lambda: list(range(64)))
     monkeypatch.setattr(cores, "_ROOT", tmp_path / "cgroup")
     monkeypatch.setattr(cores, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(cores, "_LIMITED", set())
+    monkeypatch.setattr(cores, "_LIMITED", {})
     for name in THREADS:
         monkeypatch.setenv(name, "set again after the test")
         del os.environ[name]
@@ -25,7 +30,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def groups(folder, own, **files):
-    (folder / "own").write_text(own)
+    (folder / "own").write_bytes(own.encode("latin-1"))
     for name, said in files.items():
         path = folder / "cgroup" / name.replace("__", "/").replace("_max", ".max")
         path = path.with_name(path.name.replace("cfs", ".cfs"))
@@ -57,7 +62,16 @@ def groups(folder, own, **files):
             {"cpu,cpuacct__cpucfs_quota_us": "-1", "cpu,cpuacct__cpucfs_period_us": "100000"},
             64,
         ),
+        # As RHEL 7 has it, where the folder has both names the other way round, and one of its own.
+        (
+            "4:cpuacct,cpu:/kubepods/pod1\n",
+            {"cpu__cpucfs_quota_us": "300000", "cpu__cpucfs_period_us": "100000"},
+            3,
+        ),
         ("0::/\n", {}, 64),
+        ("0::/\n", {"cpu_max": "200000 0\n"}, 64),
+        # A group may be named like anything; and lines that no kernel writes.
+        ("\nwithout colons\n0::/caf\xe9\x0b:x/..\n", {"cpu_max": "200000 100000"}, 2),
     ],
     ids=str,
 )
@@ -83,9 +97,25 @@ def test_threads_are_limited_but_for_what_the_user_has_set(machine):
     os.environ["OMP_NUM_THREADS"] = "1"
     for _ in range(2):
         cores.limit_threads()
-        set_to = {name: os.environ[name] for name in THREADS}
-        assert set_to == dict.fromkeys(THREADS, "2") | {"OMP_NUM_THREADS": "1"}
+        assert {name: os.environ[name] for name in THREADS} == {
+            "TF_NUM_INTRAOP_THREADS": "2",
+            "OMP_NUM_THREADS": "1",
+        }
         # Tasks that share the processors have limits of their own.
         given = cores.environment()
         assert THREADS & set(given) == {"OMP_NUM_THREADS"}
         assert given["PATH"] == os.environ["PATH"]
+    os.environ["TF_NUM_INTRAOP_THREADS"] = "7"
+    cores.limit_threads()
+    assert cores.environment()["TF_NUM_INTRAOP_THREADS"] == "7"
+
+
+def test_a_step_keeps_to_the_limit_and_a_task_of_its_cluster_to_its_share(machine):
+    groups(machine, "0::/\n", cpu_max="400000 100000")
+    with recorded("finish"):
+        assert {os.environ[name] for name in THREADS} == {"4"}
+        addresses = {"chief": ("a:1",), "worker": ("a:2",)}
+        job = Job(config=Config(), dataset="", checkpoints="", workdir=machine)
+        cluster = Cluster(addresses=addresses)
+        task = TaskProcess(job, cluster, Task(role="worker", index=0))
+        assert task._environment()["TF_NUM_INTRAOP_THREADS"] == "2"

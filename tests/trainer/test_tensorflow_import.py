@@ -64,3 +64,25 @@ def test_nothing_is_collected_while_tensorflow_is_imported(tmp_path, before, mor
         capture_output=True,
     )
     assert json.loads(done.stdout) == expected
+
+
+HOOKED = """
+import gc, json, sys, wrapt
+from trainer import tensorflow_import
+called = []
+wrapt.register_post_import_hook(lambda module: called.append(module.__name__), "tensorflow")
+tensorflow_import.make_cheap()
+import tensorflow
+print(json.dumps([called, tensorflow.is_enabled, gc.isenabled()]))
+"""
+
+
+def test_who_asks_to_be_called_after_the_import_is_called(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("import gc\nis_enabled = gc.isenabled()\n")
+    done = subprocess.run(
+        [sys.executable, "-c", HOOKED],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads(done.stdout) == [["tensorflow"], False, True]

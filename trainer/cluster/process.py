@@ -30,13 +30,12 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 
     Tasks that each take all cores wait for each other.
     """
-    count = cores.usable()
     tasks = sum(map(len, cluster.spec().values()))
     return {
-        "TF_NUM_INTRAOP_THREADS": str(max(1, count // tasks)),
+        "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
         # By its own choice TensorFlow takes one thread between operations on one core, and hangs
         # where one operation waits for another.
-        "TF_NUM_INTEROP_THREADS": str(max(2, count)),
+        "TF_NUM_INTEROP_THREADS": str(max(2, cores.present())),
     }
 
 

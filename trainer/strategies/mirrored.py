@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from trainer.errors import ConfigError
@@ -139,7 +140,8 @@ class Replicated(KerasStrategy):
                 own = own_step_of(self.model, self.optimizer, problem.weighed)
             return lambda batch: _mean([own(batch)])[0]
         jit = self.config.training.jit_compile
-        if jit and self.replicas is tf.distribute.get_strategy():
+        alone = self.replicas is tf.distribute.get_strategy()
+        if jit and alone and _is_of_keras(self.optimizer, self.model):
             return self._compiled(self._gradient(problem, jit=False))
         return self._update(self._gradient(problem, jit=jit))
 
@@ -154,17 +156,17 @@ class Replicated(KerasStrategy):
 
     def _compiled(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
         """Return an update that is one program of XLA, or only its gradient where it moves rows."""
-        traced = tf.function(gradient, jit_compile=True, autograph=False)
-        update = self._update(traced)
-        whole = tf.function(update, jit_compile=True, autograph=False)
+        compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
+        update = self._update(compiled_gradient)
+        compiled_update = tf.function(update, jit_compile=True, autograph=False)
 
-        def compiled(batch: Batch) -> tf.Tensor:
-            _, found = traced.get_concrete_function(batch).structured_outputs
-            # XLA lacks kernels that move a few rows of a variable with momentum or Ftrl.
+        def step(batch: Batch) -> tf.Tensor:
+            _, found = compiled_gradient.get_concrete_function(batch).structured_outputs
+            # XLA lacks the kernels of some optimizers for a few rows of a variable.
             moves_rows = any(isinstance(each, tf.IndexedSlices) for each in found)
-            return (update if moves_rows else whole)(batch)
+            return (update if moves_rows else compiled_update)(batch)
 
-        return compiled
+        return step
 
     def _gradient(self, problem: Problem, *, jit: bool) -> Gradient:
         training = self.config.training
@@ -189,6 +191,14 @@ class Replicated(KerasStrategy):
                 seed.assign_add(tf.cast([number, 0], seed.dtype))
 
         self.replicas.run(shift)
+
+
+def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
+    """Say whether nothing of an update is the user's, which XLA may not be able to compile."""
+    constraints = [variable.constraint for variable in model.trainable_variables]
+    parts = [optimizer, optimizer._learning_rate, *constraints]
+    homes = {type(each).__module__.partition(".")[0] for each in parts if each is not None}
+    return homes <= {"keras", "trainer"}
 
 
 def _mean(values: list[Any]) -> list[Any]:

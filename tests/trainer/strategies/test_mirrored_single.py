@@ -106,6 +106,28 @@ def test_where_rows_are_moved_the_gradient_alone_is_compiled(optimizer):
         np.testing.assert_allclose(found, variable.numpy(), atol=1e-3, err_msg=path)
 
 
+class Positive(keras.constraints.Constraint):
+    """What users write with NumPy, which XLA cannot compile."""
+
+    def __call__(self, weights):
+        return tf.ensure_shape(tf.numpy_function(np.abs, [weights], weights.dtype), weights.shape)
+
+
+def constrained():
+    model = dense()
+    model.layers[0]._kernel.constraint = Positive()
+    return model
+
+
+@pytest.mark.slow
+def test_what_a_user_has_written_of_an_update_is_not_compiled():
+    strategy = single(jit_compile=True)
+    strategy.build(problem_of(constrained)(0))
+    strategy.run(3)
+    assert (strategy.variables()["model/dense/hidden/kernel"].numpy() >= 0).all()
+    assert any("MatMul" in each for each in programs(strategy))
+
+
 def test_several_stretches_go_on_with_the_same_seeds():
     once, twice = single(), single()
     for each in (once, twice):

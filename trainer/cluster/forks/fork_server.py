@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer import tensorflow_import
+from trainer import cores, tensorflow_import
 from trainer.cluster import signals
 from trainer.cluster.forks import command_line, fork_request
 from trainer.cluster.forks.fork_request import Arriving, Request
@@ -257,6 +257,7 @@ def end_with(parent: int) -> None:
 def main() -> None:
     """Serve; in a process that was forked, run what was asked for."""
     signals.end_with_parent()
+    cores.limit_threads()
     tensorflow_import.make_cheap()
     # They go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):

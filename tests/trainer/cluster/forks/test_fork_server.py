@@ -31,6 +31,7 @@ def test_a_copy_is_as_if_it_was_started_anew(server, tmp_path):
     assert said["environment"] == asked.wanted.environment
     assert said["folder"] == str(tmp_path)
     assert said["session"]
+    assert said["collects"]
     assert seen.cmdline() == asked.wanted.command
     assert seen.ppid() == server.process.pid
     assert process.poll() is None
