@@ -39,7 +39,7 @@ AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
 from trainer import tensorflow_import
-tensorflow_import.make_cheap()
+tensorflow_import.prepare()
 for name in sys.argv[1:]:
     importlib.import_module(name)
 print(len(sys.modules))

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     signals.end_with_parent()
     cores.limit_threads()
-    tensorflow_import.make_cheap()
+    tensorflow_import.prepare()
     masking.log_to_stderr()
     try:
         variables.check()

@@ -1,4 +1,4 @@
-"""A cheaper import of TensorFlow, and of Keras with it.
+"""How a process imports TensorFlow, and Keras with it: at less cost, to share its GPUs.
 
 Keras 3 imports scikit-learn, matplotlib and pandas for wrappers and pictures of its own, which no
 process of a run uses: a third of the import. TensorBoard imports the client of S3, and is given
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -93,7 +94,12 @@ class _Uncollected(MetaPathFinder):
         return found
 
 
-def make_cheap() -> None:
-    """Let this process import TensorFlow, later, at less cost."""
+def prepare() -> None:
+    """Let this process import TensorFlow, later, at less cost, and share the GPUs that it sees.
+
+    TensorFlow takes all memory of a GPU otherwise, also of one that another run trains on. What the
+    environment says already stays.
+    """
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):
         sys.meta_path[:0] = [_Absent(), _Uncollected()]

@@ -141,7 +141,7 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 def _framed(course: _Course) -> Iterator[_Course]:
     signals.end_with_parent()
     cores.limit_threads()
-    tensorflow_import.make_cheap()
+    tensorflow_import.prepare()
     masking.log_to_stderr()
     with following_step():
         yield from _course_of(course)

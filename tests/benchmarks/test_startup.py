@@ -21,7 +21,7 @@ COMPUTE = {
 PROGRAM = """
 import importlib, sys
 from trainer import tensorflow_import
-tensorflow_import.make_cheap()
+tensorflow_import.prepare()
 names, forbidden = (each.split(",") for each in sys.argv[1:])
 for name in names:
     importlib.import_module(name)

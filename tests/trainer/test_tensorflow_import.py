@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 PROGRAM = """
 import json, sys
 from types import ModuleType
 from trainer import tensorflow_import
-tensorflow_import.make_cheap()
-tensorflow_import.make_cheap()
+tensorflow_import.prepare()
+tensorflow_import.prepare()
 
 def imports(importer, name):
     try:
@@ -36,7 +37,7 @@ import gc, json, sys
 from trainer import tensorflow_import
 if sys.argv[1] == "disabled":
     gc.disable()
-tensorflow_import.make_cheap()
+tensorflow_import.prepare()
 try:
     import tensorflow
     while_imported = tensorflow.is_enabled
@@ -71,7 +72,7 @@ import gc, json, sys, wrapt
 from trainer import tensorflow_import
 called = []
 wrapt.register_post_import_hook(lambda module: called.append(module.__name__), "tensorflow")
-tensorflow_import.make_cheap()
+tensorflow_import.prepare()
 import tensorflow
 print(json.dumps([called, tensorflow.is_enabled, gc.isenabled()]))
 """
@@ -86,3 +87,20 @@ def test_who_asks_to_be_called_after_the_import_is_called(tmp_path):
         capture_output=True,
     )
     assert json.loads(done.stdout) == [["tensorflow"], False, True]
+
+
+OF_MEMORY = """
+import os
+from trainer import tensorflow_import
+tensorflow_import.prepare()
+print(os.environ["TF_FORCE_GPU_ALLOW_GROWTH"])
+"""
+
+
+@pytest.mark.parametrize(("before", "expected"), [({}, "true"), ({GROWTH: "false"}, "false")])
+def test_a_process_takes_of_a_gpu_what_it_needs_unless_the_user_wants_all(before, expected):
+    rest = {name: value for name, value in os.environ.items() if name != GROWTH}
+    done = subprocess.run(
+        [sys.executable, "-c", OF_MEMORY], env=rest | before, check=True, capture_output=True
+    )
+    assert done.stdout.decode().strip() == expected

@@ -258,7 +258,7 @@ def main() -> None:
     """Serve; in a process that was forked, run what was asked for."""
     signals.end_with_parent()
     cores.limit_threads()
-    tensorflow_import.make_cheap()
+    tensorflow_import.prepare()
     # They go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
