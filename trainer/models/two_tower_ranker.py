@@ -59,7 +59,7 @@ class FoundAndRanked(keras.layers.Layer):
         scores = tf.matmul(users, items, transpose_b=True)
         if self.popularity:
             # Their number is unknown, and would be the same for all.
-            scores -= tf.math.log1p(tf.cast(x[self.popularity], tf.float32))[tf.newaxis]
+            scores -= _logarithm(x[self.popularity])[tf.newaxis]
         ids = x[self.item]
         same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
         own = tf.eye(tf.shape(ids)[0], dtype=tf.bool)
@@ -124,7 +124,8 @@ def two_tower_ranker(  # noqa: PLR0913
         item: the feature that is the id of an item.
         user_attributes: features that say more of a user, each looked up in a table of its own.
         item_attributes: those of an item.
-        popularity: the feature that says how often an item was shown before; empty for none.
+        popularity: the feature that says how often an item was shown before; empty for none. Where
+            it is missing (NaN), the item was never shown.
         dimension: of a row, and of a tower's vector but for its last number.
         hidden_units: ReLU layers of each tower.
         ranking_units: ReLU layers of the network of both vectors.
@@ -142,7 +143,8 @@ def two_tower_ranker(  # noqa: PLR0913
 
     known = {side: [rows(name) for name in of_side] for side, of_side in names.items()}
     if popularity:
-        known[item].append(_logarithm(given[popularity]))
+        column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
+        known[item].append(_logarithm(column))
     joined = {side: _joined(side, parts) for side, parts in known.items()}
     vectors = [_tower(side, x, hidden_units, dimension) for side, x in joined.items()]
     answer = FoundAndRanked(_weight(retrieval), item, popularity, name=_ANSWER)
@@ -151,8 +153,9 @@ def two_tower_ranker(  # noqa: PLR0913
 
 
 def _logarithm(popularity: Any) -> Any:
-    column = keras.layers.Reshape((1,), name="popularity")(popularity)
-    return keras.ops.log1p(keras.ops.cast(column, "float32"))
+    """Return its logarithm; one that is missing is that of an item which was never shown."""
+    count = keras.ops.nan_to_num(keras.ops.cast(popularity, "float32"))
+    return keras.ops.log1p(keras.ops.maximum(count, 0))
 
 
 def _joined(side: str, known: list[Any]) -> Any:

@@ -116,6 +116,21 @@ def test_it_is_read_back_from_its_file(tmp_path):
     np.testing.assert_allclose(again(batch()), model(batch()), rtol=1e-6)
 
 
+def test_an_item_whose_popularity_is_missing_was_never_shown():
+    kinds = {"user": "int64", "item": "int64", "shown": "float32"}
+    spec = InputSpec(shape=dict.fromkeys(IDS, ()), dtype=kinds, output_shape=(-1,))
+    known, missing = (
+        batch(shown=np.array([first, 100, 3, 100], np.float32)) for first in (0, np.nan)
+    )
+    model = seen(build(spec), known)
+    outputs = model(missing).numpy()
+    np.testing.assert_array_equal(outputs, model(known).numpy())
+    loss_of = model.get_layer("answer").loss
+    losses = [loss_of(each, tf.constant(CLICKS), outputs, None).numpy() for each in (known, missing)]
+    assert np.isfinite(losses[0])
+    assert losses[0] == losses[1]
+
+
 def test_it_does_without_popularity():
     model = build(spec_of("user", "item"), popularity="")
     given = {name: tf.constant(BATCH[name]) for name in ("user", "item")}
