@@ -33,6 +33,8 @@ MODELS: dict[str, tuple[str, str]] = {
     "784-1000-10": ("mlp", "{hidden_units: [1000]}"),
 }
 MIDDLE = "784-100-10"
+# With PULL_EVERY, so that a run takes some seconds: progress is said once in one.
+SECONDS_OF_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,8 @@ def cases() -> Iterator[Case]:
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
-        yield Case(
-            model=model, workers=FEW, pull_every=PULL_EVERY, steps=500 if large else LONG_RUN
-        )
+        steps = SECONDS_OF_STEPS[model]
+        yield Case(model=model, workers=FEW, pull_every=PULL_EVERY, steps=steps)
     for workers in WORKERS:
         if workers != FEW:
             yield Case(model=MIDDLE, workers=workers, pull_every=1, steps=STEPS)
