@@ -33,8 +33,8 @@ MODELS: dict[str, tuple[str, str]] = {
     "784-1000-10": ("mlp", "{hidden_units: [1000]}"),
 }
 MIDDLE = "784-100-10"
-# With PULL_EVERY, so that a run takes some seconds: progress is said once in one.
-SECONDS_OF_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
+# With PULL_EVERY. Each run takes some seconds, since progress is said once in one.
+LOCAL_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def cases() -> Iterator[Case]:
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
-        steps = SECONDS_OF_STEPS[model]
+        steps = LOCAL_STEPS[model]
         yield Case(model=model, workers=FEW, pull_every=PULL_EVERY, steps=steps)
     for workers in WORKERS:
         if workers != FEW:

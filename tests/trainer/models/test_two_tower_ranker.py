@@ -126,7 +126,9 @@ def test_an_item_whose_popularity_is_missing_was_never_shown():
     outputs = model(missing).numpy()
     np.testing.assert_array_equal(outputs, model(known).numpy())
     loss_of = model.get_layer("answer").loss
-    losses = [loss_of(each, tf.constant(CLICKS), outputs, None).numpy() for each in (known, missing)]
+    losses = [
+        loss_of(each, tf.constant(CLICKS), outputs, None).numpy() for each in (known, missing)
+    ]
     assert np.isfinite(losses[0])
     assert losses[0] == losses[1]
 
