@@ -112,7 +112,8 @@ def rate(costs: Costs, point: Point, cores: int) -> float:
 
 
 def _looped(point: Point, dispatch: Dispatch) -> float:
-    without_turns = dispatch.unit(point.rate, point.workers, dispatch.turn) == 1
+    # One by one, a run goes on so until it is fast enough for turns, which are faster.
+    without_turns = dispatch.unit(point.rate, point.workers, 1) == 1
     return float(point.looped or without_turns)
 
 
