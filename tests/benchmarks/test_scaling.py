@@ -47,7 +47,7 @@ def made_up(model, workers=2, pull_every=1, servers=1, **more):
     fleet = Fleet(workers=workers, cores=CORES, round_trip=TRUE.loopback)
     work = work_of(TRUE, found, workers=workers, cores=CORES)
     speed = simulated(work, fleet, TRUE.dispatch).rate
-    looped = TRUE.dispatch.unit(speed, workers, 20) == 1 or more.get("looped", False)
+    looped = TRUE.dispatch.unit(speed, workers, 1) == 1 or more.get("looped", False)
     crowd = sharing_cache(TRUE.cold, workers, CORES)
     own = TRUE.worker_update + TRUE.worker_message * (servers - 1) + TRUE.worker_byte * sum(held)
     own += pull_every * TRUE.gradient * gradient + looped * TRUE.worker_loop
@@ -73,6 +73,8 @@ POINTS = [
     made_up("small", workers=1),
     made_up("small", workers=4),
     made_up("small", workers=16),
+    # Too slow for turns to begin, and not so slow that turns would end.
+    made_up("small", workers=20),
     made_up("small", servers=4),
     made_up("small", looped=True),
     made_up("small", workers=8, fitted=False),
