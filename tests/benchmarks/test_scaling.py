@@ -164,7 +164,7 @@ def test_a_point_is_what_was_used_between_two_looks():
 def test_the_part_has_all_runs_and_constants(found):
     part = measured_part(POINTS, found, CORES, 3)
     rows = [line for line in part.splitlines() if line.startswith("| ")]
-    assert len([row for row in rows if row.startswith(("| small", "| large"))]) == 9
+    assert len([row for row in rows if row.startswith(("| small", "| large"))]) == 10
     assert "of those that nothing is fitted to at most" in part
     assert sum(row.startswith("| memory of") for row in rows) == 3
     far = [
