@@ -124,8 +124,7 @@ def two_tower_ranker(  # noqa: PLR0913
         item: the feature that is the id of an item.
         user_attributes: features that say more of a user, each looked up in a table of its own.
         item_attributes: those of an item.
-        popularity: the feature that says how often an item was shown before; empty for none. Where
-            it is missing (NaN), the item was never shown.
+        popularity: feature of how often an item was shown before, NaN for never; empty for none.
         dimension: of a row, and of a tower's vector but for its last number.
         hidden_units: ReLU layers of each tower.
         ranking_units: ReLU layers of the network of both vectors.
@@ -143,13 +142,16 @@ def two_tower_ranker(  # noqa: PLR0913
 
     known = {side: [rows(name) for name in of_side] for side, of_side in names.items()}
     if popularity:
-        column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
-        known[item].append(_logarithm(column))
+        known[item].append(_logarithm(_column(given[popularity])))
     joined = {side: _joined(side, parts) for side, parts in known.items()}
     vectors = [_tower(side, x, hidden_units, dimension) for side, x in joined.items()]
     answer = FoundAndRanked(_weight(retrieval), item, popularity, name=_ANSWER)
     parts = _parts(vectors, joined[user], joined[item], ranking_units)
     return Recommender(given, answer(parts), name="two_tower_ranker")
+
+
+def _column(popularity: Any) -> Any:
+    return keras.layers.Reshape((1,), name="popularity")(popularity)
 
 
 def _logarithm(popularity: Any) -> Any:

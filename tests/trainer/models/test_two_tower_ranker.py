@@ -116,11 +116,11 @@ def test_it_is_read_back_from_its_file(tmp_path):
     np.testing.assert_allclose(again(batch()), model(batch()), rtol=1e-6)
 
 
-def test_an_item_whose_popularity_is_missing_was_never_shown():
+def test_a_missing_popularity_counts_as_zero():
     kinds = {"user": "int64", "item": "int64", "shown": "float32"}
     spec = InputSpec(shape=dict.fromkeys(IDS, ()), dtype=kinds, output_shape=(-1,))
     known, missing = (
-        batch(shown=np.array([first, 100, 3, 100], np.float32)) for first in (0, np.nan)
+        batch(**{"shown": np.array([first, 100, 3, 100], np.float32)}) for first in (0, np.nan)
     )
     model = seen(build(spec), known)
     outputs = model(missing).numpy()
