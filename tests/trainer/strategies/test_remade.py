@@ -29,6 +29,8 @@ server.join()
 """
 
 
+# With real servers that end and come back.
+@pytest.mark.slow
 def test_it_gets_what_it_held_and_no_other_server_loses_anything():
     addresses = {
         role: [f"{HOST}:{free_port()}" for _ in range(count)]
