@@ -35,6 +35,7 @@ TRUE = Costs(
     loopback_byte=4e-10,
     loopback=5e-5,
     dispatch=Dispatch(closure=2e-3, look=1e-3),
+    memory=dict.fromkeys(("chief", "ps", "worker"), (7e8, 1.5)),
 )
 SIZES = {"small": (40_000, 1e-4), "large": (3_000_000, 2e-3)}
 
@@ -68,22 +69,24 @@ def made_up(model, workers=2, pull_every=1, servers=1, **more):
     )
 
 
-POINTS = [
-    *(made_up(model, pull_every=pull) for model in SIZES for pull in (1, 10)),
-    made_up("small", workers=1),
-    made_up("small", workers=4),
-    made_up("small", workers=16),
-    # Too slow for turns to begin, and not so slow that turns would end.
-    made_up("small", workers=20),
-    made_up("small", servers=4),
-    made_up("small", looped=True),
-    made_up("small", workers=8, fitted=False),
-]
+@pytest.fixture(scope="module")
+def points():
+    return [
+        *(made_up(model, pull_every=pull) for model in SIZES for pull in (1, 10)),
+        made_up("small", workers=1),
+        made_up("small", workers=4),
+        made_up("small", workers=16),
+        # Too slow for turns to begin, and not so slow that turns would end.
+        made_up("small", workers=20),
+        made_up("small", servers=4),
+        made_up("small", looped=True),
+        made_up("small", workers=8, fitted=False),
+    ]
 
 
 @pytest.fixture(scope="module")
-def found():
-    return fit(POINTS, CORES)
+def found(points):
+    return fit(points, CORES)
 
 
 @pytest.mark.slow
@@ -99,24 +102,25 @@ def test_constants_are_found_again(found):
     assert found.dispatch.look == pytest.approx(TRUE.dispatch.look, rel=0.15)
 
 
-def test_runs_that_nothing_is_fitted_to_are_predicted(found):
-    for each in POINTS:
+@pytest.mark.slow
+def test_runs_that_nothing_is_fitted_to_are_predicted(points, found):
+    for each in points:
         if not each.looped:
             assert rate(found, each, CORES) == pytest.approx(each.rate, rel=0.15)
 
 
 @pytest.mark.slow
-def test_no_constant_is_below_zero():
+def test_no_constant_is_below_zero(points):
     # Servers that are faster with more bytes.
-    noisy = [replace(p, server=40 / sum(p.held), worker=1e-3 * p.pull_every) for p in POINTS]
+    noisy = [replace(p, server=40 / sum(p.held), worker=1e-3 * p.pull_every) for p in points]
     found = fit(noisy[:5], CORES)
     assert min(value for value in vars(found).values() if isinstance(value, float)) >= 0
 
 
 @pytest.mark.slow
-def test_a_chief_that_was_too_fast_to_be_measured_is_left_out(found):
-    unseen = replace(POINTS[0], chief=0.0)
-    share = fit([unseen, *POINTS[1:]], CORES).chief_share
+def test_a_chief_that_was_too_fast_to_be_measured_is_left_out(points, found):
+    unseen = replace(points[0], chief=0.0)
+    share = fit([unseen, *points[1:]], CORES).chief_share
     assert share == pytest.approx(found.chief_share, rel=0.15)
 
 
@@ -161,8 +165,8 @@ def test_a_point_is_what_was_used_between_two_looks():
     assert not found.looped
 
 
-def test_the_part_has_all_runs_and_constants(found):
-    part = measured_part(POINTS, found, CORES, 3)
+def test_the_part_has_all_runs_and_constants(points):
+    part = measured_part(points, TRUE, CORES, 3)
     rows = [line for line in part.splitlines() if line.startswith("| ")]
     assert len([row for row in rows if row.startswith(("| small", "| large"))]) == 10
     assert "of those that nothing is fitted to at most" in part
@@ -172,9 +176,9 @@ def test_the_part_has_all_runs_and_constants(found):
     ]
     assert part.count("`pull_every` 1: ") + part.count("`pull_every` 10: ") == len(far)
     assert ("that are the aim: none." in part) == (not far)
-    wrong = [replace(POINTS[0], rate=2 * POINTS[0].rate), *POINTS[1:]]
-    words = f"are the aim: {POINTS[0].model} with {POINTS[0].workers} workers"
-    assert words in measured_part(wrong, found, CORES, 3)
+    wrong = [replace(points[0], rate=2 * points[0].rate), *points[1:]]
+    words = f"are the aim: {points[0].model} with {points[0].workers} workers"
+    assert words in measured_part(wrong, TRUE, CORES, 3)
 
 
 def test_a_page_keeps_what_people_have_written():
@@ -198,7 +202,7 @@ def test_the_documents_have_the_place(name):
     assert markdown(ROOT / name, written).fragments() == markdown(ROOT / name, text).fragments()
 
 
-def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
+def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, points):
     wanted = list(cases())
     rates = {str(case): iter([200.0, 100.0, 400.0]) for case in wanted}
     monkeypatch.setattr(measure.launched, "prepared", lambda _folder, _settings: "dataset")
@@ -207,7 +211,7 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
     def run(case, _found, _dataset, workdir):
         assert not workdir.exists()
         workdir.mkdir()
-        return replace(POINTS[0], workers=case.workers, rate=next(rates[str(case)]))
+        return replace(points[0], workers=case.workers, rate=next(rates[str(case)]))
 
     monkeypatch.setattr(measure, "measured", run)
     said = []

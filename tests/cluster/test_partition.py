@@ -63,7 +63,7 @@ def whole(dataset) -> Whole:
     return Whole(dataset, spec, Counter(examples))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_epoch_of_all_workers_is_every_example_once(whole, tmp_path, monkeypatch, workers):
     seen: Counter[tuple[bytes, int]] = Counter()
     folders = staged(whole.uri, tmp_path, workers)

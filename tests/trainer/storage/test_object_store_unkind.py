@@ -15,7 +15,13 @@ from trainer.errors import ConfigError, UserError
 from .conftest import FILES, Make
 from .places import BucketPlace, fetched
 
-FAULTS = [500, 503, 429, "drop", "lose", "truncate"]
+FAULTS = [
+    500,
+    "drop",
+    "lose",
+    "truncate",
+    *(pytest.param(status, marks=pytest.mark.slow) for status in (503, 429)),
+]
 
 
 @pytest.fixture
