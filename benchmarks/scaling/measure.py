@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ HELD_OUT = ((8, 1), (2, 2), (4, 3))
 # As many as there are workers at most.
 SHARDS = max(WORKERS)
 STEPS = 6000
+# Of more workers than FEW, as progress is said once in a second: each half of what is measured has
+# to take longer.
+MANY_STEPS = 2 * STEPS
 # Of the runs that are there for the model's size and `pull_every`, and not for the workers.
 FEW = 2
 PULL_EVERY = 10
 # Where tracing is over, and where it is measured to; some steps come after, so that all tasks are
 # still there. A share of all steps.
-FIRST, LAST = 0.3, 0.7
+FIRST, HALF, LAST = 0.3, 0.5, 0.7
 MODELS: dict[str, tuple[str, str]] = {
     "softmax": ("softmax", "{}"),
     "784-100-10": ("mlp", "{hidden_units: [100]}"),
@@ -61,11 +65,10 @@ def cases() -> Iterator[Case]:
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
         steps = LOCAL_STEPS[model]
         yield Case(model=model, workers=FEW, pull_every=PULL_EVERY, steps=steps)
-    for workers in WORKERS:
-        if workers != FEW:
-            yield Case(model=MIDDLE, workers=workers, pull_every=1, steps=STEPS)
-    for workers, servers in ((2, 2), (4, 3), (2, 4)):
-        yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=STEPS)
+    others = ((workers, 1) for workers in WORKERS if workers != FEW)
+    for workers, servers in (*others, (2, 2), (4, 3), (2, 4)):
+        steps = MANY_STEPS if workers > FEW else STEPS
+        yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=steps)
     # The same as one of them with too few steps for turns. It is over in seconds: checkpoints end
     # stretches where it is looked at.
     steps = LONG_RUN - 100
@@ -96,9 +99,12 @@ def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> 
             "cluster.parameter_servers": case.servers,
         },
     )
-    steps = [int(FIRST * case.steps), int(LAST * case.steps)]
-    first, last = watched(config, workdir, steps, dataset)
-    return point(case, found, (first, last))
+    shares = (FIRST, HALF, LAST) if case.workers > FEW else (FIRST, LAST)
+    looks = watched(config, workdir, [int(each * case.steps) for each in shares], dataset)
+    # Many workers may be fast enough for turns only once all of them have begun. Each traces them
+    # then, which is in one of the halves.
+    halves = [point(case, found, both) for both in pairwise(looks)]
+    return min(halves, key=lambda half: half.worker + half.server + half.chief)
 
 
 def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:

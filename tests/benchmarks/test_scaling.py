@@ -165,6 +165,25 @@ def test_a_point_is_what_was_used_between_two_looks():
     assert not found.looped
 
 
+def test_turns_that_many_workers_trace_late_are_not_measured(monkeypatch, tmp_path):
+    asked = []
+
+    def seen(_config, _workdir, steps, _dataset):
+        asked.append(steps)
+        cpu = {3600: 10.0, 6000: 40.0, 8400: 44.0}
+        return tuple(
+            look(step, 10.0 + step / 400, chief_0=1.0, ps_0=step / 1000, worker_0=cpu[step])
+            for step in steps
+        )
+
+    monkeypatch.setattr(measure, "watched", seen)
+    case = Case(model="784-100-10", workers=16, pull_every=1, steps=12_000)
+    calibrated = {"held": {"1": [318_000]}, "gradient": 1e-3}
+    found = measure.measured(case, calibrated, "dataset", tmp_path)
+    assert asked == [[3600, 6000, 8400]]
+    assert found.worker == pytest.approx(4.0 / 2400)
+
+
 def test_the_part_has_all_runs_and_constants(points):
     part = measured_part(points, TRUE, CORES, 3)
     rows = [line for line in part.splitlines() if line.startswith("| ")]
