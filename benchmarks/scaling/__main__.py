@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from benchmarks.baselines import mnist
 from benchmarks.scaling import fleets, page
 from benchmarks.scaling.fit import Point, fit
 from pipelines.planning.costs import MEASURED
+from trainer.errors import RunInterruptedError, UserError
 
 PERFORMANCE, SCALING = Path("docs/performance.md"), Path("docs/scaling.md")
 
@@ -30,6 +32,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of all runs; the median counts")
     parser.add_argument("--rewrite", action="store_true", help="from the runs of measured.json")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds: {options.rounds} are none; it has to be 1 or more")
     if options.rewrite:
         before = json.loads(MEASURED.read_text(encoding="utf-8"))
         points = [Point(**{**each, "held": tuple(each["held"])}) for each in before["points"]]
@@ -55,8 +59,13 @@ def _points(rounds: int) -> list[Point]:
     # It loads TensorFlow.
     from benchmarks.scaling.measure import all_measured  # noqa: PLC0415
 
-    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
-        return all_measured(Path(name), rounds, sys.stderr.write)
+    try:
+        with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+            return all_measured(Path(name), rounds, sys.stderr.write)
+    except (KeyboardInterrupt, RunInterruptedError):
+        sys.exit("scaling: interrupted; nothing is written")
+    except (UserError, RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"scaling: {error}; nothing is written")
 
 
 if __name__ == "__main__":

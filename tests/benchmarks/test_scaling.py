@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scaling import fleets, measure
-from benchmarks.scaling.__main__ import PERFORMANCE, SCALING
+from benchmarks.scaling.__main__ import PERFORMANCE, SCALING, main
 from benchmarks.scaling.fit import Point, fit, rate
 from benchmarks.scaling.measure import MODELS, SERVERS, WORKERS, Case, cases, point
 from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
@@ -14,6 +14,7 @@ from pipelines.planning.costs import Costs, Model, measured, sharing_cache, work
 from pipelines.planning.simulation import Dispatch, Fleet, simulated
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
+from trainer.errors import RunInterruptedError
 from trainer.strategies.parameter_server import LONG_RUN
 
 CORES = 2
@@ -239,6 +240,36 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, poin
     assert [each.workers for each in found] == [case.workers for case in wanted]
     # A round after the other, so that a slow minute is one of one round.
     assert said[0].replace("1 of", "2 of") == said[len(wanted)]
+
+
+def test_no_rounds_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["scaling", "--rounds", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "--rounds: 0 are none; it has to be 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyboardInterrupt(), "scaling: interrupted; nothing is written"),
+        (RunInterruptedError("SIGTERM"), "scaling: interrupted; nothing is written"),
+        (RuntimeError("training ended as failed"), "scaling: training ended as failed; nothing is"),
+    ],
+)
+def test_runs_that_end_write_nothing(monkeypatch, tmp_path, error, words):
+    def ends(*_):
+        raise error
+
+    written = tmp_path / "measured.json"
+    monkeypatch.setattr("sys.argv", ["scaling"])
+    monkeypatch.setattr("benchmarks.baselines.mnist.require", lambda: None)
+    monkeypatch.setattr("benchmarks.scaling.__main__.MEASURED", written)
+    monkeypatch.setattr(measure, "all_measured", ends)
+    with pytest.raises(SystemExit, match=words):
+        main()
+    assert not written.exists()
 
 
 def test_a_chart_has_a_line_for_each_series():
