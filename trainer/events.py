@@ -92,7 +92,7 @@ class AttemptBegin(Event):
     global_step: int
     steps: int
     resumed: bool
-    checkpoint: int = -1  # Global step of the newest, where values are of newer snapshots.
+    checkpoint: int = -1  # Global step of the newest, where those on the servers are newer.
 
 
 class Progress(Event):

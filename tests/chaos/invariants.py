@@ -22,7 +22,7 @@ from trainer.events import (
     Restart,
     ServersLost,
 )
-from trainer.strategies.async_parameter_server import MAX_PORTION
+from trainer.strategies.turns import MAX_PORTION
 
 # The exit code of a command line that was killed.
 KILLED = -signal.SIGKILL

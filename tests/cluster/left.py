@@ -1,8 +1,8 @@
-"""A chief that finds snapshots, trains, takes some, and dies: `python -m tests.cluster.left`.
+"""A chief that finds what was left, trains, and dies: `python -m tests.cluster.left`.
 
 Its SPEC is a JSON file: `config` (sections that differ from the defaults), `uri` of the checkpoints
-of its run, `saved`, the global step of the newest of them or null, and `torn`, whether it dies
-while a server assigns a part of its last snapshot. A line of JSON says what was found and taken.
+of its run, `saved`, the global step of the newest of them or -1, and `torn`, whether it dies
+while it assigns values. A line of JSON says what was found, and what it leaves.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from tests.cluster.lead import say
-from tests.cluster.snapshotted import STEPS, described, differing, problem, values_of
+from tests.cluster.snapshotted import STEPS, described, problem, values_of
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.training.recovery import ServerSnapshots
 
@@ -25,43 +24,22 @@ def main() -> None:
     snapshots = ServerSnapshots(config, strategy, checkpoints)
     found = snapshots.find(spec["saved"])
     strategy.build(problem(config))
-    snapshots.begin()
-    is_used = snapshots.restore()
     strategy.restored()
     begun = values_of(strategy.variables())
-    values = {path: each.tolist() for path, each in begun.items()}
-    strategy.run(STEPS)
-    step = strategy.global_step()
-    made = snapshots._made
-    assert made
-    made.take(step)
-    taken = values_of(strategy.variables())
+    strategy.settle(is_whole=True)
     strategy.run(STEPS)
     if spec["torn"]:
-        tear(made)
+        strategy.settle(is_whole=False)
+    left = values_of(strategy.variables())
     say(
         found=found,
-        used=is_used,
-        begun=values,
-        step=step,
-        taken={path: each.tolist() for path, each in taken.items()},
-        changed=len(differing(taken, values_of(strategy.variables()))),
+        used=snapshots.seconds_since_save() is not None,
+        begun={path: each.tolist() for path, each in begun.items()},
+        step=strategy.global_step(),
+        left={path: each.tolist() for path, each in left.items()},
+        metrics=strategy.metrics()["tables"],
     )
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def tear(made: Any) -> None:
-    """Let ps-0 assign rows of a snapshot without what follows in the same function."""
-    copy = made._copies[1]
-    count, counted = copy.entry.count, list[Any]()
-
-    def once(writes: Any) -> Any:
-        counted.append(writes)
-        return count(writes) if len(counted) == 1 else None
-
-    copy.entry.count = once
-    copy._make_functions()
-    copy._assign_whole(copy._read_whole())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Trial, serving
 from trainer.config.schema import STRATEGIES
 from trainer.events import AttemptBegin, Restart
-from trainer.strategies.async_parameter_server import MAX_PORTION
+from trainer.strategies.turns import MAX_PORTION
 
 pytestmark = pytest.mark.cluster
 

@@ -11,27 +11,20 @@ server that dies meanwhile leaves whole what was copied: a variable, or a row, w
 
 Of a `RowGroup` the marked rows are copied, all else whole. Marks are cleared before rows are read:
 an update in between marks its rows again, and the next snapshot has them.
-
-Copies on servers have names, by which the next attempt finds them where the chief dies; see
-`trainer.checkpoints.left_copies`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import tensorflow as tf
 
-from trainer.checkpoints.left_copies import Entry, LeftCopies
 from trainer.checkpoints.servers import Variables, side_by_side, size_of
-from trainer.config.schema import TrainingConfig
 from trainer.strategies.placement import fetched, operating_at, server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.updates.touched_rows import RowGroup
@@ -52,19 +45,6 @@ class Copied:
     variables: Variables
 
 
-def layouts_of(held: Mapping[int, Variables], training: TrainingConfig) -> dict[int, int]:
-    """Return a number for each server that has a copy: which variables, of which server."""
-    found = {}
-    # With other variables frozen a slot of the same path may be that of another one.
-    slots = [training.optimizer.name, list(training.freeze)]
-    for server, peer in _peers(held).items():
-        of = [(path, each.shape.as_list(), each.dtype.name) for path, each in held[server].items()]
-        text = json.dumps([server, sorted(held), of, slots])
-        if peer is not None:
-            found[peer] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    return found
-
-
 def _peers(held: Mapping[int, Variables]) -> dict[int, int | None]:
     """Return who has the copy of each server: None for the chief."""
     servers = sorted(held)
@@ -82,7 +62,6 @@ class Snapshots:
         groups: Sequence[RowGroup],
         io_device: str | None,
         seconds: float,
-        before: LeftCopies | None = None,
     ) -> None:
         """Take memory for the copies; nothing is copied yet.
 
@@ -91,18 +70,12 @@ class Snapshots:
             groups: those of which rows alone are copied.
             io_device: the chief's.
             seconds: between the beginnings of two snapshots.
-            before: what an earlier attempt has left, of the same variables: `restore` has to follow
-                where that is something. Without it copies on servers have no names.
         """
-        self._seconds, self._io_device, self._before = seconds, io_device, before
-        self._copies = {}
-        for server, peer in _peers(held).items():
-            entry = None
-            if before and before.run and peer is not None:
-                entry = Entry(before, peer, (len(held[server]), len(held)))
-                if entry.is_new:
-                    entry.register()
-            self._copies[server] = _Copy(held[server], groups, peer, io_device, entry)
+        self._seconds = seconds
+        self._copies = {
+            server: _Copy(held[server], groups, peer, io_device)
+            for server, peer in _peers(held).items()
+        }
         # The global step of the newest copy of each server, and when that began.
         self._taken: dict[int, tuple[int, float]] = {}
         self._began, self._lasted = -math.inf, 0.0
@@ -143,41 +116,15 @@ class Snapshots:
                 server before stays; this is not to be called again.
         """
         began = time.monotonic()
-        saved = self._before.published() if self._before else -1
 
         def one(server: int) -> None:
             self._copies[server].take()
-            self._copies[server].note(global_step, saved)
             self._taken[server] = (global_step, began)
 
         side_by_side(self._copies, one)
         # The first one traces its functions and copies all rows: no later one takes as long.
         is_first = self._began == -math.inf
         self._began, self._lasted = began, 0.0 if is_first else time.monotonic() - began
-
-    def restore(self, variables: Variables) -> int:
-        """Assign the copies that were left to variables, by path, and return their global step.
-
-        It is -1 where another chief still wrote them meanwhile, and the values may be torn. They
-        are those of this attempt from then on. One that dies before leaves them to the next.
-
-        Raises:
-            OpError: of TensorFlow, where a task is gone.
-        """
-        if not self._before:
-            raise AssertionError("without what was left there is nothing to restore")
-        began = time.monotonic()
-        for copy in self._copies.values():
-            give_back(copy.variables, variables, self._io_device)
-        entries = {server: copy.entry for server, copy in self._copies.items() if copy.entry}
-        left = {server: self._before.left[each.peer] for server, each in entries.items()}
-        unchanged = [each.is_as(left[server]) for server, each in entries.items()]
-        are_whole = all(unchanged)
-        for server, each in entries.items():
-            each.register(left[server] if are_whole else None)
-            if are_whole:
-                self._taken[server] = (left[server].global_step, began)
-        return min(each.global_step for each in left.values()) if are_whole else -1
 
     def remake(self, remade: Remade) -> None:
         """Make again the copies that are gone with their servers; the next one has all rows."""
@@ -210,18 +157,15 @@ class _Copy:
         groups: Sequence[RowGroup],
         peer: int | None,
         io_device: str | None,
-        entry: Entry | None = None,
     ) -> None:
-        self.peer, self.entry = peer, entry
+        self.peer = peer
         self._chief = f"{io_device or ''}/device:CPU:0"
         self._device = self._chief if peer is None else server_device(peer)
         paths = {id(each): path for path, each in held.items()}
         with tf.device(self._device):
             self.variables = {
-                path: entry.made(number, each)
-                if entry
-                else tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False)
-                for number, (path, each) in enumerate(held.items())
+                path: tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False)
+                for path, each in held.items()
             }
         self._groups = [each for each in groups if id(each.variables[0]) in paths]
         self._of_groups = [
@@ -236,16 +180,9 @@ class _Copy:
 
     def remake(self, remade: Remade) -> bool:
         """Make the copy again where it is gone, without values; return whether it was."""
-        was_there = [
-            remade.variable(each, make=partial(self.entry.variable, number))
-            if self.entry
-            else remade.variable(each)
-            for number, each in enumerate(self.variables.values())
-        ]
-        if not any(was_there):
+        were_gone = [remade.variable(each) for each in self.variables.values()]
+        if not any(were_gone):
             return False
-        if self.entry:
-            self.entry.remake(remade)
         for group in self._groups:
             if group.marks is not None:
                 group.marks.assign(tf.ones(group.marks.shape, tf.bool))
@@ -269,7 +206,6 @@ class _Copy:
         cursors = tf.TensorSpec([len(self._groups)], tf.int64)
         self._read_rows = made(self._reading_rows, input_signature=[cursors])
         self._assign_rows = made(self._assigning_rows, input_signature=[rows])
-        self._note = made(self._noting, input_signature=[tf.TensorSpec([2], tf.int64)])
 
     def take(self) -> None:
         """Copy what the server has now."""
@@ -281,30 +217,6 @@ class _Copy:
                 reached, *found = self._read_rows(tf.constant(cursors))
                 self._assign_rows(found)
                 cursors = fetched(reached)
-
-    def note(self, global_step: int, saved: int) -> None:
-        """Say on the peer that the copy is complete; `saved` as in a `Left`."""
-        if self.entry:
-            with operating_at(self._chief):
-                self._note(tf.constant([global_step, saved], tf.int64))
-
-    def _noting(self, steps: tf.Tensor) -> None:
-        if self.entry:
-            with tf.device(self._device):
-                self.entry.complete(steps)
-
-    def _write(self, assign: Callable[[], list[tf.Operation]]) -> None:
-        """Assign values between two counts of it: see `trainer.checkpoints.left_copies`."""
-        with tf.device(self._device):
-            if not self.entry:
-                assign()
-                return
-            before = self.entry.counts.read_value()[1]
-            odd = before % 2
-            with tf.control_dependencies([self.entry.count(before + odd + 1)]):
-                done = assign()
-            with tf.control_dependencies(done):
-                self.entry.count(before + 2)
 
     def _here(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device(self._device):
@@ -318,12 +230,9 @@ class _Copy:
         return self._here(found)
 
     def _assigning_whole(self, values: Sequence[tf.Tensor]) -> None:
-        self._write(
-            lambda: [
+        with tf.device(self._device):
+            for path, value in zip(self._whole, values, strict=True):
                 self.variables[path].assign(value, read_value=False)
-                for path, value in zip(self._whole, values, strict=True)
-            ]
-        )
 
     def _reading_rows(self, cursors: tf.Tensor) -> list[tf.Tensor]:
         """Return where the next portion begins in each group, and rows with values of this one."""
@@ -343,20 +252,13 @@ class _Copy:
 
     def _assigning_rows(self, found: Sequence[tf.Tensor]) -> None:
         given = iter(found)
-
-        def assign() -> list[tf.Operation]:
-            done = []
+        with tf.device(self._device):
             for copies in self._of_groups:
                 rows = next(given)
-                done += [
+                for each in copies:
                     tf.raw_ops.ResourceScatterUpdate(
                         resource=each.handle, indices=rows, updates=next(given)
                     )
-                    for each in copies
-                ]
-            return done
-
-        self._write(assign)
 
 
 def give_back(copies: Variables, variables: Variables, chief: str | None) -> None:

@@ -49,15 +49,15 @@ def _lost(event: ServersLost) -> str:
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 
-def _of_snapshots(event: AttemptBegin) -> str:
+def _of_servers(event: AttemptBegin) -> str:
     if event.checkpoint < 0:
         return ""
-    return f", from snapshots of the servers; the newest checkpoint is of {event.checkpoint}"
+    return f", with what is on the servers; the newest checkpoint is of {event.checkpoint}"
 
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
     AttemptBegin: lambda event: (
-        f"training resumes from global step {event.global_step}{_of_snapshots(event)}"
+        f"training resumes from global step {event.global_step}{_of_servers(event)}"
         if event.resumed
         else ""
     ),

@@ -12,8 +12,8 @@ All that happens is a `TaskEvent` in one queue: the end of a task, or a request 
 
 TensorFlow's servers outlive a chief and keep what its graphs needed: a parameter server tens of
 megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a server that has
-grown when a chief begins again, which costs no step: the chief reads its variables from a
-checkpoint then, and loads TensorFlow as long as the server does.
+grown when a chief begins again, and loads TensorFlow as long as the server does. Where parameter
+servers keep the values that the chief goes on from, they may grow more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from trainer.cluster import completion, liveness
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER, End, TaskProcess, report_failure
 from trainer.cluster.signals import on_interrupt
+from trainer.config.cluster import ASYNCHRONOUS
+from trainer.config.data import DYNAMIC
+from trainer.config.schema import Config
 from trainer.errors import (
     BEGIN_AGAIN,
     DONE,
@@ -40,7 +43,7 @@ from trainer.errors import (
     TransientError,
     UserError,
 )
-from trainer.topology import Task
+from trainer.topology import TOPOLOGIES, Task
 
 # A leader that was asked to stop has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0
@@ -48,9 +51,9 @@ GRACE_SECONDS = 60.0
 EVALUATION_SECONDS = 600.0
 # Share by which a server's memory may grow over its size at the end of the first attempt.
 MAX_GROWTH = 0.25
-# That of one of the parameter servers which have snapshots: with one of them all are of no use to
-# the next attempt.
-MAX_GROWTH_WITH_SNAPSHOTS = 1.0
+# That of one of the parameter servers with values that the next attempt would go on from: without
+# one of them it begins from a checkpoint.
+MAX_GROWTH_WITH_VALUES = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
@@ -63,9 +66,9 @@ TaskEvents = queue.SimpleQueue[TaskEvent]
 class ServerMemory:
     """The resident memory of servers at the end of each attempt of a chief."""
 
-    def __init__(self, *, have_snapshots: bool = False) -> None:
-        """Begin with the first attempt; snapshots on parameter servers end with these."""
-        self._have_snapshots = have_snapshots
+    def __init__(self, *, keep_values: bool = False) -> None:
+        """Begin with the first attempt; values that parameter servers keep end with these."""
+        self._keep_values = keep_values
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
         self._at_loss: dict[Task, int] = {}
@@ -98,16 +101,29 @@ class ServerMemory:
             before = min(first, self._at_loss.pop(server.task, first))
             if now + growth > (1 + MAX_GROWTH) * before:
                 grown.append((server, before, now))
-            most = (1 + MAX_GROWTH_WITH_SNAPSHOTS) * before
+            most = (1 + MAX_GROWTH_WITH_VALUES) * before
             are_large |= server.task.role == "ps" and now + growth > most
         for server, before, now in grown:
-            if self._have_snapshots and server.task.role == "ps" and not are_large:
+            if self._keep_values and server.task.role == "ps" and not are_large:
                 continue
             del self._last[server.task]
             if before < self._first[server.task]:
                 # It may not have held much yet: its size after the next attempt counts.
                 self._first[server.task] = 0
             server.kill_grown(before, now)
+
+
+def _outlive_the_chief(config: Config) -> bool:
+    """Say whether the next attempt goes on with the variables that a chief leaves on servers.
+
+    It may with a strategy of the user's own.
+    """
+    strategy = config.training.strategy
+    return (
+        (strategy == ASYNCHRONOUS or strategy not in TOPOLOGIES)
+        and config.cluster.recovery != "full"
+        and config.data.partition != DYNAMIC
+    )
 
 
 class EvaluatorSupervision:
@@ -180,10 +196,7 @@ class Supervisor:
         self._others = others
         self._evaluator = evaluator
         self._events: TaskEvents = queue.SimpleQueue()
-        cluster = job.config.cluster
-        self._memory = ServerMemory(
-            have_snapshots=cluster.snapshot_seconds > 0 and cluster.parameter_servers > 1
-        )
+        self._memory = ServerMemory(keep_values=_outlive_the_chief(job.config))
         self._restarts = 0
         # The number of restarts at the time when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)

@@ -56,7 +56,7 @@ class ClusterConfig(Section):
     snapshot_seconds: float = key(
         0,
         "seconds between copies of each server in another task's memory, to which variables go "
-        "back when it or the chief dies; 0: none: async_parameter_server",
+        "back when it dies; 0: none: async_parameter_server",
         ge=0,
         le=MOST,
     )

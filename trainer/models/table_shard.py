@@ -114,6 +114,8 @@ class Shard:
             self.earlier = made(0)
             # Ids that the sieve counted since it was halved, and those of the largest lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
+            # Servers outlive a process: a number would be that of a table of another one.
+            self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
         #: Variables that no checkpoint has.
         self.unsaved = (self.free, self.room, self.earlier, self.window)
@@ -124,13 +126,18 @@ class Shard:
         return str(self.free.device)
 
     def make_map(self) -> None:
-        """Make the map, which `restored` fills, and the mutex."""
-        # Servers outlive a process: a number would be that of a table of another one.
+        """Make the map, which `restored` fills, and the mutex; or take those of their names."""
+        ids, mutex = self._names
         with tf.device(self.device):
             self.map = tf.raw_ops.MutableHashTableV2(
-                key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"ids-{uuid.uuid4().hex}"
+                key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids
             )
-            self.mutex = tf.raw_ops.MutexV2(shared_name=f"mutex-{uuid.uuid4().hex}")
+            self.mutex = tf.raw_ops.MutexV2(shared_name=mutex)
+
+    def rename(self, ids: str, mutex: str) -> None:
+        """Give the map and the mutex names, by which they may be there already; `make_map` too."""
+        self._names = ids, mutex
+        self.make_map()
 
     def found(self, asked: Asked) -> tf.Tensor:
         """Return the slot [n] of each id, and change nothing."""

@@ -25,7 +25,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.strategies import row_cache
 from trainer.strategies.gradients import (
     PureGradient,
     Tensors,
@@ -38,20 +37,22 @@ from trainer.strategies.placement import server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Batch, Loss, Problem, Report
 from trainer.strategies.towers import ONE, Towers
-from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
+from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone, portions
+from trainer.strategies.updates import row_cache
 from trainer.strategies.updates.loss_scale import LossScale
 
 log = logging.getLogger(__name__)
 
-# A portion whose worker dies is run again as a whole: as many steps may count twice.
-MAX_PORTION = 100
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
 # network: one iteration of it costs more than a small update.
 TURN = 20
 # How often the chief looks at workers that go on, and how often when it waits for the first update.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# How far ahead turns are dealt, in seconds: so long do the workers of a dead chief go on.
+# How far ahead turns are dealt, in seconds: so long do workers go on where a chief is dead, and its
+# connection is not closed.
 AHEAD_SECONDS = 10
+# A turn ends within about a second.
+HALT_SECONDS = 20.0
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
 
@@ -82,28 +83,10 @@ def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
     return turn if steps >= fewest * turn * workers else 1
 
 
-def portions(steps: int, workers: int, unit: int) -> list[int]:
-    """Return the sizes of the portions, larger ones first, for workers of uneven speed.
-
-    A free worker gets a quarter of its share of what is left, so that there are few portions and
-    yet all workers end at about the same time ("guided self-scheduling", Polychronopoulos and Kuck
-    1987, IEEE Transactions on Computers C-36(12)). All are multiples of `unit`, but for the last
-    ones, which are single steps.
-    """
-    smallest = max(1, steps // (32 * workers))
-    cut: list[int] = []
-    left = steps
-    while left:
-        share = min(MAX_PORTION, max(smallest, left // (4 * workers)))
-        cut.append(min(left, share // unit * unit or share))
-        left -= cut[-1]
-    return cut
-
-
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
-    spares_workers = mixes_steps = rejoins = True
+    spares_workers = mixes_steps = rejoins = leaves_variables = True
     #: Updates of a turn of the stretch that workers are at; 0 where they rest.
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
@@ -128,7 +111,11 @@ class AsyncParameterServer(Served):
         self._has_turned = False
         self._workers = self.cluster.count("worker")
         with tf.device(server_device(0)):
-            self._turns = Turns(self._workers, self.applied)
+            permit = self.left.permit if self.left else None
+            self._turns = Turns(self._workers, self.applied, permit)
+        if self.take_left(self._turns.held()):
+            self._turns.resume()
+            self.each_worker(lambda: alone(lambda: None), HALT_SECONDS)
         self._look()
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
@@ -268,9 +255,17 @@ class AsyncParameterServer(Served):
                 with tf.control_dependencies([turns.report(worker, total, turn, began)]):
                     return (turns.take(own),)
 
-            # The loop is controlled on the worker: where it is, TensorFlow puts what it computes.
-            tf.while_loop(lambda found: found, once, (turns.take(own),))
-            self._push_cache()
+            def turn_by_turn() -> None:
+                # The loop is controlled on the worker: where it is, TensorFlow puts what it
+                # computes.
+                tf.while_loop(lambda found: found, once, (turns.take(own),))
+                self._push_cache()
+
+            if self.left:
+                with tf.control_dependencies([own]):
+                    alone(turn_by_turn)
+            else:
+                turn_by_turn()
             return worker
 
         return loop  # type: ignore[no-any-return]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,11 +19,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError
+from trainer.errors import ClusterLostError, ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.batch_rows import Lookups, Unforeseen, lookups_of
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
-from trainer.strategies.placement import build_slots, place, server_device
+from trainer.strategies.left_variables import STEP, LeftVariables
+from trainer.strategies.placement import (
+    build_slots,
+    operating_at,
+    optimize_once,
+    place,
+    server_device,
+    worker_device,
+)
 from trainer.strategies.remade import Remade, connect_again
 from trainer.strategies.strategy import (
     Batch,
@@ -78,6 +87,10 @@ class Served(KerasStrategy):
     row_groups: Sequence[RowGroup] = ()
     #: Whether it goes on with servers that were started again: see `rejoin`.
     rejoins = False
+    #: Whether the next chief may go on with the variables that this one leaves on the servers.
+    leaves_variables = False
+    #: What is there of the run, where that is so.
+    left: LeftVariables | None = None
     _tally: Tally
     _configured: Sequence[tuple[tf.Variable, Any]] = ()
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
@@ -91,6 +104,7 @@ class Served(KerasStrategy):
         if hasattr(self, "connected"):
             return
         self.connected = self._connected()
+        optimize_once()
         self.towers = towers_of([each.name for each in tf.config.list_logical_devices()])
         # TensorFlow would run a step once for each GPU, with a push of its own, and fails at the
         # first update of a variable. To it a worker is one replica, on its first device.
@@ -135,6 +149,46 @@ class Served(KerasStrategy):
             self.row_groups = touched_rows.row_groups(
                 self.model, self.optimizer, training, pulled=whole
             )
+
+    def take_left(self, others: Mapping[str, tf.Variable]) -> bool:
+        """Give what is on the servers names, and return whether it was left by an earlier chief.
+
+        `others` are what a strategy has there besides model and optimizer.
+        """
+        if not self.left:
+            return False
+        tables = table_state.tables_of(self.model)
+        parts = [part for table in tables for part in table.parts()]
+        unsaved = {
+            f"{index}/{number}": each
+            for index, part in enumerate(parts)
+            for number, each in enumerate(part.unsaved)
+        }
+        marks = {
+            f"marks/{index}": group.marks
+            for index, group in enumerate(self.row_groups)
+            if group.marks is not None
+        }
+        saved = dict(self.variables())
+        variables = {STEP: saved.pop(STEP), **saved, **unsaved, **marks, **others}
+        # With other variables frozen a slot of the same path may be that of another one.
+        training = self.config.training
+        described = [training.optimizer.name, list(training.freeze)]
+        is_left = self.left.take(variables, parts, described)
+        for each in marks.values():
+            # Of this chief's snapshots all rows are new.
+            each.assign(tf.ones(each.shape, tf.bool))
+        return is_left
+
+    def settle(self, *, is_whole: bool) -> None:
+        """Say whether the variables have values that the next chief may go on from."""
+        if self.left:
+            self.left.settle(is_whole=is_whole)
+
+    def restored(self) -> None:
+        """Let tables find their rows, unless they do, and workers that go on may add some."""
+        if not (self.left and self.left.is_taken):
+            super().restored()
 
     def tally(self) -> Tally:
         """Return a tally of local steps, each with a batch for every device of a worker."""
@@ -212,6 +266,32 @@ class Served(KerasStrategy):
             )
         return iter(made)
 
+    def each_worker(self, work: Callable[[], None], seconds: float) -> None:
+        """Run operations on each worker, and wait for them; one that is gone has done its own.
+
+        Raises:
+            ClusterLostError: a worker has not done them after so many seconds.
+        """
+        made = tf.function(work, autograph=False).get_concrete_function()
+
+        def one(number: int) -> None:
+            with suppress(tf.errors.OpError), operating_at(worker_device(number)):
+                made()
+
+        threads = [
+            threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
+            for number in range(self.cluster.count("worker"))
+        ]
+        for each in threads:
+            each.start()
+        deadline = time.monotonic() + seconds
+        for each in threads:
+            each.join(max(0.0, deadline - time.monotonic()))
+            if each.is_alive():
+                raise ClusterLostError(
+                    f"{each.name} has not ended after {seconds:g} s what it did for a chief before"
+                )
+
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
         """Return the arguments that lend a closure what comes so many batches after the position.
 
@@ -251,7 +331,9 @@ class Served(KerasStrategy):
             OpError: of TensorFlow, where a task is gone meanwhile.
         """
         connect_again(self.coordinator)
-        remade = Remade(lost)
+        remade = Remade(lost, self.left.names if self.left else {})
+        if self.left:
+            self.left.remake(remade)
         for each in self.variables().values():
             remade.variable(each)
         for variable, value in self._configured:
@@ -266,6 +348,7 @@ class Served(KerasStrategy):
         table_state.restored_on(self.model, remade)
         remade.rebind()
         remade.require_reached(self.cluster.count("worker"))
+        self.settle(is_whole=True)
 
     def remake(self, remade: Remade) -> None:
         """Make again what a strategy has on servers besides model and optimizer."""

@@ -11,13 +11,16 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
+from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from trainer.errors import ClusterLostError
 
@@ -71,12 +74,37 @@ def connect_again(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> 
     cluster._potential_ps_failures_count = [0] * len(cluster._potential_ps_failures_count)
 
 
+def with_name(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variable:
+    """Return the variable of a device that has a name, and does not end with this process.
+
+    It has no value where there is none of this name yet.
+    """
+    with tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=name)
+    handle = with_data(handle, shape, dtype)
+    return BaseResourceVariable(
+        handle=handle, shape=shape, dtype=dtype, trainable=False, handle_name=name, unique_id=name
+    )
+
+
+def with_data(handle: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return the handle of a variable, with what TensorFlow notes of those that it makes itself."""
+    handle._handle_data = handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
+    return handle
+
+
 class Remade:
     """What servers held that were started again: resources without their values."""
 
-    def __init__(self, servers: Collection[int]) -> None:
-        """Remake what these servers held, by their numbers."""
+    def __init__(
+        self, servers: Collection[int], names: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        """Remake what these servers held, by their numbers.
+
+        `names` are those of variables that have one, by their `id`; they keep it.
+        """
         self.servers = frozenset(servers)
+        self._names = names
         # The old and the new handle, by the `id` of the old one, which is kept for it.
         self._handles: dict[int, tuple[Any, Any]] = {}
         self._variables: list[tf.Variable] = []
@@ -86,16 +114,10 @@ class Remade:
         spec = tf.DeviceSpec.from_string(device)
         return spec.job == "ps" and spec.task in self.servers
 
-    def variable(
-        self,
-        variable: tf.Variable,
-        value: Callable[..., Any] = tf.zeros,
-        make: Callable[[tf.Tensor], tf.Variable] | None = None,
-    ) -> bool:
+    def variable(self, variable: tf.Variable, value: Callable[..., Any] = tf.zeros) -> bool:
         """Make a variable again where it is gone, and return whether it was.
 
-        Its first value is of `value`, from a shape and a type. `make` returns the new variable of
-        it where that is not any one, as one with a name.
+        Its first value is of `value`, from a shape and a type.
         """
         if not self.was_on(variable.device):
             return False
@@ -103,11 +125,18 @@ class Remade:
             return True
         with tf.device(variable.device):
             first = value(variable.shape, variable.dtype)
-            new = make(first) if make else tf.Variable(first, trainable=False, shape=variable.shape)
+            new = self._new(variable, first)
         self.handle(variable.handle, new.handle)
         variable._handle = new.handle
         self._variables.append(variable)
         return True
+
+    def _new(self, variable: tf.Variable, first: tf.Tensor) -> tf.Variable:
+        if name := self._names.get(id(variable)):
+            made = with_name(variable.shape, variable.dtype, variable.device, name)
+            made.assign(first, read_value=False)
+            return made
+        return tf.Variable(first, trainable=False, shape=variable.shape)
 
     def handle(self, old: tf.Tensor, new: tf.Tensor) -> None:
         """Note the new handle of a resource."""

@@ -107,9 +107,7 @@ class Strategy(ABC):
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
         """Describe the strategy; nothing is connected before `build`."""
-        self.config = config
-        self.cluster = cluster
-        self.task = task
+        self.config, self.cluster, self.task = config, cluster, task
         self._copy: MeasuredCopy | None = None
         self.stream: Stream | None = None
         self.position = Position()
@@ -215,6 +213,9 @@ class Strategy(ABC):
 
     def leave(self) -> None:  # noqa: B027
         """Leave the other tasks that run the outer loop, after the last checkpoint is published."""
+
+    def settle(self, *, is_whole: bool) -> None:  # noqa: B027
+        """Take notice whether all variables have values to go on from."""
 
     def halt(self) -> None:  # noqa: B027
         """End what workers do, for good, after a task was lost; may block where one is silent."""

@@ -11,6 +11,7 @@ that is over; a closure that is handed out with its updates asks by the same num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,45 @@ LOSS, UPDATES, OTHERS = range(3)
 CLOSURES = 1 << 16
 # No process of a server sees as many runs of closures.
 _RUNS_OF_SERVER = 1 << 40
+# A portion whose worker dies is run again as a whole: as many steps may count twice.
+MAX_PORTION = 100
+
+
+def portions(steps: int, workers: int, unit: int) -> list[int]:
+    """Return the sizes of the portions, larger ones first, for workers of uneven speed.
+
+    A free worker gets a quarter of its share of what is left, so that there are few portions and
+    yet all workers end at about the same time ("guided self-scheduling", Polychronopoulos and Kuck
+    1987, IEEE Transactions on Computers C-36(12)). All are multiples of `unit`, but for the last
+    ones, which are single steps.
+    """
+    smallest = max(1, steps // (32 * workers))
+    cut: list[int] = []
+    left = steps
+    while left:
+        share = min(MAX_PORTION, max(smallest, left // (4 * workers)))
+        cut.append(min(left, share // unit * unit or share))
+        left -= cut[-1]
+    return cut
+
+
+def alone(work: Callable[[], None]) -> None:
+    """Run what a worker does for one chief at a time; in its graph.
+
+    What it does for a chief that died ends at once, where its connection is closed, but for what is
+    on its way; a chief that waits for this has the worker for itself.
+    """
+    with tf.device("/device:CPU:0"):
+        mutex = tf.raw_ops.MutexV2(shared_name="flotilla-turns")
+        lock = tf.raw_ops.MutexLock(mutex=mutex)
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    with tf.control_dependencies([lock]):
+        work()
+    # All of it, and not what it returns: updates return nothing.
+    done = graph.get_operations()[before:]
+    with tf.device("/device:CPU:0"), tf.control_dependencies([lock, *done]):
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +91,14 @@ class Seen:
 class Turns:
     """The turns that are left, and what came of the others; see the module."""
 
-    def __init__(self, workers: int, applied: tf.Variable) -> None:
-        """Make the numbers on the device of the scope, which has to be that of `applied`."""
-        self._applied = applied
+    def __init__(
+        self, workers: int, applied: tf.Variable, permit: tf.Variable | None = None
+    ) -> None:
+        """Make the numbers on the device of the scope, which has to be that of `applied`.
+
+        Without the `permit`, where there is one, no turns are dealt: it is gone with the chief.
+        """
+        self._applied, self._permit = applied, permit
         self._device = applied.device
         self._next, self._end, self._refused = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
@@ -67,7 +112,11 @@ class Turns:
         # How often all of them were lost with their server.
         self._losses = 0
         self._look = tf.function(self._numbers, autograph=False)
-        self._set = tf.function(self._begin, autograph=False)
+        signature = [tf.TensorSpec([], tf.int64)]
+        self._begin, self._extend = (
+            tf.function(each, autograph=False, input_signature=signature)
+            for each in (self._beginning, self._extending)
+        )
 
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
         """Return the run of a closure of this number, for `take`; in the graph of a worker.
@@ -130,21 +179,31 @@ class Turns:
 
     def deal(self, turns: int) -> None:
         """Begin with so many turns. Only while no worker takes any."""
-        self._set(tf.constant(turns, tf.int64))
+        self._begin(tf.constant(turns, tf.int64))
 
     def extend(self, turns: int) -> None:
         """Say how many turns there are since `deal`; 0 ends all workers after their turn."""
-        self._end.assign(turns)
+        self._extend(tf.constant(turns, tf.int64))
+
+    def held(self) -> dict[str, tf.Variable]:
+        """Return all variables, by what they are."""
+        found = (each for each in vars(self).items() if isinstance(each[1], tf.Variable))
+        others = (self._applied, self._permit)
+        return {name: each for name, each in found if not any(each is other for other in others)}
+
+    def resume(self) -> None:
+        """Go on with the variables of an earlier chief, whose workers end after their turn."""
+        with tf.device(self._device):
+            self._losses = int(fetched(self._runs.read_value())) // _RUNS_OF_SERVER
+        self.extend(0)
 
     def remake(self, remade: Remade) -> bool:
         """Make all of it again where it is gone, without a turn; return whether it was."""
-        held = (self._next, self._end, self._refused, self._reports, self._newest)
-        runs = (self._runs, self._before)
-        if not all(remade.variable(each) for each in (*held, *runs)):
+        if not all(remade.variable(each) for each in self.held().values()):
             return False
         self._losses += 1
         # No two runs have the same number: workers keep what they cache by it.
-        for each in runs:
+        for each in (self._runs, self._before):
             each.assign(self._losses * _RUNS_OF_SERVER)
         return True
 
@@ -158,12 +217,19 @@ class Turns:
             reports=np.reshape(reports, (-1, 3)),
         )
 
-    def _begin(self, turns: tf.Tensor) -> None:
-        with tf.device(self._device):
+    def _permitted(self) -> list[tf.Tensor]:
+        return [] if self._permit is None else [self._permit.read_value()]
+
+    def _beginning(self, turns: tf.Tensor) -> None:
+        with tf.device(self._device), tf.control_dependencies(self._permitted()):
             self._before.assign(self._runs)
             self._next.assign(0)
             self._refused.assign(0)
             self._end.assign(turns)
+
+    def _extending(self, turns: tf.Tensor) -> None:
+        with tf.device(self._device), tf.control_dependencies(self._permitted()):
+            self._end.assign(turns, read_value=False)
 
     def _numbers(self) -> Any:
         with tf.device(self._device):

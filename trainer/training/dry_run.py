@@ -31,8 +31,9 @@ from trainer.evaluation import evaluate
 from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
 from trainer.models.freezing import freeze
-from trainer.strategies import placement, row_cache
+from trainer.strategies import placement
 from trainer.strategies.strategy import has_own_step, require_updates
+from trainer.strategies.updates import row_cache
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import topology_of

@@ -47,7 +47,7 @@ class Journal:
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         last = self._history.rows[-1] if self._history.rows else {}
         if last.get("global_step") != start:
-            # Snapshots are of a later step than their last row, and what was validated is not.
+            # What a chief has left is of a later step than its row, and what was validated is not.
             last = {name: each for name, each in last.items() if not name.startswith(VALIDATION)}
         self._newest = last
         self._board = TensorBoardLog(checkpoints.logs, run_of(checkpoints.uri))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -127,20 +127,39 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
             the outer loop found different checkpoints.
     """
     found = checkpoints.newest()
+    snapshots = recovery.ServerSnapshots(config, strategy, checkpoints)
+    with snapshots.lasting():
+        return _begun(found, config, strategy, checkpoints, hooks, snapshots).run(found)
+
+
+def _begun(  # noqa: PLR0913, PLR0917
+    found: RestoredCheckpoint | None,
+    config: Config,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
+    hooks: Hooks,
+    snapshots: recovery.ServerSnapshots,
+) -> _OuterLoop:
+    """Return the loop of an attempt, whose variables have values: those that a chief left, or else.
+
+    Else they are those of the checkpoint that was found, or of a warm start, or new ones.
+    """
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
-    snapshots = recovery.ServerSnapshots(config, strategy, checkpoints)
+    start = found.global_step if found else -1
     with ending_at_once():
-        begins = snapshots.find(found.global_step if found else None)
-    problem = hooks.make_problem(begins)
-    strategy.begin_visits(stream_of(problem, found))
-    with ending_at_once():
+        problem = hooks.make_problem(snapshots.find(start))
+        strategy.begin_visits(stream_of(problem, found))
         strategy.build(problem)
     snapshots.begin()
-    start = found.global_step if found else -1
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
-    kept = _restored(found, config, strategy, checkpoints, snapshots) if found else {}
+    kept = strategy.variables() if found else {}
+    if found and snapshots.seconds_since_save() is None:
+        kept = checkpointing.resumed(found, kept, config.training)
+        checkpointing.restore(
+            found, kept, io_device=strategy.io_device, servers=checkpoints.servers
+        )
     begun = origin_of(found)
     if warm:
         begun = warm_start.load(
@@ -151,7 +170,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
         strategy.restored()
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
-    journal.begin(strategy.global_step(), begun, found.global_step if found else -1)
+    journal.begin(strategy.global_step(), begun, start)
     loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
     loop.snapshots = snapshots
     if not found:
@@ -159,23 +178,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     loop.losses = recovery.Recovery(
         config, strategy, checkpoints, journal.fields, snapshots, hooks.should_stop
     )
-    return loop.run(found)
-
-
-def _restored(
-    found: RestoredCheckpoint,
-    config: Config,
-    strategy: Strategy,
-    checkpoints: Checkpoints,
-    snapshots: recovery.ServerSnapshots,
-) -> Mapping[str, tf.Variable]:
-    """Return the variables that have values of the checkpoint now, or of newer snapshots."""
-    kept = checkpointing.resumed(found, strategy.variables(), config.training)
-    if snapshots.restore():
-        return strategy.variables()
-    servers = checkpoints.servers
-    checkpointing.restore(found, kept, io_device=strategy.io_device, servers=servers)
-    return kept
+    return loop
 
 
 class _Decision(NamedTuple):
@@ -209,18 +212,15 @@ class _OuterLoop:
         hooks: Hooks,
         max_loss: float,
     ) -> None:
-        self._training = training
-        self._strategy = strategy
-        self._journal = journal
-        self._hooks = hooks
-        self._max_loss = max_loss
+        self._training, self._strategy, self._journal = training, strategy, journal
+        self._hooks, self._max_loss = hooks, max_loss
         self._profiler = profiler_of(training, strategy, journal.logs)
         self._pace = Pace(training=training)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
         # What is still to be done of a boundary that was reached; it stays where a task is lost.
         self._lacks_validation = self._owes_save = False
-        # Whether the attempt begins with snapshots, which are newer than the newest checkpoint.
+        # Whether the attempt begins with newer values than the newest checkpoint.
         self._is_newer = False
         # The global step of the last row; -1 before the first look.
         self._reached = -1
@@ -228,8 +228,7 @@ class _OuterLoop:
         # Whether averages are in the place of weights; it stays as well.
         self._has_exchanged = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
-        self._saved_at = time.monotonic()
-        self._stepped_at = time.monotonic()
+        self._saved_at = self._stepped_at = time.monotonic()
         # When workers that go on were reported last; None where all of them rest.
         self._goes_on_since: float | None = None
         for row in journal.rows:
@@ -237,26 +236,18 @@ class _OuterLoop:
 
     def run(self, found: RestoredCheckpoint | None) -> int:
         if found:
-            self._is_newer = self._strategy.global_step() > found.global_step
+            step, saved = self._strategy.global_step(), found.global_step
+            self._is_newer, self._owes_save = step > saved, self._crossed_a_save(saved, step)
             self._lacks_validation = self._is_newer or RECOVERED in found.fields
-            # Until then they are in the memory of the servers alone.
-            self._owes_save = self._is_newer
+            self._saved_at -= self.snapshots.seconds_since_save() or 0.0
         try:
             while True:
                 try:
-                    step = self._run()
-                    self.snapshots.end()
-                    return step
+                    return self._run()
                 except (tf.errors.OpError, ClusterLostError) as error:
                     if not self.losses.goes_on(error, is_whole=not self._has_exchanged):
                         raise
                     self._goes_on_since = None
-        except (tf.errors.OpError, ClusterLostError):
-            # The next attempt may need the snapshots.
-            raise
-        except BaseException:
-            self.snapshots.end()
-            raise
         finally:
             self._profiler.end()
 
@@ -281,9 +272,13 @@ class _OuterLoop:
         training = self._training
         if _crossed(before, step, training.validate_every, training.steps):
             self._row = before, {"global_step": step, "seconds": round(self._seconds, 3)}
-        self._owes_save |= _crossed(before, step, training.checkpoint_every, training.steps)
+        self._owes_save |= self._crossed_a_save(before, step)
+
+    def _crossed_a_save(self, before: int, step: int) -> bool:
+        return _crossed(before, step, self._training.checkpoint_every, self._training.steps)
 
     def _run(self) -> int:
+        self._strategy.settle(is_whole=True)
         self._catch_up()
         step = self._strategy.global_step()
         while step < self._training.steps:
@@ -320,8 +315,7 @@ class _OuterLoop:
             self._require_no_stall(step)
             return step
         before, step = step, result.global_step
-        every, end = self._training.checkpoint_every, self._training.steps
-        self._owes_save = _crossed(before, step, every, end)
+        self._owes_save = self._crossed_a_save(before, step)
         self._record(before, result)
         if self._owes_save:
             self.save()
@@ -424,10 +418,13 @@ class _OuterLoop:
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
             return {}
-        self._has_exchanged = self._training.ema > 0
+        if self._training.ema:
+            self._has_exchanged = True
+            self._strategy.settle(is_whole=False)
         with averaged(self._strategy.variables()):
             metrics = self._hooks.validate(self._strategy)
         self._has_exchanged = False
+        self._strategy.settle(is_whole=True)
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)

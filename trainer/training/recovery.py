@@ -28,13 +28,13 @@ from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints, restore, resumed
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
-from trainer.checkpoints.left_copies import LeftCopies, whole_only
 from trainer.checkpoints.servers import Variables, server_of
-from trainer.checkpoints.snapshots import Copied, Snapshots, give_back, layouts_of
+from trainer.checkpoints.snapshots import Copied, Snapshots, give_back
 from trainer.cluster import liveness
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.strategies.left_variables import LeftVariables, whole_only
 from trainer.strategies.parameter_server import Served
 from trainer.strategies.placement import in_own_line
 from trainer.strategies.remade import Remade, is_lost
@@ -58,76 +58,75 @@ _NO_OTHER = "no other server has variables"
 
 
 class ServerSnapshots:
-    """The snapshots of an attempt, where `cluster.snapshot_seconds` asks for them.
+    """What an attempt has on the servers besides: snapshots, and names for the next attempt.
 
-    Those that a chief which died has left on the servers are looked for in any case.
+    Snapshots are taken where `cluster.snapshot_seconds` asks for them.
     """
 
     def __init__(
         self, config: Config, strategy: Strategy, checkpoints: Checkpoints | None = None
     ) -> None:
         """Describe those of a run, which has these checkpoints."""
-        self._strategy, self._seconds = strategy, config.cluster.snapshot_seconds
-        self._training = config.training
+        self._config, self._strategy, self._checkpoints = config, strategy, checkpoints
         self._made: Snapshots | None = None
-        self._before = LeftCopies(config, strategy, checkpoints)
+        self._left: LeftVariables | None = None
 
-    def find(self, saved: int | None) -> int:
-        """Look for newer copies than the newest checkpoint; return the global step to begin at.
+    def find(self, saved: int) -> int:
+        """Look for what a chief that died has left; return the global step to begin at.
 
-        `saved` is that of the checkpoint, None where there is none.
+        `saved` is that of the newest checkpoint; -1: of none.
 
         Raises:
             OpError: a server is gone.
         """
-        return self._before.find(saved)
+        strategy, checkpoints = self._strategy, self._checkpoints
+        if not (isinstance(strategy, Served) and checkpoints):
+            return max(saved, 0)
+        strategy.connect()
+        self._left = LeftVariables(checkpoints.uri, strategy.cluster.count("ps"))
+        refused = whole_only(self._config, strategy)
+        if not strategy.leaves_variables:
+            refused = "training.strategy is another"
+        begins = self._left.begins_at(saved, checkpoints.newest_step, refused)
+        if not refused:
+            strategy.left = self._left
+        return begins
 
     def begin(self) -> None:
         """Take memory for copies on the tasks of the strategy, now built; a line says how much."""
-        strategy = self._strategy
-        variables = strategy.variables()
-        held = joined.held_by(variables) if self._seconds and strategy.publishes else {}
-        is_all = sum(map(len, held.values())) == len(variables)
-        layouts = layouts_of(held, self._training) if held else {}
-        self._before.require(layouts, of_all=is_all)
-        if not held:
+        strategy, seconds = self._strategy, self._config.cluster.snapshot_seconds
+        if not (seconds and strategy.publishes):
             return
         groups = strategy.row_groups if isinstance(strategy, Served) else ()
         with self._or_without():
-            made = Snapshots(held, groups, strategy.io_device, self._seconds, self._before)
+            held = joined.held_by(strategy.variables())
+            made = Snapshots(held, groups, strategy.io_device, seconds)
             log.warning("cluster.snapshot_seconds: %s", made.needs())
             self._made = made
 
-    def restore(self) -> bool:
-        """Give all variables what was found, if anything was; return whether they have it.
+    def seconds_since_save(self) -> float | None:
+        """Return how long ago the newest checkpoint was published, for a chief before this one.
 
-        Raises:
-            OpError: a server is gone.
+        It is None where the variables, now built, do not have the values that one has left.
         """
-        if not self._before.left or not self._made:
-            return False
-        with self._or_without():
-            variables = self._strategy.variables()
-            if (step := self._made.restore(variables)) < 0:
-                log.warning("a chief that was taken for dead writes snapshots; they are not used")
-                return False
-            # It was copied later than the step was read.
-            variables[joined.STEP].assign(step)
-            return True
-        return False
+        return self._left.seconds_since_save() if self._left else None
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Free all of it at the end of the block, unless the next attempt may go on with it."""
+        try:
+            yield
+        except BaseException as error:
+            if not (isinstance(error, Exception) and is_lost(error)):
+                self.end()
+            raise
+        self.end()
 
     def end(self) -> None:
-        """Free the memory of the copies, where servers answer; none are taken any more."""
+        """Free the memory of all of it, where servers answer: training does not go on."""
         self._made = None
-
-        def forget() -> None:
-            with suppress(tf.errors.OpError):
-                self._before.forget_own()
-
-        # Where a job is stopped, its servers may be gone without a word.
-        thread = threading.Thread(target=forget, name="forget", daemon=True)
-        thread.start()
-        thread.join(ANSWER_SECONDS)
+        if self._left:
+            self._left.forget()
 
     def take_if_due(self, global_step: int, *, rests: bool) -> None:
         """Take a snapshot between two inner loops, if it is time.
@@ -135,6 +134,8 @@ class ServerSnapshots:
         Raises:
             OpError: a task is gone. What else fails ends the snapshots, and not training.
         """
+        if self._left and self._checkpoints:
+            self._left.note(self._checkpoints.published_step)
         if self._made and self._made.is_due(rests=rests):
             with self._or_without():
                 self._made.take(global_step)
@@ -161,7 +162,7 @@ class ServerSnapshots:
             if is_lost(error):
                 raise
             log.warning("no more snapshots of the servers are taken: %s", _line(error))
-            self.end()
+            self._made = None
 
 
 class Recovery:
@@ -327,6 +328,8 @@ class Recovery:
     def _rejoin(
         self, strategy: Served, lost: set[int], copies: Mapping[int, Copied], reached: int
     ) -> _Back:
+        # Another chief may have what the other servers hold.
+        self._checkpoints.lease.check()
         parts = self._checkpoints.parts
         if parts and parts.is_busy():
             self._checkpoints.without_lost()

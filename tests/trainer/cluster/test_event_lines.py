@@ -55,7 +55,7 @@ def test_what_both_show_and_what_neither_does():
     assert LogLines().take(resumed) == line_of(resumed) == "training resumes from global step 9"
     of_snapshots = AttemptBegin(global_step=9, steps=20, resumed=True, checkpoint=5)
     assert line_of(of_snapshots) == (
-        "training resumes from global step 9, from snapshots of the servers; the newest checkpoint "
+        "training resumes from global step 9, with what is on the servers; the newest checkpoint "
         "is of 5"
     )
     assert LogLines().take(Saved(uri="u", global_step=1, seconds=0.1)) == ""

@@ -7,7 +7,8 @@ from unittest.mock import create_autospec
 import pytest
 
 from trainer.cluster.process import TaskProcess
-from trainer.cluster.supervisor import ServerMemory
+from trainer.cluster.supervisor import ServerMemory, _outlive_the_chief
+from trainer.config.load import parse_config
 from trainer.topology import Task
 
 MB = 1 << 20
@@ -20,9 +21,9 @@ def process(role, started_at=1.0, index=0):
     return made
 
 
-def restarted_after(sizes, *, started_at=1.0, role="worker", have_snapshots=False):
+def restarted_after(sizes, *, started_at=1.0, role="worker", keep_values=False):
     """Return after which attempts of a chief a server is restarted, by its size after each."""
-    memory = ServerMemory(have_snapshots=have_snapshots)
+    memory = ServerMemory(keep_values=keep_values)
     chief, server = process("chief", 2.0), process(role, started_at)
     restarted = []
     for attempt, size in enumerate(sizes, start=1):
@@ -56,27 +57,27 @@ def test_a_server_that_another_attempt_would_make_too_large_is_restarted(sizes, 
     ("sizes", "role", "restarted"),
     [
         ([400, 500, 600], "ps", []),
-        # The next attempt would begin with a checkpoint, and not with snapshots.
+        # The next attempt would begin with a checkpoint, and not with what is there.
         ([400, 500, 600, 710], "ps", [4]),
         ([400, 460], "worker", [2]),
     ],
 )
-def test_a_server_with_snapshots_may_grow_more(sizes, role, restarted):
-    assert restarted_after(sizes, role=role, have_snapshots=True) == restarted
+def test_a_server_with_values_may_grow_more(sizes, role, restarted):
+    assert restarted_after(sizes, role=role, keep_values=True) == restarted
 
 
 @pytest.mark.parametrize(
     ("sizes", "killed"),
     [
         ([500, 500, 400], []),
-        # What is left of the snapshots is of no use.
+        # What is left is of no use.
         ([900, 500, 400], ["ps-0", "ps-1"]),
         ([900, 420, 900], ["ps-0", "worker-0"]),
         ([400, 400, 900], ["worker-0"]),
     ],
 )
-def test_servers_with_snapshots_are_restarted_together(sizes, killed):
-    memory, chief = ServerMemory(have_snapshots=True), process("chief", 2.0)
+def test_servers_with_values_are_restarted_together(sizes, killed):
+    memory, chief = ServerMemory(keep_values=True), process("chief", 2.0)
     servers = [process("ps"), process("ps", index=1), process("worker")]
     for each in servers:
         each.resident_bytes.return_value = 400 * MB
@@ -118,3 +119,18 @@ def test_a_loss_in_a_later_attempt_changes_no_measure():
 
 def test_a_server_without_a_whole_attempt_is_not_judged():
     assert restarted_after([100, 400, 900], started_at=3.0) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "outlive"),
+    [
+        ({}, True),
+        ({"training": {"strategy": "my.module:Strategy"}}, True),
+        ({"training": {"strategy": "sync_parameter_server"}}, False),
+        ({"cluster": {"recovery": "partial"}}, True),
+        ({"cluster": {"recovery": "full"}}, False),
+        ({"data": {"partition": "dynamic"}}, False),
+    ],
+)
+def test_values_outlive_a_chief_where_the_next_one_goes_on_with_them(tree, outlive):
+    assert _outlive_the_chief(parse_config(tree)) is outlive

@@ -10,12 +10,22 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.src.backend import Variable
+from tensorflow.core.protobuf.config_pb2 import ConfigProto
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+from tensorflow.python.eager import context
 
 from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
 from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import placement
-from trainer.strategies.placement import Sized, assign, build_slots, place, server_device
+from trainer.strategies.placement import (
+    Sized,
+    assign,
+    build_slots,
+    optimize_once,
+    place,
+    server_device,
+)
 from trainer.training.optimizers import build_optimizer
 
 LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
@@ -211,3 +221,18 @@ def test_the_initializer_of_a_large_variable_is_not_asked_for_a_sketch(monkeypat
     assert asked == [(99,)]
     assert [each.shape for each in made] == [(99,), (100,)]
     assert made[0].numpy().tolist() == [1.0] * 99
+
+
+def test_graphs_are_optimized_once_and_by_all_else_as_before(monkeypatch):
+    here = context.context()
+    monkeypatch.setattr(here, "_config", None)
+    before = here.config
+    optimize_once()
+    sent = ConfigProto.FromString(here.function_call_options.config_proto_serialized)
+    here.function_call_options = None
+    rewrites = sent.graph_options.rewrite_options
+    assert rewrites.meta_optimizer_iterations == RewriterConfig.ONE
+    rewrites.ClearField("meta_optimizer_iterations")
+    before.graph_options.rewrite_options.SetInParent()
+    before.allow_soft_placement = True
+    assert sent == before

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns
+from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone
 
 WORKERS = 3
 
@@ -187,3 +189,46 @@ def test_they_stay_where_their_server_does(turns, take):
     assert bool(take())
     assert not turns.remake(Gone(are_gone=False))
     assert turns.look().taken == 1
+
+
+def alone_with(work):
+    """Return a graph in which a worker does some work of Python's for a chief."""
+    return tf.function(
+        partial(alone, lambda: [tf.py_function(work, [], tf.int32)]), autograph=False
+    )
+
+
+def test_a_worker_works_for_one_chief_at_a_time():
+    begun, end, order = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        assert end.wait(60)
+        order.append("first")
+        return 0
+
+    def second():
+        order.append("second")
+        return 0
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(alone_with(first))
+        assert begun.wait(60)
+        other = threads.submit(alone_with(second))
+        with pytest.raises(TimeoutError):
+            other.result(timeout=1)
+        end.set()
+        one.result(60)
+        other.result(60)
+    assert order == ["first", "second"]
+
+
+def test_what_fails_lets_the_next_one_begin():
+    def fails():
+        raise ValueError("no")
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        alone_with(fails)()
+    done = []
+    alone_with(lambda: done.append(1) or 0)()
+    assert done == [1]

@@ -11,6 +11,7 @@ from trainer.checkpoints.contents import RECOVERED
 from trainer.checkpoints.index import handed_on, index_of
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import AttemptBegin, CheckpointPassedOver
+from trainer.strategies.updates import averaging
 from trainer.training import recovery
 
 
@@ -229,25 +230,25 @@ def test_no_validation_is_made_up_where_none_was_due(run, joined, given):
 
 @pytest.fixture
 def left(monkeypatch):
-    """Let an attempt find snapshots of a global step; return what else was asked for."""
+    """Let an attempt find what was left at a global step; return what else was asked for."""
     asked = []
 
-    def of_step(step):
-        def restore(self):
+    def of_step(step, seconds=0.0):
+        def seconds_since_save(self):
             self._strategy.counter.assign(step)
             self._strategy.weight.assign(0.5 * step)
-            return True
+            return seconds
 
         snapshots = recovery.ServerSnapshots
         monkeypatch.setattr(snapshots, "find", lambda _, saved: asked.append(saved) or step)
-        monkeypatch.setattr(snapshots, "restore", restore)
+        monkeypatch.setattr(snapshots, "seconds_since_save", seconds_since_save)
         monkeypatch.setattr(snapshots, "end", lambda _: asked.append("end"))
         return asked
 
     return of_step
 
 
-def test_an_attempt_begins_with_newer_snapshots(run, left):
+def test_an_attempt_goes_on_with_what_was_left(run, left):
     one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     asked, starts = left(27), []
 
@@ -260,15 +261,23 @@ def test_an_attempt_begins_with_newer_snapshots(run, left):
     *_, event = run.events(AttemptBegin)
     assert (event.global_step, event.resumed, event.checkpoint) == (27, True, 20)
     assert run.weight(50) == 25.0
-    # What only the servers had is saved at once.
-    assert run.steps() == [0, 20, 27, 30, 40, 50]
+    # Nothing was due.
+    assert run.steps() == [0, 20, 30, 40, 50]
     # The rows that were written up to there stay.
     assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
     assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
 
 
+@pytest.mark.parametrize(("seconds", "saves"), [(61.0, [27]), (59.0, [])])
+def test_what_is_due_by_the_clock_is_saved_at_once(run, left, seconds, saves):
+    one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
+    left(27, seconds)
+    run.train(steps=50, keep=100, validate_every=0, checkpoint_every=50, checkpoint_seconds=60.0)
+    assert run.steps() == [0, 20, *saves, 50]
+
+
 @pytest.mark.parametrize("step", [20, 24])
-def test_what_was_due_before_a_snapshot_is_made_up(run, left, step):
+def test_what_was_due_before_a_chief_died_is_made_up(run, left, step):
     def validate(strategy):
         validated.append(strategy.global_step())
         return lost_at(20)(strategy) and {"loss": 50.0 - validated[-1]}
@@ -323,6 +332,32 @@ def test_snapshots_stay_where_another_attempt_may_need_them(run, left, error, en
     with pytest.raises(type(error)):
         run.train(Counting(fails), steps=40)
     assert asked == [10, *ended]
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(ClusterLostError("ps-1"), []), (UserError("the model"), ["end"])]
+)
+def test_an_attempt_that_does_not_begin_leaves_nothing(run, monkeypatch, error, ended):
+    class Fails(Counting):
+        def build(self, _problem):
+            raise error
+
+    asked = []
+    monkeypatch.setattr(recovery.ServerSnapshots, "end", lambda _: asked.append("end"))
+    with pytest.raises(type(error)):
+        run.train(Fails(), steps=10)
+    assert asked == ended
+
+
+def test_averages_in_the_place_of_weights_are_nothing_to_go_on_from(run, monkeypatch):
+    class Telling(Counting):
+        def settle(self, *, is_whole):
+            told.append(is_whole)
+
+    told = []
+    monkeypatch.setattr(averaging, "_exchange", lambda _: told.append("exchanged"))
+    run.train(Telling(), steps=10, ema=0.5, validate=lambda _: {"loss": 1.0})
+    assert told == [True, False, "exchanged", "exchanged", True]
 
 
 def test_a_run_that_stopped_early_stays_stopped(run):

@@ -17,8 +17,8 @@ from trainer.models.registry import reset_uids
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.batch_rows import lookups_of, tables_of
 from trainer.strategies.gradients import rows_gradient_of
-from trainer.strategies.row_cache import RowCache, require
 from trainer.strategies.strategy import gradient_of
+from trainer.strategies.updates.row_cache import RowCache, require
 from trainer.strategies.updates.touched_rows import read_rows, update_touched_rows
 from trainer.training.optimizers import build_optimizer
 
