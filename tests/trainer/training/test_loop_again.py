@@ -350,14 +350,14 @@ def test_an_attempt_that_does_not_begin_leaves_nothing(run, monkeypatch, error, 
 
 
 def test_averages_in_the_place_of_weights_are_nothing_to_go_on_from(run, monkeypatch):
-    class Telling(Counting):
+    class Reporting(Counting):
         def settle(self, *, is_whole):
-            told.append(is_whole)
+            reported.append(is_whole)
 
-    told = []
-    monkeypatch.setattr(averaging, "_exchange", lambda _: told.append("exchanged"))
-    run.train(Telling(), steps=10, ema=0.5, validate=lambda _: {"loss": 1.0})
-    assert told == [True, False, "exchanged", "exchanged", True]
+    reported = []
+    monkeypatch.setattr(averaging, "_exchange", lambda _: reported.append("exchanged"))
+    run.train(Reporting(), steps=10, ema=0.5, validate=lambda _: {"loss": 1.0})
+    assert reported == [True, False, "exchanged", "exchanged", True]
 
 
 def test_a_run_that_stopped_early_stays_stopped(run):
