@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.baselines.cluster import free_ports
 from benchmarks.comparisons import Comparison
-from benchmarks.ports import free_ports
 from trainer.cluster import signals
 
 # Of which a server takes some 45 MB and 93 threads on two cores, and 60 MB and 145 threads on 16.

@@ -21,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from benchmarks.baselines.cluster import free_ports
 from benchmarks.comparisons import Comparison
-from benchmarks.ports import free_ports
 from benchmarks.relay import count
 from trainer.cluster import signals
 from trainer.config.load import parse_config

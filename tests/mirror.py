@@ -29,7 +29,6 @@ MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
 ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "README.md": ("tests/docs",),
-    "benchmarks/ports.py": ("tests/benchmarks",),
     "components/kubernetes": ("tests/components/kubernetes",),
     "components/tfjob": ("tests/components/tfjob",),
     "configs": ("tests/test_configs.py", "tests/docs"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ports import free_ports
 from trainer.cluster import signals
 
 # Of the time when all workers were there; before it they import, connect and trace.
@@ -34,6 +35,15 @@ class Trained:
     steps_per_second: float
     local_steps: tuple[int, ...]
     kept: tuple[tuple[float, int, Path], ...]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of loopback; all are held at once, so that none comes twice."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def train(

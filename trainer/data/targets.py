@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
-from trainer.statistics.moments import Moments
+from trainer.statistics.one_pass import Moments
 
 # More than any list of classes; beyond it an integer is a quantity.
 MOST_CLASSES = 1_000_000

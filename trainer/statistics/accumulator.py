@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.statistics.association import associated
-from trainer.statistics.counting import BoundedCounter
 from trainer.statistics.hashing import hashes
-from trainer.statistics.moments import Moments
+from trainer.statistics.one_pass import BoundedCounter, Moments
 from trainer.statistics.sampling import Hashes, Sample
 from trainer.statistics.statistics import (
     CLASS,

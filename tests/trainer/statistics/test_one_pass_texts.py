@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.statistics.counting import BoundedCounter
+from trainer.statistics.one_pass import BoundedCounter
 
 
 def test_the_most_frequent_come_first_and_ties_by_value():

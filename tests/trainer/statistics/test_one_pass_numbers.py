@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.statistics.moments import Moments
+from trainer.statistics.one_pass import Moments
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (0, 500), (10, 11, 12)])
