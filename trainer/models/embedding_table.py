@@ -19,9 +19,12 @@ XLA cannot compile it. What is exported has the rows that are used, and needs no
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import keras
@@ -46,6 +49,8 @@ _SHARD_SALT = 2**50
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
 # Strategies of which each replica has all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+# What draws new rows, by the initializer without its seed.
+_DRAWS: dict[object, Any] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -99,10 +104,9 @@ class EmbeddingTable(keras.layers.Layer):
         self.capacity, self.dimension, self.keys, self.shards = capacity, dimension, keys, shards
         self.min_count, self.min_age, self.max_age = min_count, min_age, max_age
         self.initializer = keras.initializers.get(initializer)
-        self._draw = _draw_of(self.initializer, dimension)
-        self.supports_jit = False
+        self._draw, self._seed = _draw_of(self.initializer, dimension)
+        self.supports_jit = self._is_sorted = False
         self._parts: list[Shard] = []
-        self._is_sorted = False
 
     def build(self, _input_shape: Any) -> None:
         """Make the shards.
@@ -117,10 +121,9 @@ class EmbeddingTable(keras.layers.Layer):
             )
         rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
         size = -(-self.capacity // self.shards)
-        branch = SharedBranch()
+        made = partial(Shard, capacity=size, rules=rules, draw=self._draw, branch=SharedBranch())
         self._parts = [
-            Shard(self._noted(n, size), size, rules, self._draw, number=n, branch=branch)
-            for n in range(self.shards)
+            made(self._noted(n, size), number=self._seed + (n << 32)) for n in range(self.shards)
         ]
 
     def _noted(self, number: int, size: int) -> Noted:
@@ -226,16 +229,19 @@ class EmbeddingTable(keras.layers.Layer):
                 f"{self.name}: the ids of the table have to be {wanted}, not {name}{_remedy(name)}"
             )
 
-    def connect(self, steps: tf.Variable, slots_of: Any) -> None:
+    def connect(
+        self, steps: tf.Variable, slots_of: Any, alike: EmbeddingTable | None = None
+    ) -> None:
         """Take the counter of steps, and what an optimizer has for each variable of rows.
 
         `slots_of` returns pairs for a Keras variable: a slot of its shape, and the value of a new
-        row there, or None for the row itself.
+        row there, or None for the row itself. `alike` is a table of the same model: what is traced
+        for one shard serves all that are like it.
         """
-        # With another optimizer the slots of new rows begin with other values.
-        branch = SharedBranch()
+        (first, *_) = (alike or self)._parts
         for shard in self._parts:
-            shard.steps, shard.slots, shard.branch = steps, slots_of(shard.noted.rows), branch
+            shard.steps, shard.slots = steps, slots_of(shard.noted.rows)
+            shard.branch = first.branch
 
     def restored(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
         """Find rows by the variables again: to be called when these were assigned, on a device."""
@@ -396,20 +402,35 @@ class _Seed(keras.random.SeedGenerator):
         return self._seed
 
 
-def _draw_of(initializer: Any, dimension: int) -> Any:
-    """Return the function from a shard, a number of rows, and of those drawn before, to new rows.
+def _draw_of(initializer: Any, dimension: int) -> tuple[Any, int]:
+    """Return the function from a number, a count, and how many were drawn before, to new rows.
+
+    With it comes the number of the first shard, which says the seed. Initializers that differ by
+    their seeds alone have the same function.
 
     Raises:
         ValueError: the initializer has to know the whole table.
     """
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
+    make = partial(_drawing, initializer, dimension, has_seed=seed is not None)
+    # One of the user's may depend on more than its `get_config` has, and an array is no text.
+    with suppress(TypeError):
+        if type(initializer).__module__.startswith("keras."):
+            text = json.dumps({**initializer.get_config(), "seed": seed is not None})
+            key = type(initializer), text, dimension
+            if key not in _DRAWS:
+                _DRAWS[key] = make()
+            return _DRAWS[key], first
+    return make(), first
 
-    def draw(shard: tf.Tensor, count: Any, before: Any) -> tf.Tensor:
+
+def _drawing(initializer: Any, dimension: int, *, has_seed: bool) -> Any:
+    def draw(number: tf.Tensor, count: Any, before: Any) -> tf.Tensor:
         drawn = initializer
-        if seed is not None:
+        if has_seed:
             drawn = type(initializer).from_config(initializer.get_config())
-            drawn.seed = _Seed(tf.stack([first + shard * 2**32, before]))
+            drawn.seed = _Seed(tf.stack([number, before]))
         return drawn((count, dimension), dtype="float32")
 
     try:

@@ -1,4 +1,4 @@
-"""A branch that few steps take, traced once for all shards of a table.
+"""A branch that few steps take, traced once for all shards that differ by their resources alone.
 
 `tf.cond` would trace it for each of them, and put all of its operations into the graph of a step: a
 chief would trace a table for longer than all the rest of a model, and each worker would prepare
@@ -8,7 +8,7 @@ and one operation of the graph, which runs it where it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -32,13 +32,14 @@ class SharedBranch:
         """Trace nothing before it is needed."""
         self._traced: dict[object, _Traced] = {}
 
-    def run(
+    def run(  # noqa: PLR0913, PLR0917
         self,
         is_needed: tf.Tensor,
         work: Callable[..., tf.Tensor],
         given: Sequence[tf.Tensor],
         resources: Sequence[tf.Tensor],
         device: str,
+        kind: Hashable = None,
     ) -> tf.Tensor:
         """Return `work(*given)` where it is needed, else the first of `given`.
 
@@ -52,11 +53,12 @@ class SharedBranch:
             resources: handles, in an order that is the same for all shards. Another number of them
                 is another branch.
             device: where all of them are.
+            kind: all else that the work depends on; of another kind it is another branch.
         """
         if tf.executing_eagerly():
             return work(*given) if is_needed else given[0]
         signature = [tf.TensorSpec(each.shape, each.dtype) for each in given]
-        key = (tuple(signature), len(resources))
+        key = (kind, tuple(signature), len(resources))
         if key not in self._traced:
             self._traced[key] = _trace(work, signature, resources)
         traced = self._traced[key]

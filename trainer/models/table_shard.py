@@ -12,7 +12,7 @@ that no step has used for `Rules.min_age` steps.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,13 +89,13 @@ class Shard:
             capacity: its slots but for the last.
             rules: of its table.
             draw: makes new rows, of its number, how many there are, and how many were made before.
-            number: among the shards of its table.
-            branch: what they share.
+            number: tells its rows from those of other shards.
+            branch: what is shared with others.
         """
         self.noted, self.capacity = noted, capacity
         self._rules, self._draw = rules, draw
         self._number = np.int64(number)
-        #: What is shared with other shards, whose slots begin alike.
+        #: What is shared with other shards.
         self.branch = branch or SharedBranch()
         #: The counter of steps, where a strategy has one; lookups are counted otherwise.
         self.steps: tf.Variable | None = None
@@ -203,7 +203,8 @@ class Shard:
             changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
         known = tf.concat([[now, self._number], counted], 0)
         given = (slots, asked.keys, asked.checks, asked.counts, known)
-        slots = self.branch.run(changes, self._with_new, given, self._resources(), self.device)
+        resources, kind = self._resources(), self._kind()
+        slots = self.branch.run(changes, self._with_new, given, resources, self.device, kind)
         slots = self._none_to_last(slots)
         # New ids were at the last place before.
         noted = self._note(tf.concat([places, slots], 0))
@@ -216,6 +217,15 @@ class Shard:
         changed = [] if self.changed is None else [self.changed]
         variables = [*noted, *self.unsaved, *changed, *(slot for slot, _ in self.slots)]
         return [self.map, *(each.handle for each in variables)]
+
+    def _kind(self) -> Hashable:
+        """Return all that `_with_new` depends on besides resources."""
+        noted = self.noted
+        variables = [noted.rows.value, *(slot for slot, _ in self.slots)]
+        there = (noted.checks is None, noted.seen is None, self.changed is None)
+        shapes = tuple((tuple(each.shape), each.dtype) for each in variables)
+        begins = tuple(value for _, value in self.slots)
+        return self.capacity, self._rules, self._draw, there, shapes, begins
 
     def _with_new(
         self,
@@ -232,7 +242,7 @@ class Shard:
             sieve = Sieve(self.noted.seen.value, self.window, self._rules.min_count)
             new, times = tf.gather(keys, absent), tf.gather(counts, absent)
             often, halved = sieve.count(new, times, counted[SIEVED])
-            absent = tf.boolean_mask(absent, often)
+            absent = _those(absent, often)
         evicted, swept = self._evicted(tf.size(absent, tf.int64), now, counted[SWEPT])
         room = self.room.read_value()
         taken = tf.minimum(room, tf.size(absent, tf.int64))
@@ -280,14 +290,14 @@ class Shard:
         idle = (used >= 0) & ~aged & (used <= now - max(1, self._rules.min_age))
         since = tf.where(idle, used, _LATEST)
         _, least = tf.math.top_k(-since, tf.cast(most, tf.int32), sorted=False)
-        least = tf.boolean_mask(least, tf.gather(idle, least))
+        least = _those(least, tf.gather(idle, least))
         return tf.concat([old, tf.cast(least, tf.int64)], 0)
 
     def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
         """Take the rows of slots from their ids, and return their number."""
         keys = tf.gather(self.noted.ids.value, slots)
         # Not where another slot has the id: a step that ended halfway may have left it two.
-        keys = tf.boolean_mask(keys, tf.equal(self._find(keys), slots))
+        keys = _those(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
         # A worker may die at any place: a slot is free only after no id has it.
         last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
@@ -351,7 +361,7 @@ class Shard:
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
             tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
-            twice = tf.boolean_mask(live, tf.not_equal(self._find(keys), live))
+            twice = _those(live, tf.not_equal(self._find(keys), live))
             _put(self.noted.used.value, twice, tf.fill(tf.shape(twice), _NEVER))
             free = tf.where(self.noted.used.value.read_value()[: self.capacity] < 0)[::-1, 0]
             _put(self.free, tf.range(tf.size(free)), free)
@@ -388,6 +398,11 @@ class Shard:
 
     def _none_to_last(self, slots: tf.Tensor) -> tf.Tensor:
         return tf.where(slots < 0, np.int64(self.capacity), slots)
+
+
+def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
+    """Return the values [n] that are wanted: `tf.boolean_mask`, by a sixth of its operations."""
+    return tf.gather(values, tf.where(wanted)[:, 0])
 
 
 def _run_unordered(operation: tf.Operation | None) -> None:
