@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from trainer.checkpoints import bases
 from trainer.checkpoints.contents import PREFIX, is_variable, path_of
-from trainer.checkpoints.servers import CHANGED_ROWS, CHANGED_VALUES
+from trainer.checkpoints.tensor_bundle import CHANGED_ROWS, CHANGED_VALUES
 from trainer.models.table_shard import EVICTED, GIVEN
 
 # Of a table's name and the number of a shard, its rows.

@@ -10,7 +10,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,8 @@ from trainer.checkpoints.index import (
     publish_anew,
 )
 from trainer.checkpoints.part_saver import PartSaver
-from trainer.checkpoints.servers import WRITE, Layout, PartServers, assign_changed, of_files
+from trainer.checkpoints.servers import PartServers
+from trainer.checkpoints.tensor_bundle import BundleWriter, Layout, Layouts, assign_changed
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
@@ -40,7 +41,6 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError, div
 from trainer.statistics import statistics
 from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
-from trainer.storage.retry import until_deadline
 from trainer.strategies import table_state
 from trainer.strategies.updates.averaging import AVERAGE, MODEL
 from trainer.strategies.updates.loss_scale import LOSS_SCALE
@@ -99,6 +99,7 @@ class Checkpoints:
         self._awaited = awaited
         self.scratch = scratch
         self.uploads = UploadQueue()
+        self._writer = BundleWriter(Layouts(scratch))
         self.last: str = ""
         self.passed_over: set[str] = set()
 
@@ -179,6 +180,13 @@ class Checkpoints:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
         return read_validations(self.uri)
 
+    def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
+        """Make what the first save of these variables would take longer for; made once."""
+        if self.parts and self.parts.takes(variables):
+            self.parts.layout_of(variables)
+        else:
+            self._writer.prepare(variables, io_device)
+
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
     ) -> str:
@@ -218,14 +226,16 @@ class Checkpoints:
         files: Mapping[str, bytes],
     ) -> None:
         """Write all values on this machine, and publish them."""
-        _require_finite(variables, fields["global_step"], self.last)
+        values = self._writer.read(variables, io_device)
+        _require_finite(values.not_finite, fields["global_step"], self.last)
         stored = {
             path: StoredVariable(dtype=each.dtype.name, shape=tuple(each.shape.as_list()))
             for path, each in variables.items()
         }
         self.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
-            write(variables, Path(folder, PREFIX), io_device)
+            self._writer.write(values, Path(folder, PREFIX), io_device)
+            del values
             for path, data in files.items():
                 Path(folder, path).write_bytes(data)
             self._publish(Path(folder), uri, {**fields, "variables": to_field(stored)})
@@ -431,19 +441,6 @@ def handed_on(
     }
 
 
-def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
-    """Write the files of a checkpoint; raises `UserError` where they cannot be written."""
-    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-
-    def write_once() -> None:
-        with of_files(WRITE, lambda: prefix.parent):
-            tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
-
-    until_deadline(str(prefix.parent), write_once)
-
-
-def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:
-    for path, variable in variables.items():
-        with tf.device(variable.device):
-            if variable.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(variable)):
-                raise UserError(diverged(f"{path} is not finite", step, last))
+def _require_finite(not_finite: Sequence[str], step: int, last: str) -> None:
+    for path in not_finite:
+        raise UserError(diverged(f"{path} is not finite", step, last))

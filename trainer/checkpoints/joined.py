@@ -22,8 +22,9 @@ import tensorflow as tf
 
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, restore
 from trainer.checkpoints.contents import RECOVERED, Older, older_of
-from trainer.checkpoints.servers import Variables, operating_on, server_of, size_of
+from trainer.checkpoints.servers import operating_on, server_of, size_of
 from trainer.checkpoints.snapshots import Copied
+from trainer.checkpoints.tensor_bundle import Variables
 from trainer.errors import UserError
 from trainer.json_records import tree_of
 from trainer.strategies.placement import server_device

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,14 +34,8 @@ from trainer.checkpoints.contents import StoredVariable
 from trainer.checkpoints.index import KIND
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.checkpoints.servers import (
-    CHANGED_ROWS,
-    CHANGED_VALUES,
-    GRAPH,
-    WRITE,
-    Layout,
     Marked,
     PartServers,
-    Variables,
     bytes_of,
     changed_rows,
     fingerprints,
@@ -53,10 +47,19 @@ from trainer.checkpoints.servers import (
     side_by_side,
     size_of,
 )
+from trainer.checkpoints.tensor_bundle import (
+    CHANGED_ROWS,
+    CHANGED_VALUES,
+    GRAPH,
+    WRITE,
+    Layout,
+    Layouts,
+    Variables,
+)
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage.errors import reported
-from trainer.storage.retry import shorter_retry, until_deadline
+from trainer.storage.retry import shorter_retry
 
 # While a store does not answer, the next save must not wait for this one.
 ASK_SECONDS = 5.0
@@ -139,7 +142,7 @@ class PartSaver:
         self._failure: BaseException | None = None
         # Why the newest one is not going to be published.
         self._dropped = ""
-        self._layout = cache(partial(Layout.of, io_device=servers.io_device, scratch=scratch))
+        self._layouts = Layouts(scratch)
 
     def takes(self, variables: Variables) -> bool:
         """Say whether variables are saved by parts."""
@@ -164,7 +167,6 @@ class PartSaver:
             )
             for path, each in variables.items()
         }
-        self._scratch.mkdir(parents=True, exist_ok=True)
         save = _Save(
             uri=uri,
             step=fields["global_step"],
@@ -173,15 +175,17 @@ class PartSaver:
             files=files,
             servers=servers,
             parts=parts,
-            layout=until_deadline(
-                str(self._scratch), partial(self._layout, tuple(sorted(variables)))
-            ),
+            layout=self.layout_of(variables),
             token=secrets.token_hex(6),
         )
         snapshots = side_by_side(parts, partial(_copies, variables, servers))
         save.snapshot = {path: value for own in snapshots for path, value in own.items()}
         self._written.clear()
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
+
+    def layout_of(self, variables: Variables) -> Layout:
+        """Return the layout of variables, made once; raises `UserError`."""
+        return self._layouts.of(variables, self.servers.io_device)
 
     def is_busy(self) -> bool:
         """Say whether a save is not published yet, or has failed."""

@@ -12,12 +12,10 @@ at each save.
 from __future__ import annotations
 
 import base64
-import errno
 import logging
 import math
 import os
 import secrets
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,40 +32,25 @@ from trainer import storage
 from trainer.checkpoints import bases, contents, part_server
 from trainer.checkpoints.contents import INDEX_FILE, PREFIX
 from trainer.checkpoints.part_server import Reply, Request
+from trainer.checkpoints.tensor_bundle import (
+    READ,
+    WRITE,
+    Layout,
+    Variables,
+    assign_changed,
+    of_files,
+)
 from trainer.errors import ClusterLostError, UserError
 from trainer.json_records import parse_mapping
-from trainer.models.embedding_table import may_lack
-from trainer.storage.errors import PASSING
 from trainer.storage.retry import until_deadline
 from trainer.strategies.placement import fetched, operating_at, server_device
 
-GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-# In front of the key of a variable, of which a difference holds rows: int64 [n], and their values.
-CHANGED_ROWS, CHANGED_VALUES = "changed/rows/", "changed/values/"
 # A variable with fewer rows is written whole.
 FEWEST_ROWS = 512
 _ROW_BYTES = 8
 # Between two looks for an answer: first and last; and until a server is probed.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
-# A full disk, a folder that may not be written, a file over the limit of its size.
-_UNWRITABLE = (
-    tf.errors.ResourceExhaustedError,
-    tf.errors.PermissionDeniedError,
-    tf.errors.OutOfRangeError,
-)
-# What the system says of a file, in an error of any type: TensorFlow has none for a damaged disk.
-# A file that is not there was one of a server that was started again.
-_REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
-_REMEDIES = {
-    **{os.strerror(number): "look whether its file system answers there" for number in PASSING},
-    os.strerror(errno.EIO): "look for errors of that disk in the log of the system there",
-    os.strerror(errno.ESTALE): "mount it again there",
-}
-_PASSING = {os.strerror(number) for number in PASSING}
-WRITE, READ = "write a checkpoint to", "read a checkpoint from"
-_OTHERWISE = {WRITE: "free some space there, or make it writable", READ: "make it readable there"}
 Result = TypeVar("Result")
-Variables = Mapping[str, tf.Variable]
 log = logging.getLogger(__name__)
 
 
@@ -256,36 +239,6 @@ def _drop_locals(error: BaseException) -> None:
         each = each.__cause__ or each.__context__
 
 
-@contextmanager
-def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of a file that TensorFlow reads or writes into one line; others pass.
-
-    Args:
-        action: `WRITE` or `READ`.
-        where: returns the words for the folder.
-
-    Raises:
-        UserError: "cannot ACTION WHERE: reason; remedy"; `storage.Unavailable` where it may pass.
-    """
-    try:
-        yield
-    except tf.errors.OpError as error:
-        if not (reason := _reason(error, action)):
-            raise
-        remedy = _REMEDIES.get(reason, _OTHERWISE[action])
-        kind = storage.Unavailable if reason in _PASSING else UserError
-        raise kind(f"cannot {action} {where()}: {reason}; {remedy}") from None
-
-
-def _reason(error: tf.errors.OpError, action: str) -> str:
-    """Return what the system said of a file; empty for an error of another kind."""
-    # The line after the stack of the graph is "PATH; REASON".
-    last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
-    path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
-    is_written = action == WRITE and isinstance(error, _UNWRITABLE)
-    return reason if is_written or (path and reason in _REASONS) else ""
-
-
 def operating_on(server: int) -> AbstractContextManager[None]:
     """Run operations on a server, not in line with those of other threads."""
     return operating_at(server_device(server))
@@ -299,87 +252,6 @@ def lost(server: int) -> Iterator[None]:
     except tf.errors.OpError as error:
         line, *_ = str(error.message).strip().splitlines() or [type(error).__name__]
         raise ClusterLostError(f"a task of the cluster is gone: ps-{server}: {line}") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects.
-
-    Of the variables in `changed` it has rows alone; the others are whole.
-    """
-
-    keys: Mapping[str, str]
-    shapes: Mapping[str, list[int]]
-    types: Mapping[str, tf.DType]
-    graph: bytes = b""
-    changed: frozenset[str] = frozenset()
-
-    @classmethod
-    def of_checkpoint(cls, folder: Path, fields: Mapping[str, Any]) -> Layout:
-        """Read the indexes of a checkpoint, and of its base where the fields name one."""
-        own = cls.read(folder / PREFIX)
-        if not fields.get(bases.FIELD):
-            return own
-        base = cls.read(folder / bases.FOLDER / PREFIX)
-        below = own.changed & base.keys.keys()
-        return replace(
-            own,
-            keys={**{path: base.keys[path] for path in below}, **own.keys},
-            shapes={**{path: base.shapes[path] for path in below}, **own.shapes},
-            types={**{path: base.types[path] for path in below}, **own.types},
-        )
-
-    @classmethod
-    def read(cls, prefix: Path) -> Layout:
-        """Read the index of a checkpoint, whose data may be absent."""
-        reader = tf.train.load_checkpoint(str(prefix))
-        shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        keys = {contents.path_of(key): key for key in shapes if contents.is_variable(key)}
-        return cls(
-            keys=keys,
-            shapes={path: shapes[key] for path, key in keys.items()},
-            types={path: types[key] for path, key in keys.items()},
-            changed=frozenset(
-                contents.path_of(key.removeprefix(CHANGED_ROWS))
-                for key in shapes
-                if key.startswith(CHANGED_ROWS)
-            ),
-        )
-
-    @classmethod
-    def of(cls, paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
-        """Return that of variables with these paths: TensorFlow's own, of scalars.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        with tempfile.TemporaryDirectory(dir=scratch) as folder, tf.device(io_device):
-            options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-            scalars = {path: tf.Variable(0.0, trainable=False) for path in paths}
-            prefix = Path(folder, PREFIX)
-            with of_files(WRITE, lambda: scratch):
-                tf.train.Checkpoint(variables=scalars).write(str(prefix), options)
-            graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
-            found = cls.read(prefix)
-            return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)
-
-    def fitting(self, wanted: Variables) -> Variables:
-        """Return variables without those that a checkpoint may lack, and this one does.
-
-        Raises:
-            ValueError: it has not each of the others in its shape and type.
-        """
-        there = {
-            path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
-        }
-        for path, variable in there.items():
-            if path not in self.keys:
-                raise ValueError(f"it has no {path}")
-            shape = variable.shape.as_list()
-            if self.shapes[path] != shape or self.types[path] != variable.dtype:
-                other = f"{self.types[path].name} {self.shapes[path]}"
-                raise ValueError(f"{path} is {other} there and {variable.dtype.name} {shape} here")
-        return there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,18 +284,6 @@ def bytes_of(value: tf.Tensor, rows: tf.Tensor | None = None) -> int:
         return int((value.shape.num_elements() or 0) * value.dtype.size)
     row = math.prod(value.shape[1:]) * value.dtype.size
     return int(rows.shape[0] * (row + _ROW_BYTES))
-
-
-def assign_changed(variable: tf.Variable, prefix: str, key: str) -> None:
-    """Assign the rows that a difference has to a variable that has the values of the base."""
-    rows, values = tf.raw_ops.RestoreV2(
-        prefix=prefix,
-        tensor_names=[f"{CHANGED_ROWS}{key}", f"{CHANGED_VALUES}{key}"],
-        shape_and_slices=["", ""],
-        dtypes=[tf.int64, variable.dtype],
-    )
-    # A scatter into the variable would make each later read of it a copy.
-    variable.assign(tf.tensor_scatter_nd_update(variable.read_value(), rows[:, None], values))
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:

@@ -24,7 +24,8 @@ from functools import partial
 import numpy as np
 import tensorflow as tf
 
-from trainer.checkpoints.servers import Variables, side_by_side, size_of
+from trainer.checkpoints.servers import side_by_side, size_of
+from trainer.checkpoints.tensor_bundle import Variables
 from trainer.strategies.placement import fetched, operating_at, server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.updates.touched_rows import RowGroup

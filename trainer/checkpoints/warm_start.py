@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage, user_code
-from trainer.checkpoints import checkpoints
+from trainer.checkpoints import checkpoints, tensor_bundle
 from trainer.checkpoints.checkpoints import RestoredCheckpoint
 from trainer.checkpoints.contents import PREFIX
 from trainer.checkpoints.index import KIND
@@ -241,7 +241,7 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
     values = {f"{_MODEL}{names[each.path]}": each.value for each in model.variables}
     folder = source.folder / "read"
     folder.mkdir(exist_ok=True)
-    checkpoints.write(values, folder / PREFIX, io_device)
+    tensor_bundle.write(values, folder / PREFIX, io_device)
     return RestoredCheckpoint(uri=source.uri, global_step=0, folder=folder, fields={})
 
 

@@ -132,6 +132,10 @@ class Journal:
         metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
         return {**self._fields, "metrics": metrics}
 
+    def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
+        """Make what the first save of these variables would take longer for."""
+        self._checkpoints.prepare(variables, io_device)
+
     def save(
         self,
         variables: Mapping[str, tf.Variable],
@@ -166,6 +170,9 @@ class UnpublishedJournal(Journal):
     def add_of_last_checkpoint(self, row: dict[str, Any]) -> None:
         """Keep one row in memory."""
         self.add(row)
+
+    def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
+        """Make nothing, as nothing is saved."""
 
     def save(
         self,

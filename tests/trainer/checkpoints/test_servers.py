@@ -22,7 +22,8 @@ from trainer import storage
 from trainer.checkpoints import part_server, servers
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import PartServer, Reply, Request
-from trainer.checkpoints.servers import Layout, PartServers
+from trainer.checkpoints.servers import PartServers
+from trainer.checkpoints.tensor_bundle import Layout
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage import retry
 from trainer.storage.errors import PASSING

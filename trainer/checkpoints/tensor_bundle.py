@@ -1,0 +1,299 @@
+"""The values of variables in files as TensorFlow writes them (a tensor bundle).
+
+`Layout` has the keys of variables there. `BundleWriter` writes the same variables again and again:
+TensorFlow's own checkpoint traces them anew each time, and training waits for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+
+from trainer import storage
+from trainer.checkpoints import bases, contents
+from trainer.checkpoints.contents import PREFIX
+from trainer.errors import UserError
+from trainer.models.embedding_table import may_lack
+from trainer.storage.errors import PASSING
+from trainer.storage.retry import until_deadline
+
+GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+# In front of the key of a variable, of which a difference holds rows: int64 [n], and their values.
+CHANGED_ROWS, CHANGED_VALUES = "changed/rows/", "changed/values/"
+# A full disk, a folder that may not be written, a file over the limit of its size.
+_UNWRITABLE = (
+    tf.errors.ResourceExhaustedError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.OutOfRangeError,
+)
+# What the system says of a file, in an error of any type: TensorFlow has none for a damaged disk.
+# A file that is not there was one of a server that was started again.
+_REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
+_REMEDIES = {
+    **{os.strerror(number): "look whether its file system answers there" for number in PASSING},
+    os.strerror(errno.EIO): "look for errors of that disk in the log of the system there",
+    os.strerror(errno.ESTALE): "mount it again there",
+}
+_PASSING = {os.strerror(number) for number in PASSING}
+WRITE, READ = "write a checkpoint to", "read a checkpoint from"
+_OTHERWISE = {WRITE: "free some space there, or make it writable", READ: "make it readable there"}
+Variables = Mapping[str, tf.Variable]
+
+
+@contextmanager
+def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
+    """Turn an error of a file that TensorFlow reads or writes into one line; others pass.
+
+    Args:
+        action: `WRITE` or `READ`.
+        where: returns the words for the folder.
+
+    Raises:
+        UserError: "cannot ACTION WHERE: reason; remedy"; `storage.Unavailable` where it may pass.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if not (reason := _reason(error, action)):
+            raise
+        remedy = _REMEDIES.get(reason, _OTHERWISE[action])
+        kind = storage.Unavailable if reason in _PASSING else UserError
+        raise kind(f"cannot {action} {where()}: {reason}; {remedy}") from None
+
+
+def _reason(error: tf.errors.OpError, action: str) -> str:
+    """Return what the system said of a file; empty for an error of another kind."""
+    # The line after the stack of the graph is "PATH; REASON".
+    last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
+    path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
+    is_written = action == WRITE and isinstance(error, _UNWRITABLE)
+    return reason if is_written or (path and reason in _REASONS) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects.
+
+    Of the variables in `changed` it has rows alone; the others are whole.
+    """
+
+    keys: Mapping[str, str]
+    shapes: Mapping[str, list[int]]
+    types: Mapping[str, tf.DType]
+    graph: bytes = b""
+    changed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path, fields: Mapping[str, Any]) -> Layout:
+        """Read the indexes of a checkpoint, and of its base where the fields name one."""
+        own = cls.read(folder / PREFIX)
+        if not fields.get(bases.FIELD):
+            return own
+        base = cls.read(folder / bases.FOLDER / PREFIX)
+        below = own.changed & base.keys.keys()
+        return replace(
+            own,
+            keys={**{path: base.keys[path] for path in below}, **own.keys},
+            shapes={**{path: base.shapes[path] for path in below}, **own.shapes},
+            types={**{path: base.types[path] for path in below}, **own.types},
+        )
+
+    @classmethod
+    def read(cls, prefix: Path) -> Layout:
+        """Read the index of a checkpoint, whose data may be absent."""
+        reader = tf.train.load_checkpoint(str(prefix))
+        shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        keys = {contents.path_of(key): key for key in shapes if contents.is_variable(key)}
+        return cls(
+            keys=keys,
+            shapes={path: shapes[key] for path, key in keys.items()},
+            types={path: types[key] for path, key in keys.items()},
+            changed=frozenset(
+                contents.path_of(key.removeprefix(CHANGED_ROWS))
+                for key in shapes
+                if key.startswith(CHANGED_ROWS)
+            ),
+        )
+
+    @classmethod
+    def of(cls, paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
+        """Return that of variables with these paths: TensorFlow's own, of scalars.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            prefix = Path(folder, PREFIX)
+            with tf.device(io_device):
+                scalars = {path: tf.Variable(0.0, trainable=False) for path in paths}
+            _write(scalars, prefix, io_device, place=scratch)
+            graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
+            found = cls.read(prefix)
+            return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)
+
+    def fitting(self, wanted: Variables) -> Variables:
+        """Return variables without those that a checkpoint may lack, and this one does.
+
+        Raises:
+            ValueError: it has not each of the others in its shape and type.
+        """
+        there = {
+            path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
+        }
+        for path, variable in there.items():
+            if path not in self.keys:
+                raise ValueError(f"it has no {path}")
+            shape = variable.shape.as_list()
+            if self.shapes[path] != shape or self.types[path] != variable.dtype:
+                other = f"{self.types[path].name} {self.shapes[path]}"
+                raise ValueError(f"{path} is {other} there and {variable.dtype.name} {shape} here")
+        return there
+
+
+def assign_changed(variable: tf.Variable, prefix: str, key: str) -> None:
+    """Assign the rows that a difference has to a variable that has the values of the base."""
+    rows, values = tf.raw_ops.RestoreV2(
+        prefix=prefix,
+        tensor_names=[f"{CHANGED_ROWS}{key}", f"{CHANGED_VALUES}{key}"],
+        shape_and_slices=["", ""],
+        dtypes=[tf.int64, variable.dtype],
+    )
+    # A scatter into the variable would make each later read of it a copy.
+    variable.assign(tf.tensor_scatter_nd_update(variable.read_value(), rows[:, None], values))
+
+
+def write(variables: Variables, prefix: Path, io_device: str | None) -> None:
+    """Write a bundle of variables once; raises `UserError` where it cannot be written."""
+    until_deadline(
+        str(prefix.parent), partial(_write, variables, prefix, io_device, place=prefix.parent)
+    )
+
+
+def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: Path) -> None:
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    with of_files(WRITE, lambda: place), tf.device(io_device):
+        tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
+
+
+class Layouts:
+    """The layouts of what is saved again and again, each made once."""
+
+    def __init__(self, scratch: Path) -> None:
+        """Use `scratch`, a folder, to make them."""
+        self._scratch = scratch
+        self._made = cache(partial(Layout.of, scratch=scratch))
+
+    def of(self, paths: Iterable[str], io_device: str | None) -> Layout:
+        """Return that of variables with these paths; raises `UserError`."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        make = partial(self._made, tuple(sorted(paths)), io_device)
+        return until_deadline(str(self._scratch), make)
+
+
+class BundleWriter:
+    """Writes the values of some variables again and again, on this machine."""
+
+    def __init__(self, layouts: Layouts) -> None:
+        """Take layouts of these."""
+        self._layouts = layouts
+        self._reader: _Reader | None = None
+
+    def prepare(self, variables: Variables, io_device: str | None) -> None:
+        """Make what is the same each time; raises `UserError`."""
+        self._reader_of(variables, io_device)
+        self._layouts.of(variables, io_device)
+
+    def read(self, variables: Variables, io_device: str | None) -> Values:
+        """Return what variables are now, where nothing changes them until it is written."""
+        return self._reader_of(variables, io_device)()
+
+    def write(self, values: Values, prefix: Path, io_device: str | None) -> None:
+        """Write a bundle; raises `UserError` where it cannot be written."""
+        layout = self._layouts.of(values.by_path, io_device)
+        names = [*(layout.keys[path] for path in values.by_path), GRAPH]
+
+        def write_once() -> None:
+            with of_files(WRITE, lambda: prefix.parent), tf.device(io_device):
+                tf.raw_ops.SaveV2(
+                    prefix=str(prefix),
+                    tensor_names=names,
+                    shape_and_slices=[""] * len(names),
+                    tensors=[*values.by_path.values(), tf.constant(layout.graph)],
+                )
+
+        until_deadline(str(prefix.parent), write_once)
+
+    def _reader_of(self, variables: Variables, io_device: str | None) -> _Reader:
+        if self._reader is None or not self._reader.is_of(variables, io_device):
+            self._reader = _Reader(variables, io_device)
+        return self._reader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Values by the paths of their variables, and the paths of those that are not finite."""
+
+    by_path: Mapping[str, tf.Tensor]
+    not_finite: Sequence[str]
+
+
+class _Reader:
+    """A graph that reads variables, whichever tasks hold them, with a call for all of them."""
+
+    def __init__(self, variables: Variables, io_device: str | None) -> None:
+        self._variables, self._io_device = dict(variables), io_device
+        self._paths: dict[str, list[str]] = {}
+        for path, each in variables.items():
+            self._paths.setdefault(each.device, []).append(path)
+        self._read = tf.function(self._reading, autograph=False).get_concrete_function()
+
+    def is_of(self, variables: Variables, io_device: str | None) -> bool:
+        """Say whether it reads these variables, in their order."""
+        same = [*variables] == [*self._variables] and io_device == self._io_device
+        return same and all(self._variables[path] is each for path, each in variables.items())
+
+    def __call__(self) -> Values:
+        values, finite = self._read()
+        paths = [path for of_device in self._paths.values() for path in of_device]
+        flags = dict(zip(paths, np.concatenate([each.numpy() for each in finite]), strict=True))
+        return Values(
+            by_path={path: values[path] for path in self._variables},
+            not_finite=[path for path in self._variables if not flags[path]],
+        )
+
+    def _reading(self) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        values: dict[str, tf.Tensor] = {}
+        finite = []
+        for device, paths in self._paths.items():
+            with tf.device(device):
+                own = {path: _value(self._variables[path]) for path in paths}
+                finite.append(tf.stack([_is_finite(each) for each in own.values()]))
+            values |= own
+        # Where this task has a GPU, all of it would go there.
+        with tf.device(self._io_device), tf.device("/device:CPU:0"):
+            here = {path: tf.identity(each) for path, each in values.items()}
+            return here, [tf.identity(each) for each in finite]
+
+
+def _value(variable: tf.Variable) -> tf.Tensor:
+    # Where rows were moved alone, each other way to read it makes a copy.
+    if isinstance(variable, BaseResourceVariable):
+        return variable.read_value_no_copy()
+    return tf.convert_to_tensor(variable)
+
+
+def _is_finite(value: tf.Tensor) -> tf.Tensor:
+    if not value.dtype.is_floating:
+        return tf.constant(True)
+    return tf.reduce_all(tf.math.is_finite(value))
