@@ -29,13 +29,14 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints, restore
 from trainer.checkpoints.contents import contents
 from trainer.checkpoints.part_server import PartServer
-from trainer.checkpoints.servers import PartServers, Variables, server_of, side_by_side
+from trainer.checkpoints.servers import PartServers, server_of, side_by_side
+from trainer.checkpoints.tensor_bundle import Variables
 from trainer.cluster import signals
 from trainer.cluster.local import held_cluster
 from trainer.config.load import parse_config
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.parameter_server import NUMBER_FILE, Served
-from trainer.strategies.placement import place
+from trainer.strategies.placement import build_at, places_of
 from trainer.strategies.strategy import Problem, create
 from trainer.topology import Cluster, Task, from_tf_config
 from trainer.training.optimizers import build_optimizer
@@ -140,7 +141,8 @@ def _lead(cluster: Cluster, task: Task, folder: Path) -> dict[str, Any]:
         raise TypeError("a strategy without servers")
     strategy.connect()
     before = peak()
-    model = place(_build_model, SERVERS, {})
+    places = places_of(_build_model, lambda _model: None, SERVERS, {})
+    model = build_at(_build_model, places)
     step = tf.Variable(0, dtype=tf.int64)
     variables = {f"model/{each.path}": each.value for each in model.variables}
     made = Checkpoints(storage.uri_of(folder), keep=1, scratch=Path("scratch"))

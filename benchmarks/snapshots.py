@@ -116,7 +116,6 @@ def _lead(folder: Path, kind: str) -> dict[str, Any]:
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     strategy.build(_problem(config, kind))
     made, taken = ServerSnapshots(config, strategy), list[float]()
-    made.begin()
     pace, serving = Pace(training=config.training), checkpoint_parts.servers_of(folder)
 
     def go_on(seconds: float, *, copies: bool) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A chief that finds what was left, trains, and dies: `python -m tests.cluster.left`.
 
 Its SPEC is a JSON file: `config` (sections that differ from the defaults), `uri` of the checkpoints
-of its run, `saved`, the global step of the newest of them or -1, and `torn`, whether it dies
-while it assigns values. A line of JSON says what was found, and what it leaves.
+of its run, `saved`, the global step of the newest of them or -1, `layers`, how many the model has
+more, and `torn`, whether it dies while it assigns values. A line of JSON says what was found, and
+what it leaves.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from pathlib import Path
 from tests.cluster.lead import say
 from tests.cluster.snapshotted import STEPS, described, problem, values_of
 from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.strategies import placement
 from trainer.training.recovery import ServerSnapshots
 
 
 def main() -> None:
     """Begin as the outer loop does, and die."""
     spec, config, strategy = described()
+    # All but the smallest variables are made without values where there are some on the servers.
+    placement.LARGE_BYTES = 64
     checkpoints = Checkpoints(spec["uri"], keep=1, scratch=Path("scratch"))
     snapshots = ServerSnapshots(config, strategy, checkpoints)
     found = snapshots.find(spec["saved"])
-    strategy.build(problem(config))
+    strategy.build(problem(config, layers=spec["layers"]))
     strategy.restored()
     begun = values_of(strategy.variables())
     strategy.settle(is_whole=True)

@@ -35,13 +35,16 @@ from trainer.topology import from_tf_config
 IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 
 
-def problem(config: Config) -> Problem:
-    """Return one with a table of which batches look up some rows, one that grows, and a layer."""
+def problem(config: Config, *, layers: int = 0) -> Problem:
+    """Return one with a table of which batches look up some rows, one that grows, and layers."""
 
     def looked_up(given: Any) -> Any:
         rows = ShardedEmbedding(ROWS, 4, name="table")(given)
         grown = EmbeddingTable(2 * IDS, 4, name="grown")(given)
-        return keras.layers.Concatenate()([rows, grown])
+        found = keras.layers.Concatenate()([rows, grown])
+        for _ in range(layers):
+            found = keras.layers.Dense(8)(found)
+        return found
 
     return of_ids(config, looked_up, lambda n: (n % IDS, n % 2), BATCH)
 

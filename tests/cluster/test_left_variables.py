@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.cluster.launched import launched
@@ -17,11 +18,15 @@ pytestmark = pytest.mark.cluster
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_next_chief_goes_on_with_what_is_there(tmp_path, servers):
     cluster = {"parameter_servers": servers, "workers": 1}
-    config = {"training": {"strategy": "async_parameter_server"}, "cluster": cluster}
+
+    def config(**training):
+        return {"training": {"strategy": "async_parameter_server", **training}, "cluster": cluster}
+
     with serving(tmp_path, ps=servers, workers=1) as started:
 
-        def said(saved, uri="file:///run/checkpoints", *, torn=False):
-            spec = {"config": config, "uri": uri, "saved": saved, "torn": torn}
+        def said(saved, uri="file:///run/checkpoints", *, torn=False, layers=0, **training):
+            spec = {"config": config(**training), "uri": uri, "saved": saved}
+            spec |= {"torn": torn, "layers": layers}
             leading = started.start_module("tests.cluster.left", spec)
             found = leading.next()
             leading.process.wait()
@@ -32,6 +37,11 @@ def test_the_next_chief_goes_on_with_what_is_there(tmp_path, servers):
         second = said(3)
         third = said(3, torn=True)
         fourth = said(3)
+        # Of other variables, whose values are its own then.
+        fifth = said(3, optimizer={"name": "adagrad", "learning_rate": 0.1})
+        more = said(3, layers=1)
+        fewer = said(3)
+        last = said(3)
     assert [(each["found"], each["used"]) for each in (first, other)] == [(0, False), (3, False)]
     assert (second["found"], second["used"], second["step"]) == (STEPS, True, 2 * STEPS)
     assert second["begun"] == first["left"]
@@ -40,6 +50,14 @@ def test_the_next_chief_goes_on_with_what_is_there(tmp_path, servers):
     assert second["metrics"]["grown"]["rows"] == IDS
     assert third["begun"] == second["left"]
     assert (fourth["found"], fourth["used"], fourth["step"]) == (3, False, STEPS)
+    assert (fifth["found"], fifth["used"], fifth["step"]) == (STEPS, False, STEPS)
+    for each in (more, fewer):
+        assert (each["found"], each["used"], each["step"]) == (STEPS, False, STEPS)
+    assert (last["found"], last["used"], last["step"]) == (STEPS, True, 2 * STEPS)
+    assert last["begun"] == fewer["left"]
+    begun = [value for path, value in fifth["begun"].items() if "accumulator" in path]
+    assert begun
+    assert all(np.unique(each).tolist() == [np.float32(0.1)] for each in begun)
 
 
 @pytest.mark.slow

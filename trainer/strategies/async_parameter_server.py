@@ -32,6 +32,7 @@ from trainer.strategies.gradients import (
     push,
     push_state,
 )
+from trainer.strategies.left_variables import MisfitError
 from trainer.strategies.parameter_server import LONG_RUN, Call, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.remade import Remade
@@ -48,8 +49,7 @@ log = logging.getLogger(__name__)
 TURN = 20
 # How often the chief looks at workers that go on, and how often when it waits for the first update.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# How far ahead turns are dealt, in seconds: so long do workers go on where a chief is dead, and its
-# connection is not closed.
+# How far ahead turns are dealt: so long do workers go on where a dead chief is still connected.
 AHEAD_SECONDS = 10
 # A turn ends within about a second.
 HALT_SECONDS = 20.0
@@ -98,11 +98,17 @@ class AsyncParameterServer(Served):
     def build(self, problem: Problem) -> None:
         """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
+        with suppress(MisfitError):
+            self._build(problem)
+            return
+        self._build(problem)
+
+    def _build(self, problem: Problem) -> None:
         self.build_model(problem)
-        seldom = self.config.training.pull_every > 1
-        update = self._local_steps(problem) if seldom else self._step(problem)
-        turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
-        self.hand_out(update, self.worker_batches(problem), turn)
+        training = self.config.training
+        make = self._local_steps if training.pull_every > 1 else self._step
+        turn = turn_of(training.steps, whole=self.pulls_whole())
+        self.hand_out(make(problem), self.worker_batches(problem), turn)
 
     def hand_out(self, update: Update, iterator: Any, turn: int) -> None:
         """Make the closures of the workers, which apply an update of the next of their batches."""
@@ -345,8 +351,7 @@ class AsyncParameterServer(Served):
             apply_and_count(self.optimizer, found, self.model.trainable_variables)
             return value
 
-        # The coordinator traces in the scope of its strategy, where Keras updates a variable in a
-        # replica's context only.
+        # The coordinator's scope is no replica's context, where alone Keras updates a variable.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
 
     def _cached(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -38,7 +38,7 @@ from trainer.strategies.strategy import Strategy
 log = logging.getLogger(__name__)
 # Of a `Left`, and of what has names: the chief of a version with another form looks for other ones,
 # as servers may be older than it. To be counted up with each change.
-FORM = 2
+FORM = 3
 # What does not answer for so long is taken as gone.
 ANSWER_SECONDS = 10.0
 # The counter of steps, whose number is 0.
@@ -54,6 +54,7 @@ class Left:
         writer: in the name of the permit of the chief that had them last.
         layout: says which variables they are, and on which servers.
         variables: how many there are.
+        placed: how many of them the model has made; `ps-0` has a list of their servers.
         maps: how many shards of tables that grow.
         is_whole: 1 where all have values to go on from; 0 while the chief assigns some.
         saved: the global step of the newest checkpoint that was published by then; -1: of none.
@@ -64,6 +65,7 @@ class Left:
     writer: int
     layout: int
     variables: int
+    placed: int
     maps: int
     is_whole: int
     saved: int
@@ -80,6 +82,10 @@ def whole_only(config: Config, strategy: Strategy) -> str:
         "data.partition is dynamic: no example may count twice": config.data.partition == DYNAMIC,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+class MisfitError(Exception):
+    """What was left is of other variables than those of this chief, and is removed."""
 
 
 class LeftVariables:
@@ -112,6 +118,9 @@ class LeftVariables:
         self._found = self._find() if self._found else {}
         #: Whether this chief goes on with it.
         self.is_taken = False
+        #: The servers of the variables of the model, in the order in which they are made, where
+        #: this chief is to go on with what is left.
+        self.places: Sequence[int] = ()
         #: The names of variables by their `id`; they live as long as this.
         self.names = {id(each): f"{self._run}-{n}" for n, each in enumerate(self._states)}
         self.names[id(self.permit)] = self._of_writer(self._writer)
@@ -137,12 +146,15 @@ class LeftVariables:
             return start
         left = self._found.get(0)
         others = {each.token for each in self._found.values()}
-        reached = self._global_step(left) if left and left.is_whole else -1
+        is_whole = bool(left and left.is_whole)
+        reached = self._global_step(left) if left and is_whole else -1
+        places = self._places_of(left) if left and is_whole else []
         reasons = {
             refused: True,
             "no checkpoint is published": saved < 0,
             "a server was started again": len(self._found) < len(self._servers) or len(others) > 1,
-            "the chief was assigning values": not (left and left.is_whole),
+            "the chief was assigning values": not is_whole,
+            "there were more servers": max(places, default=0) >= len(self._servers),
             # Who deletes a checkpoint does not want what came of it.
             "a checkpoint that was published before is gone": left and left.saved > newest(),
             "the newest checkpoint is newer": reached < start,
@@ -150,22 +162,29 @@ class LeftVariables:
         if reason := next((reason for reason, is_so in reasons.items() if reason and is_so), ""):
             self._remove(reason)
             return start
+        self.places = places
         return reached
 
     def take(
-        self, variables: Mapping[str, tf.Variable], parts: Sequence[Any], described: Any
+        self,
+        variables: Mapping[str, tf.Variable],
+        parts: Sequence[Any],
+        described: Any,
+        places: Sequence[int],
     ) -> bool:
         """Give variables their names; return whether they have the values that were left.
 
-        To be called before anything is traced with them. What is left and does not fit is removed.
+        To be called before anything is traced with them.
 
         Args:
             variables: of this chief on the servers, by what they are; that of `STEP` first.
             parts: the shards of tables that grow.
             described: what else has to be the same for them to be the same, as JSON has it.
+            places: the servers of the variables of the model, in the order in which they were made.
 
         Raises:
             OpError: of TensorFlow, where a server is gone.
+            MisfitError: what was left is of other variables.
         """
         if next(iter(variables)) != STEP:
             raise AssertionError("the counter of steps is not the first one")
@@ -174,27 +193,38 @@ class LeftVariables:
         with in_own_line():
             left = self._found.get(0)
             if left and left.layout != layout:
-                self._remove("it is of other variables, workers, snapshots or training.freeze")
-                left = None
+                self.refuse("it is of other variables, workers, snapshots or training.freeze")
             self.is_taken = left is not None
-            said = left or Left(
-                token=self._token,
-                writer=self._writer,
-                layout=layout,
-                variables=len(variables),
-                maps=len(parts),
-                is_whole=0,
-                saved=-1,
-                noted=int(time.time()),
-            )
+            sizes = {"variables": len(variables), "placed": len(places), "maps": len(parts)}
+            said = left or self._new(layout, sizes)
             with tf.device(server_device(0)):
                 self.permit.assign(1)
             # Before there is anything that nobody else would find.
             self._register(replace(said, writer=self._writer))
+            self.places, self._placed = places, self._list_of_places(said)
+            self._placed.assign(places)
+            self.names[id(self._placed)] = self._of_places(said)
             self._rename_all(said)
             for number, part in enumerate(parts):
                 part.rename(*_of_map(self._name(said, number)))
         return self.is_taken
+
+    def _new(self, layout: int, sizes: Mapping[str, int]) -> Left:
+        return Left(
+            token=self._token,
+            writer=self._writer,
+            layout=layout,
+            is_whole=0,
+            saved=-1,
+            noted=int(time.time()),
+            **sizes,
+        )
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Remove what is left, which is of other variables; raises `MisfitError`."""
+        self._remove(reason)
+        self.places = ()
+        raise MisfitError
 
     def settle(self, *, is_whole: bool) -> None:
         """Say whether the variables have values that training may go on from.
@@ -231,6 +261,8 @@ class LeftVariables:
         for each in self._states:
             remade.variable(each)
         self._register(replace(self._said, is_whole=0))
+        if remade.variable(self._placed):
+            self._placed.assign(self.places)
 
     def forget(self) -> None:
         """Free the memory of what has names, where servers answer, and no other chief took it."""
@@ -299,6 +331,14 @@ class LeftVariables:
         with tf.device(server_device(0)), tf.control_dependencies([self.permit.read_value()]):
             self._states[0].assign(said, read_value=False)
 
+    def _places_of(self, left: Left) -> list[int]:
+        placed = self._list_of_places(left)
+        with operating_at(placed.device):
+            return [int(each) for each in fetched(placed.read_value())]
+
+    def _list_of_places(self, left: Left) -> tf.Variable:
+        return self._named([left.placed], tf.int64, 0, self._of_places(left))
+
     def _find(self) -> dict[int, Left]:
         """Return what each server has of the run."""
         found = {}
@@ -330,7 +370,7 @@ class LeftVariables:
         names = [self._name(left, number) for number in range(max(left.variables, left.maps))]
         handles = [
             tf.raw_ops.VarHandleOp(shape=[], dtype=tf.float32, shared_name=name)
-            for name in names[: left.variables]
+            for name in [*names[: left.variables], self._of_places(left)]
         ]
         for ids, mutex in map(_of_map, names[: left.maps]):
             # As a shard makes it; one of another kind would be another resource.
@@ -345,6 +385,9 @@ class LeftVariables:
 
     def _name(self, left: Left, number: int) -> str:
         return f"{self._run}-{left.token}-{number}"
+
+    def _of_places(self, left: Left) -> str:
+        return f"{self._run}-{left.token}-places"
 
     def _permit(self, writer: int) -> tf.Variable:
         return self._named([], tf.int64, 0, self._of_writer(writer))

@@ -32,7 +32,7 @@ import tensorflow as tf
 from trainer.errors import ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.parameter_server import Tally
+from trainer.strategies.placement import is_of_keras
 from trainer.strategies.strategy import (
     SEED,
     Batch,
@@ -47,6 +47,7 @@ from trainer.strategies.strategy import (
 )
 from trainer.strategies.updates import touched_rows
 from trainer.strategies.updates.fused_updates import fuse
+from trainer.strategies.visits import Tally
 from trainer.topology import Task
 
 Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
@@ -64,6 +65,7 @@ class Replicated(KerasStrategy):
         self.replicas = self.replicate()
         with self.replicas.scope():
             self.model = problem.build_model()
+            problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
             # Each replica has its own: no gradient is larger or smaller by it.
             self.scale = self.make_scale(
@@ -197,8 +199,7 @@ def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> b
     """Say whether nothing of an update is the user's, which XLA may not be able to compile."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
-    homes = {type(each).__module__.partition(".")[0] for each in parts if each is not None}
-    return homes <= {"keras", "trainer"}
+    return all(is_of_keras(each) for each in parts if each is not None)
 
 
 def _mean(values: list[Any]) -> list[Any]:

@@ -1,8 +1,7 @@
 """What all strategies with parameter servers share: connection, variables, dispatch and metrics.
 
 `Served` is their base class: a chief that leads workers, with model, optimizer and counter on the
-parameter servers. `Tally` counts the local steps and examples of each worker, and how stale its
-updates were. `LoopWatch` sees the errors of loops that nobody waits for.
+parameter servers. `LoopWatch` sees the errors of loops that nobody waits for.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,20 +17,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer import user_code
 from trainer.errors import ClusterLostError, ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.batch_rows import Lookups, Unforeseen, lookups_of
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
 from trainer.strategies.left_variables import STEP, LeftVariables
 from trainer.strategies.placement import (
+    Place,
+    build_at,
     build_slots,
+    is_of_keras,
     operating_at,
     optimize_once,
-    place,
+    places_of,
     server_device,
+    without_values,
     worker_device,
 )
-from trainer.strategies.remade import Remade, connect_again
+from trainer.strategies.remade import Remade, connect_again, is_lost
 from trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
@@ -44,7 +47,7 @@ from trainer.strategies.strategy import (
 from trainer.strategies.towers import towers_of
 from trainer.strategies.updates import touched_rows
 from trainer.strategies.updates.touched_rows import RowGroup
-from trainer.strategies.visits import plan_of
+from trainer.strategies.visits import Tally, plan_of
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,6 @@ log = logging.getLogger(__name__)
 LONG_RUN = 2000
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
-# Staleness is that of so many of the last closures: enough for a 95th percentile.
-STALENESS_WINDOW = 400
 # A closure and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -91,6 +92,9 @@ class Served(KerasStrategy):
     leaves_variables = False
     #: What is there of the run, where that is so.
     left: LeftVariables | None = None
+    #: Where the variables of the model are, and those that have no values yet.
+    _places: Sequence[Place] = ()
+    _hollow: Sequence[keras.Variable] = ()
     _tally: Tally
     _configured: Sequence[tuple[tf.Variable, Any]] = ()
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
@@ -126,12 +130,14 @@ class Served(KerasStrategy):
 
         `gradients` is how many of them make an update.
         """
-        servers = self.cluster.count("ps")
-        self.model = place(problem.build_model, servers, self.config.cluster.placement)
-        with tf.device(server_device(0)):
-            self.optimizer = self.make_optimizer(problem)
-            self.scale = self.make_scale(gradients=gradients)
-        build_slots(self.optimizer, self.model)
+        if self.left and self.left.places:
+            self._build_without_values(problem, gradients, self.left)
+        else:
+            servers, named = self.cluster.count("ps"), self.config.cluster.placement
+            self._places = places_of(problem.build_model, problem.check, servers, named)
+            self.model, self._hollow = build_at(problem.build_model, self._places), []
+            self._make_updates(problem, gradients)
+            build_slots(self.optimizer, self.model)
         training = self.config.training
         whole = training.pull_every > 1 or self.pulls_whole()
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
@@ -150,10 +156,37 @@ class Served(KerasStrategy):
                 self.model, self.optimizer, training, pulled=whole
             )
 
+    def _build_without_values(self, problem: Problem, gradients: int, left: LeftVariables) -> None:
+        self._places = [Place("", server) for server in left.places]
+        try:
+            with without_values() as self._hollow:
+                self.model = build_at(problem.build_model, self._places)
+            self._make_updates(problem, gradients)
+            # One of the user's may change its slots when it has made them.
+            if is_of_keras(self.optimizer):
+                with without_values() as slots:
+                    build_slots(self.optimizer, self.model)
+                self._hollow = [*self._hollow, *slots]
+            else:
+                build_slots(self.optimizer, self.model)
+        # Whatever it is, it must not come again and again: what is left has to be removed.
+        except Exception as error:
+            if is_lost(error):
+                raise
+            left.refuse(f"the model cannot be built for it: {user_code.message_of(error)}")
+
+    def _make_updates(self, problem: Problem, gradients: int) -> None:
+        with tf.device(server_device(0)):
+            self.optimizer = self.make_optimizer(problem)
+            self.scale = self.make_scale(gradients=gradients)
+
     def take_left(self, others: Mapping[str, tf.Variable]) -> bool:
         """Give what is on the servers names, and return whether it was left by an earlier chief.
 
         `others` are what a strategy has there besides model and optimizer.
+
+        Raises:
+            MisfitError: what is left is of other variables; all has to be built again.
         """
         if not self.left:
             return False
@@ -173,8 +206,15 @@ class Served(KerasStrategy):
         variables = {STEP: saved.pop(STEP), **saved, **unsaved, **marks, **others}
         # With other variables frozen a slot of the same path may be that of another one.
         training = self.config.training
-        described = [training.optimizer.name, list(training.freeze)]
-        is_left = self.left.take(variables, parts, described)
+        placement = dict(self.config.cluster.placement)
+        described = [training.optimizer.name, list(training.freeze), placement]
+        held = {id(each) for each in variables.values()}
+        for each in self._hollow:
+            # The model function has made it, and does not use it.
+            if id(each.value) not in held:
+                each.assign(getattr(each, table_state.BEGINS)(each.shape, dtype=each.dtype))
+        places = [place.server for place in self._places]
+        is_left = self.left.take(variables, parts, described, places)
         for each in marks.values():
             # Of this chief's snapshots all rows are new.
             each.assign(tf.ones(each.shape, tf.bool))
@@ -370,40 +410,6 @@ class Served(KerasStrategy):
         parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
         sums: Sums = np.sum(parts, axis=0)
         return sums
-
-
-class Tally:
-    """Sums over one attempt of a chief."""
-
-    def __init__(self, *, batch_size: int) -> None:
-        """Begin at zero; a local step is `batch_size` examples."""
-        self._batch_size = batch_size
-        self._steps = Counter[str]()
-        self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
-
-    def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
-        """Add local steps of a worker and, where it was measured, their mean staleness.
-
-        The staleness of an update is the number of other updates that were applied between its
-        pull and its push.
-        """
-        self._steps[worker] += steps
-        if staleness is not None:
-            self._staleness.append(staleness)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics for the history."""
-        workers = {
-            name: {"local_steps": steps, "examples": steps * self._batch_size}
-            for name, steps in sorted(self._steps.items())
-        }
-        if not self._staleness:
-            return {"workers": workers}
-        return {
-            "workers": workers,
-            "staleness_mean": float(np.mean(self._staleness)),
-            "staleness_p95": float(np.percentile(self._staleness, 95)),
-        }
 
 
 class LoopWatch:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -23,7 +23,7 @@ from tensorflow.python.eager import context, executor
 
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest, without_memory
-from trainer.strategies.table_state import together
+from trainer.strategies.table_state import BEGINS, together
 from trainer.strategies.updates.fused_updates import fuse
 
 # A variable of so many bytes has no values in the sketch of a model.
@@ -40,6 +40,13 @@ class Sized:
     path: str
     bytes: int
     group: str = ""
+
+
+class Place(NamedTuple):
+    """The path of a variable, empty where it is not known, and the number of its server."""
+
+    path: str
+    server: int
 
 
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
@@ -69,18 +76,30 @@ def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -
     return [chosen[variable.group or index] for index, variable in enumerate(variables)]
 
 
-def place(
-    build_model: Callable[[], keras.Model], servers: int, named: Mapping[str, str]
-) -> keras.Model:
-    """Build a model with its variables on the parameter servers; raises `ConfigError`.
+def places_of(
+    build_model: Callable[[], keras.Model],
+    check: Callable[[keras.Model], None],
+    servers: int,
+    named: Mapping[str, str],
+) -> list[Place]:
+    """Return the place of each variable of a model, in the order in which they are made.
 
-    The model is built twice: once here, to learn paths and sizes in the order of creation, and once
-    with each variable on its server.
+    The model is built for it: a sketch, whose large variables have no values.
+
+    Args:
+        build_model: builds the model.
+        check: may refuse the sketch.
+        servers: how many there are.
+        named: see `assign`.
+
+    Raises:
+        ConfigError: a variable cannot be placed, or `named` has a server or a glob that fits none.
     """
     made: list[tf.Variable] = []
     sketched = _replaced(Variable, "_initialize_with_initializer", _sketched)
     with tf.variable_creator_scope(_recording(made)), sketched:
         sketch = build_model()
+        check(sketch)
     paths = {id(variable.value): variable.path for variable in sketch.variables}
     seen = {id(variable) for variable in made}
     if escaped := sorted(path for key, path in paths.items() if key not in seen):
@@ -92,15 +111,58 @@ def place(
     sizes = [
         Sized(path=paths.get(id(v), ""), bytes=_bytes(v), group=groups.get(id(v), "")) for v in made
     ]
-    places = zip(sizes, assign(sizes, servers, named), strict=True)
+    chosen = assign(sizes, servers, named)
+    return [Place(each.path, server) for each, server in zip(sizes, chosen, strict=True)]
+
+
+def build_at(build_model: Callable[[], keras.Model], places: Sequence[Place]) -> keras.Model:
+    """Build a model with each variable on its server, in the order in which they are made.
+
+    Raises:
+        ConfigError: a server has no memory for one.
+        ValueError: they are more or fewer than the places.
+    """
+    left, more = iter(places), list[Place]()
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        each, server = next(places)
-        with tf.device(server_device(server)), _memory_for(each.path or "a variable"):
+        place = next(left, None)
+        if place is None:
+            # Not here, where it would be an error of the user's function.
+            place = Place("", 0)
+            more.append(place)
+        with tf.device(server_device(place.server)), _memory_for(place.path or "a variable"):
             return next_creator(**kwargs)
 
     with tf.variable_creator_scope(create):
-        return build_model()
+        model = build_model()
+    if more or (lacking := len(list(left))):
+        differ = f"{len(more)} more" if more else f"{lacking} fewer"
+        raise ValueError(f"the model has {differ} variables than it has places")
+    return model
+
+
+@contextmanager
+def without_values() -> Iterator[list[keras.Variable]]:
+    """Give no values to large variables that are made within; return the list of these.
+
+    They have memory that nobody has touched, and so takes none, and their initializers by `BEGINS`.
+    They are to get other handles: a table is not there twice meanwhile.
+    """
+    made: list[keras.Variable] = []
+
+    def initialized(variable: Any, initializer: Any) -> None:
+        shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
+        if math.prod(shape) * dtype.size < LARGE_BYTES:
+            initialize(variable, initializer)
+            return
+        made.append(variable)
+        setattr(variable, BEGINS, initializer)
+        # On the server of the variable.
+        variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
+
+    initialize = Variable._initialize_with_initializer
+    with _replaced(Variable, "_initialize_with_initializer", initialized):
+        yield made
 
 
 def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
@@ -152,6 +214,11 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._apply_weight_decay = apply_weight_decay
 
 
+def is_of_keras(each: object) -> bool:
+    """Say whether the class of an object is one of Keras's or of this package, and not a user's."""
+    return type(each).__module__.partition(".")[0] in {"keras", "trainer"}
+
+
 def server_device(index: int) -> str:
     """Return TensorFlow's name of a parameter server's CPU."""
     return f"/job:ps/task:{index}/device:CPU:0"
@@ -177,11 +244,16 @@ def optimize_once() -> None:
     """Let TensorFlow go through each graph of this process once to optimize it, and not twice.
 
     The second time took as long as the first one, half a second of each worker for a model with
-    four tables, whenever a task comes back; it made no step faster.
+    four tables, whenever a task comes back; it made no step faster. Nor do the passes that are left
+    out: that of MLIR changes nothing yet, and that of memory moves what a GPU has no room for.
     """
     here = context.context()
     options = here.config
-    options.graph_options.rewrite_options.meta_optimizer_iterations = RewriterConfig.ONE
+    passes = options.graph_options.rewrite_options
+    passes.meta_optimizer_iterations = RewriterConfig.ONE
+    passes.disable_tfg_optimizer = True
+    if not tf.config.list_logical_devices("GPU"):
+        passes.memory_optimization = RewriterConfig.NO_MEM_OPT
     here._config = options
     # Those of this thread are kept otherwise.
     here.function_call_options = None

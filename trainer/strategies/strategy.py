@@ -38,8 +38,7 @@ Batch = tuple[Any, ...]
 # The model, a batch and the model's outputs for it, to a scalar: the mean loss of the batch, with
 # the losses of layers.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# The model, the number of a part and the number of all parts, to a vector of sums over the part's
-# examples, in double precision.
+# The model, and the numbers of a part and of all parts, to a vector of sums over its examples.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
 # How the path of a seed ends; the second of its two numbers counts the draws.
@@ -53,14 +52,15 @@ class Problem:
     Attributes:
         build_model: builds the model; called once on each device that needs a copy.
         build_optimizer: makes the optimizer, not yet built.
+        check: raises `ConfigError` where what is configured cannot be done with the model.
         loss: a model, a batch and the model's outputs to the mean loss; see `Loss`.
         chance_loss: the loss of a blind guess; a loss far above it has diverged.
-        batches: the endless training examples of one task, as `Batch`. It is traced into a graph
-            and run by a worker, in that worker's working folder.
-        totals: a vector of sums over a part of the validation examples, of which every worker has
-            all; traced and run like `batches`. By default nothing is measured.
-        stream: the training examples by their positions, where they are handed out
-            (`data.partition: dynamic`); `batches` is not used then.
+        batches: the endless training examples of one task, as `Batch`. It is traced, and runs in
+            the working folder of a worker.
+        totals: a vector of sums over a part of the validation examples, all of which every worker
+            has; traced and run like `batches`.
+        stream: the training examples by their positions, for `data.partition: dynamic`, where
+            `batches` is not used.
         weighed: a batch as a `train_step` of the model's own takes it: with all weights.
     """
 
@@ -69,6 +69,7 @@ class Problem:
     loss: Loss
     chance_loss: float
     batches: Callable[[], tf.data.Dataset]
+    check: Callable[[keras.Model], None] = field(default=lambda _model: None)
     totals: Totals = field(default=lambda _model, _part, _of: tf.zeros([0], tf.float64))
     stream: Stream | None = None
     weighed: Callable[[Batch], Batch] = field(default=lambda batch: batch)

@@ -24,6 +24,8 @@ _COPIES = "multi_worker_mirrored"
 _SYNCHRONOUS = "sync_parameter_server"
 # Where a gradient is of an earlier step than that of its update.
 _ASYNCHRONOUS = "async_parameter_server"
+# What a variable has that got no values: its initializer.
+BEGINS = "begins_by"
 log = logging.getLogger(__name__)
 
 
@@ -45,8 +47,9 @@ def together(model: keras.Model) -> list[list[tf.Variable]]:
 
 def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
     """Give the tables of a built model the counter of steps, and the slots of their rows."""
-    for table in tables_of(model):
-        table.connect(steps, lambda variable: list(slots_of(optimizer, variable)))
+    tables = tables_of(model)
+    for table in tables:
+        table.connect(steps, lambda variable: list(slots_of(optimizer, variable)), tables[0])
 
 
 def restored(model: keras.Model) -> None:
@@ -135,6 +138,11 @@ def slots_of(
         # Adafactor has a number of each row in one list, and of each column in another.
         if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
             continue
-        with tf.device(slot.value.device):
-            first = tf.reshape(slot.value.sparse_read([0]), [-1])[0]
-        yield slot.value, None if slots is averages else float(first)
+        yield slot.value, None if slots is averages else _first_value(slot)
+
+
+def _first_value(slot: keras.Variable) -> float:
+    if initializer := getattr(slot, BEGINS, None):
+        return float(tf.reshape(initializer([1] * len(slot.shape), dtype=slot.dtype), [-1])[0])
+    with tf.device(slot.value.device):
+        return float(tf.reshape(slot.value.sparse_read([0]), [-1])[0])

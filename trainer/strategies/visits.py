@@ -5,12 +5,16 @@ All epochs are one stream of positions. A position is an example: that of number
 that are free; what a range means is known to every worker without a message. Between two inner
 loops nothing is lent, so that all visits are a `Position`: how far the stream was visited, and the
 gaps before, whose gradients came too late. It is saved with the variables that saw these examples.
+
+`Tally` counts the steps and examples of each worker, however they were handed out, and how stale
+its updates were.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,6 +27,8 @@ from trainer.config.data import DYNAMIC
 log = logging.getLogger(__name__)
 # The first position of a range, and how many follow; in a plan, where it begins in what is next.
 Range = tuple[int, int]
+# Staleness is that of so many of the last closures: enough for a 95th percentile.
+STALENESS_WINDOW = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,3 +199,37 @@ def plan_of(position: Position) -> tf.Tensor:
     In one text: a graph would be traced again for each other number of gaps.
     """
     return tf.constant(np.array(position.plan(), "<i8").tobytes())
+
+
+class Tally:
+    """Sums over one attempt of a chief."""
+
+    def __init__(self, *, batch_size: int) -> None:
+        """Begin at zero; a local step is `batch_size` examples."""
+        self._batch_size = batch_size
+        self._steps = Counter[str]()
+        self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
+
+    def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
+        """Add local steps of a worker and, where it was measured, their mean staleness.
+
+        The staleness of an update is the number of other updates that were applied between its
+        pull and its push.
+        """
+        self._steps[worker] += steps
+        if staleness is not None:
+            self._staleness.append(staleness)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics for the history."""
+        workers = {
+            name: {"local_steps": steps, "examples": steps * self._batch_size}
+            for name, steps in sorted(self._steps.items())
+        }
+        if not self._staleness:
+            return {"workers": workers}
+        return {
+            "workers": workers,
+            "staleness_mean": float(np.mean(self._staleness)),
+            "staleness_p95": float(np.percentile(self._staleness, 95)),
+        }

@@ -146,6 +146,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
+    trial_task.require(objective.task, spec.features)
     make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
 
@@ -184,16 +185,9 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
         strategy.close()
 
 
-def _build_model(
-    config: Config, spec: DatasetSpec, objective: Objective, checked: list[bool]
-) -> keras.Model:
-    if not checked:
-        trial_task.require(objective.task, spec.features)
+def _build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
     model = evaluate.build_model(config, spec, objective)
     freeze(model, config.training.freeze)
-    if not checked:
-        dry_run.require(config, model, objective)
-        checked.append(True)
     return model
 
 
@@ -206,7 +200,8 @@ def _problem(
 ) -> Problem:
     training = config.training
     return Problem(
-        build_model=partial(_build_model, config, spec, objective, []),
+        build_model=partial(_build_model, config, spec, objective),
+        check=lambda model: dry_run.require(config, model, objective),
         # Known once a model was built.
         build_optimizer=lambda: build_optimizer(training, objective.optimizer),
         loss=objective.loss,

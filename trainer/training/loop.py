@@ -151,7 +151,6 @@ def _begun(  # noqa: PLR0913, PLR0917
         problem = hooks.make_problem(snapshots.find(start))
         strategy.begin_visits(stream_of(problem, found))
         strategy.build(problem)
-    snapshots.begin()
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
     kept = strategy.variables() if found else {}
@@ -280,7 +279,7 @@ class _OuterLoop:
     def _run(self) -> int:
         self._strategy.settle(is_whole=True)
         self._catch_up()
-        step = self._strategy.global_step()
+        step, variables = self._strategy.global_step(), self._strategy.variables()
         while step < self._training.steps:
             decision = self._decide(step)
             if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
@@ -302,6 +301,9 @@ class _OuterLoop:
             step = self._after(step, self._inner_loop(step, advance))
             if step < self._training.steps:
                 self.snapshots.take_if_due(step, rests=self._goes_on_since is None)
+                if self._goes_on_since:
+                    # They would wait for it at the first save.
+                    self._journal.prepare_save(variables, self._strategy.io_device)
         # Its files go with the last checkpoint.
         self._profiler.end()
         self.save()
@@ -335,10 +337,12 @@ class _OuterLoop:
 
     def _decide(self, step: int) -> _Decision:
         every = self._training.checkpoint_seconds
+        # First the workers of an attempt get to work.
+        since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),
             stop_early=int(self._stop_early),
-            save=int(0 < every <= time.monotonic() - self._saved_at),
+            save=int(0 < every <= since),
             steps=self._pace.next_steps(step),
         )
         return _Decision(*self._strategy.barrier(*own))

@@ -28,8 +28,9 @@ from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import Checkpoints, restore, resumed
 from trainer.checkpoints.history import VALIDATION
 from trainer.checkpoints.joined import Joined
-from trainer.checkpoints.servers import Variables, server_of
+from trainer.checkpoints.servers import server_of
 from trainer.checkpoints.snapshots import Copied, Snapshots, give_back
+from trainer.checkpoints.tensor_bundle import Variables
 from trainer.cluster import liveness
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import Config
@@ -58,10 +59,7 @@ _NO_OTHER = "no other server has variables"
 
 
 class ServerSnapshots:
-    """What an attempt has on the servers besides: snapshots, and names for the next attempt.
-
-    Snapshots are taken where `cluster.snapshot_seconds` asks for them.
-    """
+    """What an attempt has on the servers besides: snapshots, and names for the next attempt."""
 
     def __init__(
         self, config: Config, strategy: Strategy, checkpoints: Checkpoints | None = None
@@ -69,6 +67,7 @@ class ServerSnapshots:
         """Describe those of a run, which has these checkpoints."""
         self._config, self._strategy, self._checkpoints = config, strategy, checkpoints
         self._made: Snapshots | None = None
+        self._is_wanted = bool(config.cluster.snapshot_seconds and strategy.publishes)
         self._left: LeftVariables | None = None
 
     def find(self, saved: int) -> int:
@@ -84,25 +83,12 @@ class ServerSnapshots:
             return max(saved, 0)
         strategy.connect()
         self._left = LeftVariables(checkpoints.uri, strategy.cluster.count("ps"))
-        refused = whole_only(self._config, strategy)
-        if not strategy.leaves_variables:
-            refused = "training.strategy is another"
+        other = "" if strategy.leaves_variables else "training.strategy is another"
+        refused = other or whole_only(self._config, strategy)
         begins = self._left.begins_at(saved, checkpoints.newest_step, refused)
         if not refused:
             strategy.left = self._left
         return begins
-
-    def begin(self) -> None:
-        """Take memory for copies on the tasks of the strategy, now built; a line says how much."""
-        strategy, seconds = self._strategy, self._config.cluster.snapshot_seconds
-        if not (seconds and strategy.publishes):
-            return
-        groups = strategy.row_groups if isinstance(strategy, Served) else ()
-        with self._or_without():
-            held = joined.held_by(strategy.variables())
-            made = Snapshots(held, groups, strategy.io_device, seconds)
-            log.warning("cluster.snapshot_seconds: %s", made.needs())
-            self._made = made
 
     def seconds_since_save(self) -> float | None:
         """Return how long ago the newest checkpoint was published, for a chief before this one.
@@ -131,14 +117,27 @@ class ServerSnapshots:
     def take_if_due(self, global_step: int, *, rests: bool) -> None:
         """Take a snapshot between two inner loops, if it is time.
 
+        The first one takes memory, and a line says how much: workers are at work by then.
+
         Raises:
             OpError: a task is gone. What else fails ends the snapshots, and not training.
         """
         if self._left and self._checkpoints:
             self._left.note(self._checkpoints.published_step)
-        if self._made and self._made.is_due(rests=rests):
-            with self._or_without():
-                self._made.take(global_step)
+        if not self._is_wanted:
+            return
+        with self._or_without():
+            self._made = made = self._made or self._new()
+            if made.is_due(rests=rests):
+                made.take(global_step)
+
+    def _new(self) -> Snapshots:
+        strategy, seconds = self._strategy, self._config.cluster.snapshot_seconds
+        groups = strategy.row_groups if isinstance(strategy, Served) else ()
+        held = joined.held_by(strategy.variables())
+        made = Snapshots(held, groups, strategy.io_device, seconds)
+        log.warning("cluster.snapshot_seconds: %s", made.needs())
+        return made
 
     def of(self, lost: set[int], noticed: float) -> dict[int, Copied]:
         """Return the newest copies of lost servers, as far as they are left; see `Snapshots.of`."""
@@ -162,7 +161,7 @@ class ServerSnapshots:
             if is_lost(error):
                 raise
             log.warning("no more snapshots of the servers are taken: %s", _line(error))
-            self._made = None
+            self._made, self._is_wanted = None, False
 
 
 class Recovery:

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
-from trainer.strategies.parameter_server import Tally
 from trainer.strategies.turns import Seen
+from trainer.strategies.visits import Tally
 
 LOSS = 2.0
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -20,8 +21,9 @@ from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.config.load import parse_config
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.strategies import left_variables
-from trainer.strategies.left_variables import STEP, LeftVariables
+from trainer.strategies.left_variables import STEP, LeftVariables, MisfitError
 from trainer.strategies.parameter_server import Served
+from trainer.strategies.placement import Place
 from trainer.strategies.remade import Remade
 from trainer.strategies.turns import Turns
 from trainer.strategies.updates.touched_rows import RowGroup
@@ -46,12 +48,12 @@ class Attempt(Served):
     build = run = None
     mixes_steps = leaves_variables = True
 
-    def __init__(self, uri, *, rows=ROWS, mixes=True, **sections):
+    def __init__(self, uri, *, rows=ROWS, mixes=True, places=(), **sections):
         addresses = {"ps": tuple(f"localhost:{n}" for n in SERVERS)}
         super().__init__(
             parse_config(sections), Cluster(addresses=addresses), Task(role="chief", index=0)
         )
-        self.mixes_steps = mixes
+        self.mixes_steps, self._places = mixes, [Place("", server) for server in places]
         self.held = {
             "table": tf.Variable(tf.zeros([rows, 2])),
             "slot": tf.Variable(tf.zeros([rows])),
@@ -82,7 +84,11 @@ class Attempt(Served):
         """Begin as the outer loop does; return the global step found, and whether it is used."""
         found = self.snapshots.find(saved)
         self.turns = Turns(1, self.held[STEP], self.left.permit if self.left else None)
-        if self.take_left(self.turns.held()):
+        try:
+            is_left = self.take_left(self.turns.held())
+        except MisfitError:
+            is_left = self.take_left(self.turns.held())
+        if is_left:
             self.turns.resume()
         return found, self.snapshots.seconds_since_save() is not None
 
@@ -167,6 +173,26 @@ def test_all_rows_count_as_changed_for_the_copies_of_the_next_attempt(uri):
     assert attempt.marks.numpy().all()
 
 
+@pytest.mark.parametrize(
+    ("places", "saved", "begins"), [((1, 0, 1), 5, 10), ((1, 0, 1), 30, 30), ((1, 2), 5, 5)]
+)
+def test_where_variables_are_is_known_before_they_are_made(uri, places, saved, begins):
+    begun(uri, 10, places=places)
+    attempt = Attempt(uri)
+    # The places (1, 2) are of three servers.
+    assert attempt.snapshots.find(saved) == begins
+    assert list(attempt.left.places) == ([*places] if begins == 10 else [])
+
+
+def test_what_got_no_values_and_is_not_used_has_them_then(uri):
+    begun(uri, 10)
+    attempt, dropped = Attempt(uri), keras.Variable(tf.zeros([2]))
+    dropped.begins_by = keras.initializers.Constant(3.0)
+    attempt._hollow = [dropped]
+    assert attempt.begin(5) == (10, True)
+    assert dropped.numpy().tolist() == [3.0, 3.0]
+
+
 def test_it_is_found_itself_also_before_it_trains(uri):
     begun(uri, 10)
     Attempt(uri).begin(5)
@@ -199,6 +225,7 @@ def test_no_turn_of_the_first_one_is_taken_any_more(uri):
         ({"rows": ROWS + 1}, 5, "of other variables"),
         ({"training": {"freeze": ["two/*"]}}, 5, "snapshots or training.freeze"),
         ({"training": {"optimizer": {"name": "sgd"}}}, 5, "of other variables"),
+        ({"cluster": {"placement": {"two": "ps:0"}}}, 5, "of other variables"),
         ({}, 11, "the newest checkpoint is newer"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
@@ -19,13 +20,17 @@ from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import placement
 from trainer.strategies.placement import (
+    Place,
     Sized,
     assign,
+    build_at,
     build_slots,
     optimize_once,
-    place,
+    places_of,
     server_device,
+    without_values,
 )
+from trainer.strategies.table_state import BEGINS, slots_of
 from trainer.training.optimizers import build_optimizer
 
 LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
@@ -121,6 +126,11 @@ def two_layers():
     return keras.Sequential([keras.Input((3,)), *layers])
 
 
+def placed_on(build, servers, named):
+    """Build a model on servers, as a chief does."""
+    return build_at(build, places_of(build, lambda _model: None, servers, named))
+
+
 @pytest.fixture
 def devices(monkeypatch):
     """Tell where variables are asked for; they stand here, where there is no cluster."""
@@ -135,7 +145,7 @@ def devices(monkeypatch):
 
 
 def test_a_model_is_the_same_wherever_its_variables_stand(devices):
-    placed, plain = place(two_layers, 2, {"*/bias": "ps:1"}), two_layers()
+    placed, plain = placed_on(two_layers, 2, {"*/bias": "ps:1"}), two_layers()
     found = zip(placed.variables, devices, strict=False)
     by_path = {variable.path.partition("/")[2] or variable.path: at for variable, at in found}
     assert all(at == 1 for path, at in by_path.items() if path.endswith("bias"))
@@ -145,7 +155,7 @@ def test_a_model_is_the_same_wherever_its_variables_stand(devices):
 
 def test_a_glob_is_held_against_the_paths_of_the_model():
     with pytest.raises(ConfigError, match="'embedding' fits no variable"):
-        place(two_layers, 2, {"embedding": "ps:1"})
+        placed_on(two_layers, 2, {"embedding": "ps:1"})
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
@@ -223,7 +233,12 @@ def test_the_initializer_of_a_large_variable_is_not_asked_for_a_sketch(monkeypat
     assert made[0].numpy().tolist() == [1.0] * 99
 
 
-def test_graphs_are_optimized_once_and_by_all_else_as_before(monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "memory"),
+    [([], RewriterConfig.NO_MEM_OPT), (["/job:worker/GPU:0"], RewriterConfig.DEFAULT_MEM_OPT)],
+)
+def test_graphs_are_optimized_once_and_by_all_else_as_before(monkeypatch, gpus, memory):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda _kind: gpus)
     here = context.context()
     monkeypatch.setattr(here, "_config", None)
     before = here.config
@@ -232,7 +247,60 @@ def test_graphs_are_optimized_once_and_by_all_else_as_before(monkeypatch):
     here.function_call_options = None
     rewrites = sent.graph_options.rewrite_options
     assert rewrites.meta_optimizer_iterations == RewriterConfig.ONE
-    rewrites.ClearField("meta_optimizer_iterations")
+    assert rewrites.disable_tfg_optimizer
+    assert rewrites.memory_optimization == memory
+    for name in ("meta_optimizer_iterations", "disable_tfg_optimizer", "memory_optimization"):
+        rewrites.ClearField(name)
     before.graph_options.rewrite_options.SetInParent()
     before.allow_soft_placement = True
     assert sent == before
+
+
+def test_places_say_where_a_model_is_built_without_a_sketch(devices):
+    built = []
+
+    def build():
+        built.append(1)
+        return two_layers()
+
+    model = build_at(build, [Place("", server) for server in (1, 0, 0, 1)])
+    assert (len(built), devices) == (1, [1, 0, 0, 1])
+    for mine, theirs in zip(model.get_weights(), two_layers().get_weights(), strict=True):
+        assert (mine == theirs).all()
+
+
+@pytest.mark.parametrize(("count", "words"), [(3, "1 more variables"), (5, "1 fewer variables")])
+@pytest.mark.usefixtures("devices")
+def test_a_model_of_more_or_fewer_variables_than_places_is_refused(count, words):
+    with pytest.raises(ValueError, match=words):
+        build_at(two_layers, [Place("", 0)] * count)
+
+
+def test_a_sketch_may_be_refused():
+    def check(model):
+        raise ConfigError(f"{len(model.variables)} are too many")
+
+    with pytest.raises(ConfigError, match="4 are too many"):
+        places_of(two_layers, check, 2, {})
+
+
+def test_large_variables_without_values_say_what_they_would_begin_with(monkeypatch):
+    monkeypatch.setattr(placement, "LARGE_BYTES", 40)
+    with without_values() as hollow:
+        model = two_layers()
+        optimizer = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
+        optimizer.build(model.trainable_variables)
+    # The kernel of 3 x 4 and its slot; the one of 4 x 2 has 32 bytes.
+    assert [each.shape for each in hollow] == [(3, 4)] * 2
+    np.testing.assert_array_equal(
+        getattr(hollow[1], BEGINS)((3, 4), dtype="float32"), np.full((3, 4), 0.25, np.float32)
+    )
+    kernel = model.trainable_variables[0]
+    assert hollow[0] is kernel
+    ((slot, first),) = slots_of(optimizer, kernel)
+    assert slot is hollow[1].value
+    assert first == 0.25
+    for each, same in zip(model.get_weights()[1:], two_layers().get_weights()[1:], strict=True):
+        assert (each == same).all()
+    ((_, real),) = slots_of(optimizer, model.trainable_variables[2])
+    assert real == 0.25

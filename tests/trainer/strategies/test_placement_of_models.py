@@ -28,7 +28,7 @@ def made_in_a_session_of_its_own():
 )
 def test_a_model_whose_variables_escape_is_refused(build):
     with pytest.raises(ConfigError, match=r"early/\w+ cannot be placed .* clear_session"):
-        placement.place(build, 2, {})
+        placement.places_of(build, lambda _model: None, 2, {})
 
 
 def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
@@ -42,7 +42,7 @@ def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
     monkeypatch.setattr(placement, "server_device", lambda _index: "/device:CPU:0")
     words = r"\(CPU\) has no memory for \S+/users/embeddings of type float and shape \[\d+, 16\]"
     with pytest.raises(ConfigError, match=words):
-        placement.place(build, 1, {})
+        placement.build_at(build, placement.places_of(build, lambda _model: None, 1, {}))
 
 
 @pytest.mark.parametrize("rows", [1000, 1001, 1_000_000])

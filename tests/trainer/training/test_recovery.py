@@ -152,15 +152,13 @@ def copying(monkeypatch):
 
     def made(seconds=1.5):
         config = parse_config({"cluster": {"snapshot_seconds": seconds}})
-        found = recovery.ServerSnapshots(config, Servers())
-        found.begin()
-        return found
+        return recovery.ServerSnapshots(config, Servers())
 
     return made
 
 
-def test_their_memory_is_said_at_the_start(copying, caplog):
-    copying()
+def test_their_memory_is_said_with_the_first(copying, caplog):
+    copying().take_if_due(10, rests=False)
     assert "snapshot of the servers every 1.5 s needs memory: " in caplog.text
     of_each = (f"0.0 MB on ps-{n}, and 0.0 MB more there while it is copied" for n in (0, 1))
     assert ", ".join(of_each) in caplog.text

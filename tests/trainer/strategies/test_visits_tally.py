@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from trainer.strategies.parameter_server import NUMBER_FILE, STALENESS_WINDOW, Tally, worker_number
+from trainer.strategies.parameter_server import NUMBER_FILE, worker_number
+from trainer.strategies.visits import STALENESS_WINDOW, Tally
 
 
 def test_nothing_was_done_yet():
