@@ -4,18 +4,23 @@ TensorFlow's servers run whatever graph they are sent, and listen on every addre
 They cannot be told another address, but they can share their port (SO_REUSEPORT). So a socket of
 ours listens first, and makes the kernel choose between the two by a filter: a connection over
 loopback is the server's, any other is ours, which drops it. There is no moment in which the server
-listens and the filter is not in place. See `docs/decisions/0046-ports-on-loopback.md`.
+listens and the filter is not in place. What comes over loopback before the server listens is ours
+too, and closed at once: who is dropped tries again after a second. See
+`docs/decisions/0046-ports-on-loopback.md`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import logging
 import os
 import socket
 import struct
 import sys
+import threading
+import time
 from contextlib import suppress
 
 from trainer.errors import UserError
@@ -59,6 +64,11 @@ _SERVER_IF_LOOPBACK = [
     (_RETURN, 0, 0, 1),
     (_RETURN, 0, 0, 0),
 ]
+# The result is how many bytes of a packet are kept.
+_DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
+# Tasks that look for this one, each several times a second.
+_BACKLOG = 128
+_PAUSE_SECONDS = 0.05
 # A kernel that takes the filter and ignores it spreads connections by chance.
 _TRIALS, _TRIAL_SECONDS = 8, 1.0
 # Open for as long as this process.
@@ -76,9 +86,9 @@ def is_loopback(address: str) -> bool:
 def close_to_others(address: str) -> None:
     """Let only connections over loopback reach the server that this process makes at `address`.
 
-    Called just before the server is made: until then connections over loopback are dropped as well,
-    where they would be refused and tried again. A task whose address is no loopback address has to
-    be reached from elsewhere, and stays open; where the system has no way it does with a warning.
+    Called before the server is made: until then connections over loopback are closed again. A task
+    whose address is no loopback address has to be reached from elsewhere, and stays open; where the
+    system has no way it does with a warning.
 
     Raises:
         UserError: the port is taken.
@@ -89,10 +99,24 @@ def close_to_others(address: str) -> None:
         log.warning(WARNING)
         return
     try:
-        _closed.append(_dropping(int(address.rpartition(":")[2])))
+        held = _listening(int(address.rpartition(":")[2]), _DROP_OTHERS)
     except OSError as error:
         raise UserError(f"cannot serve on {address}: {error.strerror}") from None
+    _closed.append(held)
+    threading.Thread(target=_close_each, args=(held,), name="loopback", daemon=True).start()
     os.environ[_SHARE_PORT] = "1"
+
+
+def _close_each(held: socket.socket) -> None:
+    while True:
+        try:
+            held.accept()[0].close()
+        except OSError as error:
+            if error.errno in {errno.EINVAL, errno.EBADF}:
+                # It was shut down.
+                return
+            # Too many files are open, for now.
+            time.sleep(_PAUSE_SECONDS)
 
 
 def can_close() -> bool:
@@ -100,7 +124,7 @@ def can_close() -> bool:
     if sys.platform != "linux":
         return False
     try:
-        with _dropping(0) as dropping:
+        with _listening(0, _DROP) as dropping:
             port = dropping.getsockname()[1]
             with _bound(port) as server:
                 server.listen(_TRIALS)
@@ -111,13 +135,16 @@ def can_close() -> bool:
     return True
 
 
-def _dropping(port: int) -> socket.socket:
-    """Return a socket that listens on `port` and shares it, and drops what is not over loopback."""
+def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
+    """Return a socket that listens on `port`, and shares it with a server over loopback.
+
+    It gets all else, of which its own filter says what is `passed`.
+    """
     held = _bound(port)
     try:
         _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)
-        _attach(held, _ATTACH_FILTER, _DROP)
-        held.listen(1)
+        _attach(held, _ATTACH_FILTER, passed)
+        held.listen(_BACKLOG)
     except OSError:
         held.close()
         raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +27,8 @@ def closed(monkeypatch):
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "0")
     yield sockets
     for each in sockets:
+        # Who waits for a connection on it is woken by this alone.
+        each.shutdown(socket.SHUT_RDWR)
         each.close()
 
 
@@ -34,6 +38,15 @@ def serve(address):
     server = loopback._bound(int(address.rpartition(":")[2]))
     server.listen()
     return server
+
+
+def is_closed(client):
+    """Say whether the other side closes a connection without a word."""
+    try:
+        client.sendall(b"PRI * HTTP/2.0")
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
 
 
 @linux
@@ -52,6 +65,45 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
             assert reached(loopbacks, [port]) == [(each, port) for each in loopbacks]
         assert reached(others, [port]) == []
         assert server.getsockname()[1] == port
+
+
+@linux
+@pytest.mark.parametrize("family", ["IPv6", "IPv4"])
+def test_before_the_server_listens_a_connection_is_closed_and_not_lost(monkeypatch, family):
+    """A packet that is dropped is sent again after a second, by every task that looks for it."""
+    if family == "IPv4":
+        monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
+    port = local.free_port()
+    loopback.close_to_others(f"127.0.0.1:{port}")
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), 5.0) as early:
+            assert is_closed(early)
+    assert reached(other_addresses(), [port]) == []
+    with loopback._bound(port) as server:
+        server.listen()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as later:
+            accepted, address = server.accept()
+            accepted.close()
+            assert address[1] == later.getsockname()[1]
+
+
+@linux
+def test_too_many_open_files_for_a_while_end_nothing(monkeypatch):
+    failures = iter([OSError(errno.EMFILE, "Too many open files")] * 2)
+    held = SimpleNamespace(accepted=[])
+
+    def accept():
+        if failure := next(failures, None):
+            raise failure
+        if held.accepted:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        held.accepted.append(SimpleNamespace(close=lambda: held.accepted.append("closed")))
+        return held.accepted[0], None
+
+    monkeypatch.setattr(loopback, "_PAUSE_SECONDS", 0.0)
+    held.accept = accept
+    loopback._close_each(held)
+    assert held.accepted[1:] == ["closed"]
 
 
 @linux
