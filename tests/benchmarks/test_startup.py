@@ -41,6 +41,7 @@ def loads(name, forbidden):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROCESSES.keys() - COMPUTE))
 def test_a_step_that_computes_nothing_loads_nothing_heavy(name):
     others = {"sklearn"} if name == "validate_data" else {"sklearn", "scipy"}

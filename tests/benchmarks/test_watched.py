@@ -114,6 +114,7 @@ def test_a_run_is_looked_at_when_its_steps_are_reached(tmp_path):
     assert first.time < last.time
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_reported(tmp_path):
     config = load_config(None, ["data.dataset=no_such_dataset"])
     with pytest.raises(RuntimeError, match="no_such_dataset"):

@@ -63,7 +63,9 @@ def whole(dataset) -> Whole:
     return Whole(dataset, spec, Counter(examples))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 8))]
+)
 def test_an_epoch_of_all_workers_is_every_example_once(whole, tmp_path, monkeypatch, workers):
     seen: Counter[tuple[bytes, int]] = Counter()
     folders = staged(whole.uri, tmp_path, workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cache
 
 import pytest
 import yaml
@@ -25,6 +26,17 @@ PAGES = [
 ]
 NAMED = pytest.mark.parametrize("document", PAGES, ids=lambda document: str(document.path))
 SECTIONS = {name for name in Config.model_fields if name != "name"}
+VARIABLE = re.compile(r"FLOTILLA_[A-Z_]+")
+
+
+@cache
+def variables_of_the_code():
+    """Return the names of all variables of the environment that the code has."""
+    return {
+        name
+        for source in (text("Makefile"), *map(text, python_files()))
+        for name in VARIABLE.findall(source)
+    }
 
 
 @NAMED
@@ -102,8 +114,7 @@ def test_every_link_leads_somewhere(document):
 @NAMED
 def test_every_variable_is_read_by_the_code(document):
     whole = document.prose + "".join(block.text for block in document.blocks)
-    source = text("Makefile") + "".join(map(text, python_files()))
-    assert not [name for name in re.findall(r"FLOTILLA_[A-Z_]+", whole) if name not in source]
+    assert not set(VARIABLE.findall(whole)) - variables_of_the_code()
 
 
 @NAMED

@@ -297,6 +297,7 @@ def test_a_thousand_damaged_records(attack, number, damage):
     attack(number, damage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "fifo", "loop", "dangling", "absent"])
 def test_what_is_in_the_place_of_a_record_hides_no_other(attack, place):
     for number in range(len(attack.records)):

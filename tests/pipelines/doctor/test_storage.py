@@ -95,6 +95,7 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
     assert store.keys(store.bucket) == []
 
 
+@pytest.mark.slow
 def test_what_hangs_with_what_it_wrote_is_named(doctor, store, monkeypatch):
     monkeypatch.setattr("pipelines.doctor.checks.STORAGE_SECONDS", 0.5)
     monkeypatch.setattr(examination, "TIDY_SECONDS", 0.5)

@@ -8,6 +8,8 @@ from pipelines.runs import local_status
 from tests.pipelines.called import call, content, setting
 from trainer import storage
 
+pytestmark = pytest.mark.slow
+
 DATASET = {"train": 1293, "validation": 144, "test": 360}
 
 

@@ -61,6 +61,7 @@ def bytes_of_shards(dataset):
     return sum(file.bytes for file in files if file.path.endswith(".tfrecord"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("builder", "feature"), [("Pictures", "image"), ("Everything", "image")])
 def test_the_pixels_are_the_same_encoded_or_not(prepared, contents, builder, feature):
     plain, encoded = prepared(builder), prepared(builder, image=SIZE)

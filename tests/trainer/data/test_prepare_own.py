@@ -271,7 +271,7 @@ def test_the_download_is_kept_where_tfds_keeps_it(prepared, kept, monkeypatch):
     ],
     ids=["missing", "cut", "empty", "double"],
 )
-@pytest.mark.parametrize("name", ["Pictures", "Small"])
+@pytest.mark.parametrize("name", [pytest.param("Pictures", marks=pytest.mark.slow), "Small"])
 def test_a_kept_dataset_that_is_damaged(prepared, kept, name, harm, words):
     prepared(name)
     (path,) = kept.rglob("*-train.tfrecord-*")

@@ -85,6 +85,7 @@ def test_the_seed_gives_the_order(numbered, buffer):
     assert first != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [1, 8, 23, 24, 60, 2**40])
 def test_the_order_in_memory_goes_on_where_it_was(numbered, taken):
     spec, files = numbered(23)

@@ -58,6 +58,7 @@ def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, mo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0)])
 def test_a_nan_is_found_wherever_it_is(run, blessed, tmp_path, monkeypatch, where):
     reader, column = where

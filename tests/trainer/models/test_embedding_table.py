@@ -211,6 +211,7 @@ def test_a_text_that_shares_only_its_key_has_no_row(monkeypatch):
     assert trained(layer, [1, 2]).any(axis=1).tolist() == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Ftrl", "Adam"])
 def test_a_row_of_another_id_begins_anew_with_every_optimizer(name):
 
@@ -397,6 +398,7 @@ def test_replicas_with_copies_of_their_own_are_refused_in_a_line_with_the_key():
         registry.build(ModelConfig(name="two_tower", args={"tables": tables}), spec, 0)
 
 
+@pytest.mark.slow
 def test_a_table_that_no_memory_has_room_for_is_one_line():
     spec = InputSpec(
         shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)

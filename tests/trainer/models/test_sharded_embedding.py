@@ -61,6 +61,7 @@ def test_it_gives_the_rows_of_one_table(shards, ids):
     np.testing.assert_array_equal(found.numpy(), whole(np.array(ids)).numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", BATCHES)
 @pytest.mark.parametrize("shards", [1, 2, 3, ROWS])
 def test_its_gradient_is_that_of_one_table(shards, ids):

@@ -83,6 +83,7 @@ def check(root: str, ends: list[Any]) -> None:
             )
 
 
+@pytest.mark.slow
 def test_two_promotions_at_once_leave_one_champion_and_both_know_it(
     root: str, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_two_promotions_at_once_leave_one_champion_and_both_know_it(
     check(root, ends)
 
 
+@pytest.mark.slow
 def test_a_promotion_and_a_rollback_at_once(root: str, tmp_path: Path) -> None:
     for number, text in enumerate("abc", start=1):
         register(root, tmp_path, text)
@@ -110,6 +112,7 @@ def test_a_promotion_and_a_rollback_at_once(root: str, tmp_path: Path) -> None:
     check(root, ends)
 
 
+@pytest.mark.slow
 def test_two_registrations_at_once_have_versions_of_their_own(root: str, tmp_path: Path) -> None:
     models = {}
     for text in "abcd":

@@ -143,6 +143,7 @@ def test_tls_that_is_cut_is_an_outage_and_no_tls_is_none(
         assert "CA_BUNDLE" in remedies[Trouble.NO_TLS]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
     ("status", "body"),

@@ -30,6 +30,7 @@ def uri(bucket: BucketPlace) -> str:
     return storage.join(bucket.root, "a b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_publication_outlives_a_fault_of_every_request(
     make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
@@ -43,6 +44,7 @@ def test_a_publication_outlives_a_fault_of_every_request(
     assert fetched(uri, tmp_path) == files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fetch_outlives_faults(
     make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str

@@ -46,6 +46,7 @@ def test_the_checksums_are_crc32c(make: Make, uri: str) -> None:
     assert (entry.bytes, entry.crc32c) == (9, "e3069283")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3 * 2**20 + 7, 2**23 - 1, 2**23, 2**23 + 1, 5 * 2**22 + 1])
 def test_a_file_of_more_than_one_chunk(make: Make, uri: str, tmp_path: Path, size: int) -> None:
     data = os.urandom(size)

@@ -89,6 +89,7 @@ def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
     assert set(bucket.content(bucket.root)) == named
 
 
+@pytest.mark.slow
 def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(
     bucket: BucketPlace, make: Make, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_glob_is_held_against_the_paths_of_the_model():
         placed_on(two_layers, 2, {"embedding": "ps:1"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_slots_on_the_servers_of_their_variables_update_alike(name):
     def updated(build):

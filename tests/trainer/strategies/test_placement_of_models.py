@@ -31,6 +31,7 @@ def test_a_model_whose_variables_escape_is_refused(build):
         placement.places_of(build, lambda _model: None, 2, {})
 
 
+@pytest.mark.slow
 def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
     # The first model is the sketch, of which nothing has values.
     rows = iter([2, 2**46])

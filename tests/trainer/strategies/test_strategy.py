@@ -96,6 +96,7 @@ def test_layers_are_in_training():
     assert not np.array_equal(mean.numpy(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_update_of_every_optimizer_is_counted_once(name):
     model, optimizer = built(name, linear)

@@ -24,6 +24,7 @@ def case(dtype="int64", names=(), rare=0.0):
     return BinaryClassification(wanted), labels.astype(dtype), outputs - np.float32(rare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int64", "bool", "uint8"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_are_those_of_scikit_learn(dtype, weighted):

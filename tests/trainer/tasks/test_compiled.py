@@ -84,6 +84,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
 @pytest.mark.parametrize("kind", COMPILED)
 def test_loss_and_metrics_are_those_of_keras(kind, weights):

@@ -27,6 +27,7 @@ def case(dtype="int64", empty=False):
     return task, labels.astype(dtype), outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float32"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_are_those_of_scikit_learn(dtype, weighted):

@@ -31,6 +31,7 @@ def case(shape, **args):
     return task, labels, outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", LABELS)
 @pytest.mark.parametrize("standardize", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -78,6 +78,7 @@ def test_a_model_that_is_loaded_fits(tmp_path):
     assert fitted(tmp_path, "loaded", path=str(path)).parameters == 610
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["scaled_input", "scale", "input", "image", "label", "rescaling", "logits"]
 )

@@ -33,7 +33,11 @@ def stop_after(looks):
 
 @pytest.mark.parametrize(
     ("optimizer", "dropout"),
-    [pytest.param("adam", 0, marks=pytest.mark.slow), ("adafactor", 0), ("sgd", 0.5)],
+    [
+        pytest.param("adam", 0, marks=pytest.mark.slow),
+        pytest.param("adafactor", 0, marks=pytest.mark.slow),
+        ("sgd", 0.5),
+    ],
 )
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path, optimizer, dropout):
     problem = problem_of(partial(dense, dropout), optimizer)

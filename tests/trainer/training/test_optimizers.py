@@ -52,6 +52,7 @@ def test_each_optimizer_is_plain_and_has_the_learning_rate(name):
     assert float(optimizer.learning_rate) == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(optimizers.available()))
 def test_each_optimizer_learns_inside_a_function(name):
     keras.utils.set_random_seed(0)

@@ -47,6 +47,7 @@ def trained(name, args, *, dense):
     return table.numpy(), other.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "args"), VARIANTS, ids=[" ".join([name, *args]) for name, args in VARIANTS]
 )

@@ -50,6 +50,7 @@ def split(prepared, name, part):
     return next(iter(evaluation_batches(spec, files, batch_size=5000)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENT)
 def test_it_has_examples_and_a_task(prepared, name):
     spec, _ = prepared(name)

@@ -64,6 +64,7 @@ def operations(optimizer, variables):
     return [each.type for each in graph.get_concrete_function(*signature).graph.get_operations()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
 @pytest.mark.parametrize(("name", "args"), FUSED, ids=str)
 def test_it_moves_variables_and_slots_as_keras_does(name, args, rows):

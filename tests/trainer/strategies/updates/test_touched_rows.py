@@ -354,6 +354,7 @@ def marked(groups):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("adagrad", 1), ("sgd", 0)])
 def test_rows_that_an_update_moves_are_marked(monkeypatch, optimizer, slots):
     groups, update = noting(monkeypatch, optimizer)
