@@ -27,8 +27,8 @@ from benchmarks.relay import count
 from trainer.cluster import signals
 from trainer.config.load import parse_config
 from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.batch_rows import RowsOnce
 from trainer.strategies.strategy import Problem, gradient_of
+from trainer.strategies.updates.batch_rows import RowsOnce
 from trainer.topology import Cluster, Task
 from trainer.training.optimizers import build_optimizer
 

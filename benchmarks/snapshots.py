@@ -24,9 +24,9 @@ from trainer.checkpoints.servers import size_of
 from trainer.cluster import signals
 from trainer.config.load import parse_config
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.batch_rows import RowsOnce
 from trainer.strategies.strategy import Problem, create
 from trainer.strategies.updates import touched_rows
+from trainer.strategies.updates.batch_rows import RowsOnce
 from trainer.topology import from_tf_config
 from trainer.training.loop import Pace
 from trainer.training.optimizers import build_optimizer

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -41,6 +42,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Keras and TensorFlow put their own words before those of the error, and some after them.
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
+# Of a graph that another process has traced.
+_NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
 _MAX_TRACEBACK = 12_000
 _imported: set[str] = set()
 
@@ -114,10 +117,15 @@ def line_of(error: BaseException) -> str:
     return f"{name}{f': {text}' if text != name else ''}{f' ({place})' if place else ''}"
 
 
+def text_of(error: BaseException) -> str:
+    """Return all that an error says, without colours and stacks that TensorFlow does not have."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    return _NO_STACK.sub("", _COLOURS.sub("", text))
+
+
 def message_of(error: BaseException) -> str:
     """Return what an error says, in one line and without what Keras and TensorFlow add."""
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
-    text = _COLOURS.sub("", text)
+    text = text_of(error)
     if wrapped := _WRAPPED.search(text) or _GRAPH.search(text):
         return wrapped[1].strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -284,6 +292,18 @@ def digest(what: str, module: str) -> str:
         left += _imported_by(tree, package)
     joined = json.dumps(sources, sort_keys=True)
     return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def loaded_digest() -> str:
+    """Return a hash of the user's modules that this process has loaded, as their files are now."""
+    hashes = {}
+    for name, module in sorted(sys.modules.items()):
+        # Not by an attribute, for which a lazy module may load what is not there.
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and _is_users(file, name):
+            with suppress(OSError):
+                hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def is_users(module: str) -> bool:

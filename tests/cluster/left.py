@@ -2,8 +2,8 @@
 
 Its SPEC is a JSON file: `config` (sections that differ from the defaults), `uri` of the checkpoints
 of its run, `saved`, the global step of the newest of them or -1, `layers`, how many the model has
-more, and `torn`, whether it dies while it assigns values. A line of JSON says what was found, and
-what it leaves.
+more, and `torn`, whether it dies while it assigns values. A line of JSON says what was found,
+whether the step was traced, and what it leaves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+
+from tensorflow.python.eager import context
 
 from tests.cluster.lead import say
 from tests.cluster.snapshotted import STEPS, described, problem, values_of
@@ -35,6 +37,7 @@ def main() -> None:
     if spec["torn"]:
         strategy.settle(is_whole=False)
     left = values_of(strategy.variables())
+    names = context.context().list_function_names()
     say(
         found=found,
         used=snapshots.seconds_since_save() is not None,
@@ -42,6 +45,7 @@ def main() -> None:
         step=strategy.global_step(),
         left={path: each.tolist() for path, each in left.items()},
         metrics=strategy.metrics()["tables"],
+        traced=not any(each.startswith("left_") for each in names),
     )
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -15,7 +15,7 @@ from trainer.events import AttemptBegin, Restart, ServersLost
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_next_chief_goes_on_with_what_is_there(tmp_path, servers):
     cluster = {"parameter_servers": servers, "workers": 1}
 
@@ -45,6 +45,9 @@ def test_the_next_chief_goes_on_with_what_is_there(tmp_path, servers):
     assert [(each["found"], each["used"]) for each in (first, other)] == [(0, False), (3, False)]
     assert (second["found"], second["used"], second["step"]) == (STEPS, True, 2 * STEPS)
     assert second["begun"] == first["left"]
+    # Who goes on with the variables has their graph too.
+    assert [not each["traced"] for each in (second, third, last)] == [True] * 3
+    assert all(each["traced"] for each in (first, other, fourth, fifth, more, fewer))
     assert second["left"] != second["begun"]
     # Every id of the batches has one row, although two chiefs gave them out.
     assert second["metrics"]["grown"]["rows"] == IDS

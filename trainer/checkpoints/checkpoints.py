@@ -39,7 +39,7 @@ from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
 from trainer.statistics import statistics
-from trainer.statistics.learnt import NOTHING
+from trainer.statistics.statistics import NOTHING
 from trainer.storage.errors import reported
 from trainer.strategies import table_state
 from trainer.strategies.updates.averaging import AVERAGE, MODEL

@@ -14,8 +14,7 @@ from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
 from trainer.config.model import KERAS, initial_weights
 from trainer.config.schema import TrainingConfig
-from trainer.statistics.learnt import Learnt
-from trainer.statistics.statistics import FILE
+from trainer.statistics.statistics import FILE, Learnt
 
 
 def of_dataset(uri: str) -> Learnt:

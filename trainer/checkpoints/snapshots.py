@@ -27,7 +27,7 @@ import tensorflow as tf
 from trainer.checkpoints.servers import side_by_side, size_of
 from trainer.checkpoints.tensor_bundle import Variables
 from trainer.strategies.placement import fetched, operating_at, server_device
-from trainer.strategies.remade import Remade
+from trainer.strategies.remade import FirstValues, Remade, without_name
 from trainer.strategies.updates.touched_rows import RowGroup
 
 # So many bytes of rows are on their way at once: no more of a server's memory is needed.
@@ -163,11 +163,11 @@ class _Copy:
         self._chief = f"{io_device or ''}/device:CPU:0"
         self._device = self._chief if peer is None else server_device(peer)
         paths = {id(each): path for path, each in held.items()}
-        with tf.device(self._device):
-            self.variables = {
-                path: tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False)
-                for path, each in held.items()
-            }
+        first = FirstValues()
+        self.variables = {}
+        for path, each in held.items():
+            of = each.shape, each.dtype, self._device
+            self.variables[path] = without_name(*of, first.of(*of, tf.zeros))
         self._groups = [each for each in groups if id(each.variables[0]) in paths]
         self._of_groups = [
             [self.variables[paths[id(each)]] for each in group.variables] for group in self._groups

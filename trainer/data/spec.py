@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.statistics.learnt import NOTHING, Learnt
+from trainer.statistics.statistics import NOTHING, Learnt
 from trainer.storage import Manifest
 
 KIND = "dataset"

@@ -13,13 +13,14 @@ import keras
 
 from trainer.errors import ConfigError, nearest
 from trainer.models.vocabulary import Vocabulary, Words
-from trainer.statistics.learnt import NOTHING, Learnt
 from trainer.statistics.statistics import (
+    NOTHING,
     NUMBER,
     TENSOR,
     TEXT,
     UNKNOWN_KIND,
     FeatureStatistics,
+    Learnt,
 )
 
 

@@ -1,7 +1,8 @@
 """What is known of the examples of a dataset: `statistics.json`, and `examples.npz` beside it.
 
 The first has what people and models ask for. The second has for each split what two datasets are
-compared by: hashes of examples, and a sample of their values.
+compared by: hashes of examples, and a sample of their values. A model learns from the first
+(`Learnt`); nothing is read until it asks.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from trainer.json_records import from_tree, parse
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
+# Gives the content of the first file, empty where there is none yet, and where it is from.
+Read = Callable[[], tuple[bytes, str]]
 #: Of a feature before its dataset is prepared.
 UNKNOWN_KIND = "unknown"
 
@@ -146,3 +150,31 @@ def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:
             if name.startswith(prefix)
         },
     )
+
+
+class Learnt:
+    """The statistics of the training split, as a model asks for them."""
+
+    def __init__(self, read: Read) -> None:
+        """Read them with `read`, once, when they are asked for."""
+        self._read = read
+        #: The content of `statistics.json` where it was asked for: what a checkpoint has to keep.
+        self.data = b""
+
+    @cached_property
+    def features(self) -> Mapping[str, FeatureStatistics]:
+        """The statistics of each feature.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        data, uri = self._read()
+        if not data:
+            return {}
+        found = from_bytes(data, uri).splits["train"].features
+        self.data = data
+        return found
+
+
+#: Before any data is prepared nothing is known of any feature.
+NOTHING = Learnt(lambda: (b"", ""))

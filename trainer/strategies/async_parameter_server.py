@@ -32,13 +32,24 @@ from trainer.strategies.gradients import (
     push,
     push_state,
 )
+from trainer.strategies.left_graphs import LeftGraphs
 from trainer.strategies.left_variables import MisfitError
 from trainer.strategies.parameter_server import LONG_RUN, Call, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Batch, Loss, Problem, Report
 from trainer.strategies.towers import ONE, Towers
-from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone, portions
+from trainer.strategies.turns import (
+    LOSS,
+    OTHERS,
+    UPDATES,
+    Turns,
+    alone,
+    on_each_worker,
+    portions,
+    unit_of,
+    unit_of_speed,
+)
 from trainer.strategies.updates import row_cache
 from trainer.strategies.updates.loss_scale import LossScale
 
@@ -64,23 +75,6 @@ def turn_of(steps: int, *, whole: bool) -> int:
     be traced again for each update in the graph.
     """
     return TURN if whole and steps >= LONG_RUN else 1
-
-
-def unit_of(steps: int, workers: int, turn: int) -> int:
-    """Return how many updates are made at once of so many that are left: `turn`, or 1 of few."""
-    # With fewer turns the wait for the last of them would take most of the time.
-    return turn if steps >= 4 * turn * workers else 1
-
-
-def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
-    """Return how many updates workers that go on make at once, at `steps` of all in a second.
-
-    `now` is how many they make so far, which is changed only where it pays: all rest meanwhile.
-    """
-    # One by one an update takes about twice as long as in a turn. A turn is to end within a second,
-    # so that a worker which is asked to stop does.
-    fewest = 1 if now == turn else 2
-    return turn if steps >= fewest * turn * workers else 1
 
 
 class AsyncParameterServer(Served):
@@ -121,9 +115,10 @@ class AsyncParameterServer(Served):
             self._turns = Turns(self._workers, self.applied, permit)
         if self.take_left(self._turns.held()):
             self._turns.resume()
-            self.each_worker(lambda: alone(lambda: None), HALT_SECONDS)
+            on_each_worker(self._workers, lambda: alone(lambda: None), HALT_SECONDS)
         self._look()
         self._reported = self._seen.reports
+        self._graphs = LeftGraphs(self.config, self.left, self.handles, self.towers.devices)
         make = self._portion if self.stream else self._loop
         self._closures = {unit: make(update, unit) for unit in (1, TURN)}
 
@@ -158,9 +153,18 @@ class AsyncParameterServer(Served):
 
     def remake(self, remade: Remade) -> None:
         """Begin with no turn."""
-        self._unit, self._has_turned = 0, False
+        self._has_turned = False
         if self._turns.remake(remade):
             self._reported = 0 * self._reported
+
+    def prepare(self) -> None:
+        """Have workers that were at it get their graph ready again; there is no turn yet."""
+        unit, self._unit = self._unit, 0
+        # It may have failed when they were halted.
+        self._turns.extend(0)
+        # What is pushed of a cache would be added to values that are being assigned.
+        for _ in range(self._workers if unit and not self._cache else 0):
+            self._send(unit)
 
     def _look(self) -> None:
         self._seen = self._turns.look()
@@ -208,10 +212,13 @@ class AsyncParameterServer(Served):
         self.warming = unit > 1 and not self._has_turned
         # That of a dead worker waits for its return, or for another one that ends.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
-            number = tf.constant(self._closure, tf.int64)
-            self.coordinator.schedule(self._closures[unit], args=(self._iterator, number))
+            self._send(unit)
             self._sent += 1
-            self._closure += 1
+
+    def _send(self, unit: int) -> None:
+        number = tf.constant(self._closure, tf.int64)
+        self.coordinator.schedule(self._closures[unit], args=(self._iterator, number))
+        self._closure += 1
 
     def _end(self) -> None:
         self._turns.extend(0)
@@ -233,11 +240,11 @@ class AsyncParameterServer(Served):
         for index, row in enumerate(new):
             if made := int(row[UPDATES]):
                 self._count(index, made, row[OTHERS])
-        return Report(
-            loss=self._loss,
-            metrics=self.metrics(),
-            global_step=self._seen.applied if self._unit else None,
-        )
+        reached = self._seen.applied if self._unit else None
+        report = Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
+        if updates:
+            self._graphs.leave(self._closures)
+        return report
 
     def _count(self, worker: int, updates: int, others: float) -> None:
         # A worker pulls right after it has pushed: in between are only updates of others.
@@ -250,9 +257,12 @@ class AsyncParameterServer(Served):
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
+            if (worker := self._graphs.called(turn, iterator, closure)) is not None:
+                return worker
             # It stays on the server, whatever turn it is.
             own, worker = turns.begin(closure), worker_number()
-            self._open_cache(own)
+            if self._cache:
+                self._cache.open(own[1])
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
                 began, total = turns.began(), tf.constant(0.0)
@@ -371,23 +381,11 @@ class AsyncParameterServer(Served):
 
         return self._of_rows(problem, partial(self._cache.sent, rate))
 
-    def _open_cache(self, own: tf.Tensor) -> None:
-        if self._cache:
-            self._cache.open(own[1])
-
     def _push_cache(self) -> None:
         """Push what a worker has summed up, before it rests; it is no update of its own."""
-        if not self._cache:
-            return
-        cache, optimizer, trained = self._cache, self.optimizer, self.model.trainable_variables
-
-        def push() -> None:
-            found = cache.push_all()
-            variables = [each for each in trained if id(each) in found]
-            sums = optimizer._clip_gradients([found[id(each)] for each in variables])
-            optimizer._backend_update_step(sums, variables, optimizer.learning_rate)
-
-        self.connected.run(push)
+        if cache := self._cache:
+            trained = self.model.trainable_variables
+            self.connected.run(lambda: cache.apply_all(self.optimizer, trained))
 
     def _local_steps(self, problem: Problem) -> Update:
         training = self.config.training

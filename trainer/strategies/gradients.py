@@ -21,9 +21,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 from trainer.strategies import table_state
-from trainer.strategies.batch_rows import Lookups, Sent, Unforeseen
 from trainer.strategies.strategy import Batch, Loss
 from trainer.strategies.towers import ONE, Towers
+from trainer.strategies.updates.batch_rows import Lookups, Sent, Unforeseen
 from trainer.strategies.updates.loss_scale import LossScale
 
 Tensors = list[tf.Tensor]

@@ -38,7 +38,7 @@ from trainer.strategies.strategy import Strategy
 log = logging.getLogger(__name__)
 # Of a `Left`, and of what has names: the chief of a version with another form looks for other ones,
 # as servers may be older than it. To be counted up with each change.
-FORM = 3
+FORM = 4
 # What does not answer for so long is taken as gone.
 ANSWER_SECONDS = 10.0
 # The counter of steps, whose number is 0.
@@ -121,6 +121,8 @@ class LeftVariables:
         #: The servers of the variables of the model, in the order in which they are made, where
         #: this chief is to go on with what is left.
         self.places: Sequence[int] = ()
+        #: The graph of the chief before, and of this one (`trainer.strategies.left_graphs`).
+        self.found_graph = self.graph = b""
         #: The names of variables by their `id`; they live as long as this.
         self.names = {id(each): f"{self._run}-{n}" for n, each in enumerate(self._states)}
         self.names[id(self.permit)] = self._of_writer(self._writer)
@@ -204,10 +206,32 @@ class LeftVariables:
             self.places, self._placed = places, self._list_of_places(said)
             self._placed.assign(places)
             self.names[id(self._placed)] = self._of_places(said)
+            self._take_graph(said)
             self._rename_all(said)
             for number, part in enumerate(parts):
                 part.rename(*_of_map(self._name(said, number)))
         return self.is_taken
+
+    def _take_graph(self, said: Left) -> None:
+        self._graph = self._named([], tf.string, 0, name := self._of_graph(said))
+        self.names[id(self._graph)] = name
+        with tf.device(self._graph.device):
+            if self.is_taken:
+                self.found_graph = bytes(fetched(self._graph.read_value()))
+            # One that ends its chief is not there for the next one.
+            self._graph.assign("")
+
+    def leave_graph(self, graph: bytes) -> None:
+        """Leave a graph for the next chief; raises as `settle` does."""
+        self.graph = graph
+
+        def leave(graph: tf.Tensor) -> None:
+            # Nobody frees it where this chief was taken for dead.
+            with tf.control_dependencies([self.permit.read_value()]):
+                self._graph.assign(graph, read_value=False)
+
+        with operating_at(self._graph.device):
+            tf.function(leave, autograph=False)(tf.constant(graph))
 
     def _new(self, layout: int, sizes: Mapping[str, int]) -> Left:
         return Left(
@@ -263,6 +287,8 @@ class LeftVariables:
         self._register(replace(self._said, is_whole=0))
         if remade.variable(self._placed):
             self._placed.assign(self.places)
+        if remade.variable(self._graph):
+            self._graph.assign(self.graph)
 
     def forget(self) -> None:
         """Free the memory of what has names, where servers answer, and no other chief took it."""
@@ -370,7 +396,7 @@ class LeftVariables:
         names = [self._name(left, number) for number in range(max(left.variables, left.maps))]
         handles = [
             tf.raw_ops.VarHandleOp(shape=[], dtype=tf.float32, shared_name=name)
-            for name in [*names[: left.variables], self._of_places(left)]
+            for name in [*names[: left.variables], self._of_places(left), self._of_graph(left)]
         ]
         for ids, mutex in map(_of_map, names[: left.maps]):
             # As a shard makes it; one of another kind would be another resource.
@@ -388,6 +414,9 @@ class LeftVariables:
 
     def _of_places(self, left: Left) -> str:
         return f"{self._run}-{left.token}-places"
+
+    def _of_graph(self, left: Left) -> str:
+        return f"{self._run}-{left.token}-graph"
 
     def _permit(self, writer: int) -> tf.Variable:
         return self._named([], tf.int64, 0, self._of_writer(writer))

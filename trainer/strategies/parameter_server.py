@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -18,9 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from trainer import user_code
-from trainer.errors import ClusterLostError, ConfigError
+from trainer.errors import ConfigError
 from trainer.strategies import table_state
-from trainer.strategies.batch_rows import Lookups, Unforeseen, lookups_of
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
 from trainer.strategies.left_variables import STEP, LeftVariables
 from trainer.strategies.placement import (
@@ -28,12 +27,10 @@ from trainer.strategies.placement import (
     build_at,
     build_slots,
     is_of_keras,
-    operating_at,
     optimize_once,
     places_of,
     server_device,
     without_values,
-    worker_device,
 )
 from trainer.strategies.remade import Remade, connect_again, is_lost
 from trainer.strategies.strategy import (
@@ -46,6 +43,7 @@ from trainer.strategies.strategy import (
 )
 from trainer.strategies.towers import towers_of
 from trainer.strategies.updates import touched_rows
+from trainer.strategies.updates.batch_rows import Lookups, Unforeseen, lookups_of
 from trainer.strategies.updates.touched_rows import RowGroup
 from trainer.strategies.visits import Tally, plan_of
 
@@ -53,6 +51,8 @@ log = logging.getLogger(__name__)
 
 # The graph of unrolled steps takes seconds to trace, which a shorter run does not win back.
 LONG_RUN = 2000
+# Workers that are there have their graphs ready by then.
+READY_SECONDS = 20.0
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
 # A closure and its arguments.
@@ -98,6 +98,8 @@ class Served(KerasStrategy):
     _tally: Tally
     _configured: Sequence[tuple[tf.Variable, Any]] = ()
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
+    #: Variables that have names on the servers, by what they are.
+    _outlive: Mapping[str, tf.Variable] = MappingProxyType({})
 
     def connect(self) -> None:
         """Connect to all tasks and wait until they answer.
@@ -213,12 +215,25 @@ class Served(KerasStrategy):
             # The model function has made it, and does not use it.
             if id(each.value) not in held:
                 each.assign(getattr(each, table_state.BEGINS)(each.shape, dtype=each.dtype))
+        self._outlive = variables
         places = [place.server for place in self._places]
         is_left = self.left.take(variables, parts, described, places)
         for each in marks.values():
             # Of this chief's snapshots all rows are new.
             each.assign(tf.ones(each.shape, tf.bool))
         return is_left
+
+    def handles(self) -> dict[str, tf.Tensor]:
+        """Return the handles of what each chief of a run has on the servers, by what they are."""
+        tables = table_state.tables_of(self.model)
+        parts = [part for table in tables for part in table.parts()]
+        return {
+            **{name: each.handle for name, each in self._outlive.items()},
+            **({"permit": self.left.permit.handle} if self.left else {}),
+            **{f"configured/{n}": each.handle for n, (each, _) in enumerate(self._configured)},
+            **{f"map/{n}": each.map for n, each in enumerate(parts)},
+            **{f"mutex/{n}": each.mutex for n, each in enumerate(parts)},
+        }
 
     def settle(self, *, is_whole: bool) -> None:
         """Say whether the variables have values that the next chief may go on from."""
@@ -306,32 +321,6 @@ class Served(KerasStrategy):
             )
         return iter(made)
 
-    def each_worker(self, work: Callable[[], None], seconds: float) -> None:
-        """Run operations on each worker, and wait for them; one that is gone has done its own.
-
-        Raises:
-            ClusterLostError: a worker has not done them after so many seconds.
-        """
-        made = tf.function(work, autograph=False).get_concrete_function()
-
-        def one(number: int) -> None:
-            with suppress(tf.errors.OpError), operating_at(worker_device(number)):
-                made()
-
-        threads = [
-            threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
-            for number in range(self.cluster.count("worker"))
-        ]
-        for each in threads:
-            each.start()
-        deadline = time.monotonic() + seconds
-        for each in threads:
-            each.join(max(0.0, deadline - time.monotonic()))
-            if each.is_alive():
-                raise ClusterLostError(
-                    f"{each.name} has not ended after {seconds:g} s what it did for a chief before"
-                )
-
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
         """Return the arguments that lend a closure what comes so many batches after the position.
 
@@ -361,11 +350,16 @@ class Served(KerasStrategy):
         with suppress(Exception):
             self.coordinator.join()
 
-    def rejoin(self, lost: Collection[int], assign: Callable[[Remade], None]) -> None:
+    def rejoin(
+        self,
+        lost: Collection[int],
+        others: Callable[[Remade], None],
+        assign: Callable[[], None],
+    ) -> None:
         """Go on with servers that were started again, without a new attempt.
 
-        To be called when nothing runs on the cluster (`halt`), and the servers answer. `assign` has
-        to give values to the variables of a checkpoint that were there.
+        To be called when nothing runs on the cluster (`halt`), and the servers answer. `others`
+        makes what others had there; `assign` gives variables of a checkpoint their values.
 
         Raises:
             OpError: of TensorFlow, where a task is gone meanwhile.
@@ -384,14 +378,21 @@ class Served(KerasStrategy):
                 remade.variable(group.marks, tf.ones)
         table_state.remake(self.model, remade)
         self.remake(remade)
-        assign(remade)
-        table_state.restored_on(self.model, remade)
+        others(remade)
         remade.rebind()
         remade.require_reached(self.cluster.count("worker"))
+        self.prepare()
+        assign()
+        table_state.restored_on(self.model, remade)
         self.settle(is_whole=True)
+        # One that is lost meanwhile does it later.
+        self.coordinator._cluster.closure_queue.wait(READY_SECONDS)
 
     def remake(self, remade: Remade) -> None:
         """Make again what a strategy has on servers besides model and optimizer."""
+
+    def prepare(self) -> None:
+        """Have workers get the graphs of their steps ready, without a step."""
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums over all parts, one for each worker; that of a dead worker moves."""

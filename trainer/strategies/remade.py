@@ -87,6 +87,40 @@ def with_name(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variabl
     )
 
 
+def without_name(shape: Any, dtype: tf.DType, device: str, first: tf.Tensor) -> tf.Variable:
+    """Return a variable of a device that has a first value, which is there, and no name.
+
+    It is two messages, and as `tf.Variable` five.
+    """
+    with tf.device(device):
+        # No two variables are the same by it.
+        name = context.anonymous_name()
+        handle = tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=name)
+        tf.raw_ops.AssignVariableOp(resource=handle, value=first)
+    handle = with_data(handle, shape, dtype)
+    return BaseResourceVariable(
+        handle=handle, shape=shape, dtype=dtype, trainable=False, handle_name="", unique_id=""
+    )
+
+
+class FirstValues:
+    """First values of variables, of which those that are alike share one until they change."""
+
+    def __init__(self) -> None:
+        """Begin without a value."""
+        self._made: dict[Any, tf.Tensor] = {}
+
+    def of(
+        self, shape: tf.TensorShape, dtype: tf.DType, device: str, value: Callable[..., Any]
+    ) -> tf.Tensor:
+        """Return what `value` makes of a shape and a type, on a device."""
+        key = (tuple(shape), dtype, device, value)
+        if key not in self._made:
+            with tf.device(device):
+                self._made[key] = value(shape, dtype)
+        return self._made[key]
+
+
 def with_data(handle: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
     """Return the handle of a variable, with what TensorFlow notes of those that it makes itself."""
     handle._handle_data = handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
@@ -108,6 +142,7 @@ class Remade:
         # The old and the new handle, by the `id` of the old one, which is kept for it.
         self._handles: dict[int, tuple[Any, Any]] = {}
         self._variables: list[tf.Variable] = []
+        self._first = FirstValues()
 
     def was_on(self, device: str) -> bool:
         """Say whether what is on a device is gone."""
@@ -123,20 +158,17 @@ class Remade:
             return False
         if any(each is variable for each in self._variables):
             return True
-        with tf.device(variable.device):
-            first = value(variable.shape, variable.dtype)
-            new = self._new(variable, first)
+        of = variable.shape, variable.dtype, variable.device
+        first, name = self._first.of(*of, value), self._names.get(id(variable))
+        if name:
+            new = with_name(*of, name)
+            new.assign(first, read_value=False)
+        else:
+            new = without_name(*of, first)
         self.handle(variable.handle, new.handle)
         variable._handle = new.handle
         self._variables.append(variable)
         return True
-
-    def _new(self, variable: tf.Variable, first: tf.Tensor) -> tf.Variable:
-        if name := self._names.get(id(variable)):
-            made = with_name(variable.shape, variable.dtype, variable.device, name)
-            made.assign(first, read_value=False)
-            return made
-        return tf.Variable(first, trainable=False, shape=variable.shape)
 
     def handle(self, old: tf.Tensor, new: tf.Tensor) -> None:
         """Note the new handle of a resource."""
@@ -150,6 +182,8 @@ class Remade:
         Raises:
             ClusterLostError: one needs something of a lost server that was not made again.
         """
+        # A large variable would be copied as it changes, as long as its first value is held too.
+        self._first = FirstValues()
         functions = _traced()
         if any(map(self._forgets, functions)):
             # What nobody needs any more may have been of what is gone.

@@ -11,7 +11,10 @@ that is over; a closure that is handed out with its updates asks by the same num
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.strategies.placement import fetched
+from trainer.errors import ClusterLostError
+from trainer.strategies.placement import fetched, operating_at, worker_device
 from trainer.strategies.remade import Remade
 
 # The columns of the table of reports.
@@ -49,6 +53,50 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
         cut.append(min(left, share // unit * unit or share))
         left -= cut[-1]
     return cut
+
+
+def unit_of(steps: int, workers: int, turn: int) -> int:
+    """Return how many updates are made at once of so many that are left: `turn`, or 1 of few."""
+    # With fewer turns the wait for the last of them would take most of the time.
+    return turn if steps >= 4 * turn * workers else 1
+
+
+def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
+    """Return how many updates workers that go on make at once, at `steps` of all in a second.
+
+    `now` is how many they make so far, which is changed only where it pays: all rest meanwhile.
+    """
+    # One by one an update takes about twice as long as in a turn. A turn is to end within a second,
+    # so that a worker which is asked to stop does.
+    fewest = 1 if now == turn else 2
+    return turn if steps >= fewest * turn * workers else 1
+
+
+def on_each_worker(workers: int, work: Callable[[], None], seconds: float) -> None:
+    """Run operations on each worker, and wait for them; one that is gone has done its own.
+
+    Raises:
+        ClusterLostError: a worker has not done them after so many seconds.
+    """
+    made = tf.function(work, autograph=False).get_concrete_function()
+
+    def one(number: int) -> None:
+        with suppress(tf.errors.OpError), operating_at(worker_device(number)):
+            made()
+
+    threads = [
+        threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
+        for number in range(workers)
+    ]
+    for each in threads:
+        each.start()
+    deadline = time.monotonic() + seconds
+    for each in threads:
+        each.join(max(0.0, deadline - time.monotonic()))
+        if each.is_alive():
+            raise ClusterLostError(
+                f"{each.name} has not ended after {seconds:g} s what it did for a chief before"
+            )
 
 
 def alone(work: Callable[[], None]) -> None:

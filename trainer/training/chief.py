@@ -15,7 +15,7 @@ from functools import partial
 import keras
 import tensorflow as tf
 
-from trainer import storage
+from trainer import storage, user_code
 from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
@@ -177,7 +177,8 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
         if not is_lost(error):
             raise
         # The line after the stack of the graph; the names of the tasks are on the next one.
-        first, *more = str(error).strip().split("\n\n")[-1].splitlines() or [type(error).__name__]
+        text = user_code.text_of(error).strip().split("\n\n")[-1]
+        first, *more = text.splitlines() or [type(error).__name__]
         line = f"{first} {more[0]}" if more and first.endswith(":") else first
         cause = re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", line)
         raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error

@@ -22,7 +22,7 @@ from trainer import user_code
 from trainer.config.optimizer import OF_MODEL, CosineArgs, ExponentialArgs, PiecewiseArgs
 from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError, nearest
-from trainer.strategies.batch_rows import RowsOnce
+from trainer.strategies.updates.batch_rows import RowsOnce
 
 # Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")

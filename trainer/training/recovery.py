@@ -344,8 +344,7 @@ class Recovery:
         if values.keys() != others.keys():
             raise UserError("no checkpoint has what they held")
 
-        def assign(remade: Remade) -> None:
-            self._snapshots.remake(remade)
+        def assign() -> None:
             self._snapshots.give_back(copies, self._variables)
             if found:
                 servers = self._checkpoints.servers
@@ -354,7 +353,7 @@ class Recovery:
             if server_of(counter) in lost:
                 counter.assign(reached)
 
-        strategy.rejoin(lost, assign)
+        strategy.rejoin(lost, self._snapshots.remake, assign)
         older = joined.older_in(found, others).values() if found else ()
         steps = [each.global_step for each in (*copies.values(), *older)]
         age = 0.0 if found else max(each.age for each in copies.values())

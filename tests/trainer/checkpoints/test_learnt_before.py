@@ -10,8 +10,7 @@ from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.config.schema import TrainingConfig
 from trainer.statistics import statistics
-from trainer.statistics.learnt import Learnt
-from trainer.statistics.statistics import FeatureStatistics, SplitStatistics, Statistics
+from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
 
 
 def data(mean):

@@ -11,8 +11,7 @@ import tensorflow as tf
 from trainer.errors import ConfigError
 from trainer.models.spec import InputSpec
 from trainer.statistics import statistics
-from trainer.statistics.learnt import Learnt
-from trainer.statistics.statistics import FeatureStatistics, SplitStatistics, Statistics
+from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.statistics import statistics
-from trainer.statistics.learnt import Learnt
-from trainer.statistics.statistics import FeatureStatistics, SplitStatistics, Statistics
+from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
 
 COLUMNS = {
     "age": FeatureSpec(shape=(), dtype="float32", stored="float"),

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.strategies.fleet import Fleet, Led
-from trainer.strategies.async_parameter_server import unit_of
 from trainer.strategies.parameter_server import NUMBER_FILE
-from trainer.strategies.turns import MAX_PORTION, Turns, portions
+from trainer.strategies.turns import MAX_PORTION, Turns, portions, unit_of
 
 steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])
 

@@ -366,9 +366,7 @@ def test_how_long_ago_it_was_saved_goes_on(uri, monkeypatch):
 def test_what_servers_had_that_were_started_again_keeps_its_names(uri, monkeypatch):
     attempt = begun(uri, 10)
     names = dict(attempt.left.names)
-    for each in attempt.variables().values():
-        left_variables._destroy(each)
-    for each in attempt.left._states:
+    for each in [*attempt.variables().values(), *attempt.left._states]:
         left_variables._destroy(each)
     remade = Remade(SERVERS, attempt.left.names)
     monkeypatch.setattr(remade, "was_on", lambda _: True)

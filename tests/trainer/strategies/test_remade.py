@@ -96,3 +96,18 @@ def test_a_coordinator_that_uses_a_worker_no_more_is_not_gone_on_with():
     cluster = SimpleNamespace(workers=[SimpleNamespace(worker_index=977)])
     with pytest.raises(ClusterLostError, match="worker-977 gets nothing to do any more"):
         connect_again(SimpleNamespace(_cluster=cluster))
+
+
+def test_no_first_value_is_held_once_others_are_given():
+    remade = Remade([0])
+    remade.was_on = lambda _: True
+    variable = tf.Variable(tf.ones([3]), trainable=False)
+    assert remade.variable(variable)
+    assert remade.variable(other := tf.Variable(tf.ones([3]), trainable=False))
+    assert variable.numpy().tolist() == other.numpy().tolist() == [0.0] * 3
+    assert remade._first._made
+    remade.rebind()
+    assert not remade._first._made
+    # They have shared it until now.
+    variable.assign_add([1.0, 2.0, 3.0])
+    assert other.numpy().tolist() == [0.0] * 3

@@ -42,9 +42,10 @@ def back(lose, monkeypatch):
     monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(recovery, "server_of", lambda _: 0)
 
-    def rejoin(lost, assign):
+    def rejoin(lost, others, assign):
         seen.assigned.append(set(lost))
-        assign(None)
+        others(None)
+        assign()
 
     def lost(*given, rejoin=rejoin, newest=400, parts=None, fields=None, **named):
         found = newest and RestoredCheckpoint(

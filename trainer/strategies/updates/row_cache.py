@@ -35,7 +35,7 @@ import tensorflow as tf
 
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.strategies.batch_rows import RowsOnce, Sent, Table, Vectors, tables_of
+from trainer.strategies.updates.batch_rows import RowsOnce, Sent, Table, Vectors, tables_of
 
 # Above it a row that was hot once would stay for long.
 MOST_SCORE = 3
@@ -171,7 +171,8 @@ class RowCache:
         """Describe it: at most so many rows of each table, and uses until one is read again."""
         self._tables, self._staleness = list(tables), staleness
         self._sizes = [min(rows, table.rows) for table in self._tables]
-        # Workers outlive a chief: what they keep for another one is not that of this one.
+        # Workers outlive a chief. The cache of another run of the closure is emptied (`open`), also
+        # where the next chief goes on with this one's graph, and so with this name.
         self._name = uuid.uuid4().hex
         self._opened: list[_Slots] = []
 
@@ -243,6 +244,15 @@ class RowCache:
             with tf.control_dependencies(done):
                 self._owner.leave()
         return Sent(self._tables, ids).gradients(sums)
+
+    def apply_all(
+        self, optimizer: keras.optimizers.Optimizer, trained: Sequence[keras.Variable]
+    ) -> None:
+        """Push all sums, and let the optimizer move their rows; see `push_all`."""
+        found = self.push_all()
+        variables = [each for each in trained if id(each) in found]
+        sums = optimizer._clip_gradients([found[id(each)] for each in variables])
+        optimizer._backend_update_step(sums, variables, optimizer.learning_rate)
 
 
 class Cached:

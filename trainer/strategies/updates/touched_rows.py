@@ -32,7 +32,7 @@ from keras.src.backend.common.variables import AutocastScope
 
 from trainer.config.schema import TrainingConfig
 from trainer.strategies import table_state
-from trainer.strategies.batch_rows import plain_tables_of
+from trainer.strategies.updates.batch_rows import plain_tables_of
 
 log = logging.getLogger(__name__)
 

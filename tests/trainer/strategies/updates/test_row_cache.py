@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.strategies.test_batch_rows import loss, refused
+from tests.trainer.strategies.updates.test_batch_rows import loss, refused
 from trainer.config.load import parse_config
 from trainer.errors import ConfigError
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.models.registry import reset_uids
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.batch_rows import lookups_of, tables_of
 from trainer.strategies.gradients import rows_gradient_of
 from trainer.strategies.strategy import gradient_of
+from trainer.strategies.updates.batch_rows import lookups_of, tables_of
 from trainer.strategies.updates.row_cache import RowCache, require
 from trainer.strategies.updates.touched_rows import read_rows, update_touched_rows
 from trainer.training.optimizers import build_optimizer
@@ -71,10 +71,7 @@ def trained(optimizer, cached=None):
     @tf.function(autograph=False)
     def rest():
         cache.open(RUN)
-        found = cache.push_all()
-        variables = [each for each in model.trainable_variables if id(each) in found]
-        sums = [found[id(each)] for each in variables]
-        updates._backend_update_step(sums, variables, updates.learning_rate)
+        cache.apply_all(updates, model.trainable_variables)
 
     for number, batch in enumerate(examples()):
         step(batch)

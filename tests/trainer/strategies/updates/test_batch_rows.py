@@ -10,9 +10,9 @@ import tensorflow as tf
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.models.registry import reset_uids
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.batch_rows import RowsOnce, Sent, Unforeseen, lookups_of, tables_of
 from trainer.strategies.gradients import rows_gradient_of
 from trainer.strategies.strategy import gradient_of
+from trainer.strategies.updates.batch_rows import RowsOnce, Sent, Unforeseen, lookups_of, tables_of
 from trainer.strategies.updates.touched_rows import read_rows
 from trainer.training.optimizers import each_row_once
 

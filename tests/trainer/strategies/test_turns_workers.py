@@ -7,30 +7,21 @@ import threading
 import pytest
 import tensorflow as tf
 
-from trainer.config.schema import Config
 from trainer.errors import ClusterLostError
-from trainer.strategies import parameter_server
-from trainer.strategies.parameter_server import Served
-from trainer.topology import Cluster, Task
-
-
-class Leading(Served):
-    """A chief without a model."""
-
-    build = run = None
+from trainer.strategies import turns
+from trainer.strategies.turns import on_each_worker
 
 
 @pytest.fixture
 def waited(monkeypatch):
     """Return what waits for two workers, which do some work of Python's."""
-    monkeypatch.setattr(parameter_server, "worker_device", lambda _: "/device:CPU:0")
-    cluster = Cluster(addresses={"worker": ("localhost:1", "localhost:2")})
+    monkeypatch.setattr(turns, "worker_device", lambda _: "/device:CPU:0")
 
     def wait(work, seconds):
         def graph():
             tf.py_function(work, [], [])
 
-        Leading(Config(), cluster, Task(role="chief", index=0)).each_worker(graph, seconds)
+        on_each_worker(2, graph, seconds)
 
     return wait
 

@@ -4,8 +4,13 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.statistics import statistics
-from trainer.statistics.learnt import NOTHING, Learnt
-from trainer.statistics.statistics import FeatureStatistics, SplitStatistics, Statistics
+from trainer.statistics.statistics import (
+    NOTHING,
+    FeatureStatistics,
+    Learnt,
+    SplitStatistics,
+    Statistics,
+)
 
 AGE = FeatureStatistics(kind="number", examples=1, mean=1.0)
 DATA = statistics.to_bytes(

@@ -1,0 +1,260 @@
+"""The next chief calls the graph that one has left, or traces its own.
+
+All servers are this process. That graphs survive a process is in
+`tests/cluster/test_left_variables.py`.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import trainer
+from tests.trainer.strategies.test_left_variables import (
+    SERVERS,
+    Attempt,
+    _here,  # noqa: F401
+)
+from trainer import user_code
+from trainer.strategies import left_variables
+from trainer.strategies.left_graphs import LeftGraphs
+from trainer.strategies.remade import Remade
+
+NUMBER = 20
+
+
+class Chief(Attempt):
+    """An attempt of a chief with a step: it adds to a table, and looks up rows of one that grows.
+
+    `besides` is what else is done in a step.
+    """
+
+    def __init__(self, uri, *, besides=lambda: 0.0, devices=("/device:CPU:0",), **sections):
+        super().__init__(uri, **sections)
+        self.traces, self.besides, self.devices = 0, besides, devices
+
+    def begin(self, saved=5):
+        found = super().begin(saved)
+        self.graphs = LeftGraphs(self.config, self.left, self.handles, self.devices)
+        self.step = tf.function(self._step, autograph=False)
+        return found
+
+    def _step(self, some):
+        if (total := self.graphs.called(NUMBER, some["added"], some["more"])) is not None:
+            return total
+        self.traces += 1
+        self.held["table"].assign_add(tf.fill(self.held["table"].shape, some["added"]))
+        self.grown(tf.constant([1, 10]), training=True)
+        _, total = tf.while_loop(
+            lambda made, _: made < 2,
+            lambda made, total: (made + 1, total + some["more"]),
+            (tf.constant(0), tf.reduce_sum(self.held["table"].read_value())),
+        )
+        return total + self.besides()
+
+    def run(self):
+        """Take a step, as all workers do, and leave its graph; return its result."""
+        total = self.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+        self.graphs.leave({NUMBER: self.step, 1: None})
+        return float(total)
+
+
+@pytest.fixture
+def chief(request):
+    """Return what begins a chief of a run of its own, one after the other."""
+    made = []
+
+    def begun(**given):
+        made.append(Chief(f"file:///{request.node.name}", **given))
+        made[-1].begin()
+        return made[-1]
+
+    yield begun
+    made[-1].left.forget()
+
+
+def trained(chief, **given):
+    """Return a first chief that has trained to step 10 and taken a step."""
+    first = chief(**given)
+    first.train(10)
+    assert (first.run(), first.traces) == (133.0, 1)
+    return first
+
+
+def test_the_next_chief_traces_nothing_and_steps_as_the_first_one_did(chief):
+    trained(chief)
+    second = chief()
+    assert (second.run(), second.traces) == (145.0, 0)
+    assert second.values()["table"] == [12.0]
+    # The ids of the step have the rows that they had.
+    assert second.grown.metrics()["rows"] == 2
+    third = chief()
+    assert (third.run(), third.traces) == (157.0, 0)
+
+
+def test_one_whose_chief_dies_before_a_step_is_not_called_again(chief):
+    trained(chief)
+    chief()
+    third = chief()
+    assert (third.run(), third.traces) == (145.0, 1)
+
+
+@pytest.mark.parametrize("given", [{"name": "other"}, {"devices": ("/device:CPU:0",) * 2}])
+def test_with_another_configuration_it_is_traced(chief, given):
+    trained(chief)
+    second = chief(**given)
+    assert (second.run(), second.traces) == (145.0, 1)
+
+
+@pytest.mark.parametrize("what", ["code", "tensorflow", "keras", "files", "environment"])
+def test_with_other_code_it_is_traced(chief, monkeypatch, tmp_path, what):
+    trained(chief)
+    (tmp_path / "__init__.py").touch()
+    {
+        "code": lambda: monkeypatch.setattr(user_code, "loaded_digest", lambda: "another"),
+        "tensorflow": lambda: monkeypatch.setattr(tf, "__version__", "2"),
+        "keras": lambda: monkeypatch.setattr(keras, "__version__", "4"),
+        "files": lambda: monkeypatch.setattr(trainer, "__file__", str(tmp_path / "__init__.py")),
+        "environment": lambda: monkeypatch.setenv("ALPHA", "5"),
+    }[what]()
+    second = chief()
+    assert (second.run(), second.traces) == (145.0, 1)
+
+
+def test_where_a_step_loads_more_code_its_graph_is_not_left(chief, monkeypatch):
+    first = chief()
+    first.train(10)
+    first.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+    monkeypatch.setattr(user_code, "loaded_digest", lambda: "another")
+    first.graphs.leave({NUMBER: first.step})
+    assert first.left.graph == b""
+
+
+def test_a_lost_server_is_no_reason_to_go_on(chief):
+    first = chief()
+    first.train(10)
+    first.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+    left_variables._destroy(first.left.permit)
+    with pytest.raises(tf.errors.OpError):
+        first.graphs.leave({NUMBER: first.step})
+
+
+def test_an_error_in_it_says_what_it_says_where_it_was_traced(chief):
+    def checked():
+        tf.debugging.assert_greater(13.0, table.read_value()[0, 0], "it is too large")
+        return 0.0
+
+    table = None
+
+    def besides():
+        nonlocal table
+        table = made[-1].held["table"]
+        return checked()
+
+    made = []
+
+    def begun():
+        made.append(chief(besides=besides))
+        return made[-1]
+
+    first = begun()
+    first.train(10)
+    assert (first.run(), first.traces) == (133.0, 1)
+    second = begun()
+    second.run()
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        second.run()
+    assert second.traces == 0
+    assert "stack traces unavailable" in str(raised.value)
+    assert "it is too large" in user_code.message_of(raised.value)
+
+
+def test_a_graph_of_another_number_is_not_taken_for_it(chief):
+    trained(chief)
+    second = chief()
+    assert second.graphs.called(1, tf.constant(1.0), tf.constant(0.5)) is None
+
+
+@pytest.mark.parametrize(
+    "besides",
+    [
+        lambda variable: variable.read_value(),
+        lambda _: tf.py_function(lambda: 1.0, [], tf.float32),
+        lambda _: tf.numpy_function(lambda: np.float32(1.0), [], tf.float32),
+    ],
+    ids=["a variable that the next chief does not know", "py_function", "numpy_function"],
+)
+def test_what_another_chief_could_not_call_is_not_left(chief, besides):
+    variable = tf.Variable(1.0)
+    first = chief(besides=lambda: tf.reshape(besides(variable), []))
+    first.train(10)
+    assert first.run() == 134.0
+    assert first.left.graph == b""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"no graph",
+        lambda graph: graph[:-40],
+        lambda graph: graph.replace(b'"permit", ', b"").replace(b', "map/0"', b""),
+    ],
+)
+def test_one_that_cannot_be_read_is_traced_with_a_warning(chief, caplog, damage):
+    trained(chief)
+    second = chief()
+    second.left.found_graph = damage(second.left.found_graph)
+    assert (second.run(), second.traces) == (145.0, 1)
+    assert "the graph that a chief has left is not used" in caplog.text
+
+
+def test_what_fails_when_it_is_left_is_a_warning(chief, caplog, monkeypatch):
+    def fail():
+        raise AttributeError("a private name")
+
+    first = chief()
+    first.train(10)
+    first.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+    monkeypatch.setattr(first.step, "_list_all_concrete_functions", fail)
+    first.graphs.leave({NUMBER: first.step})
+    assert "the next chief traces anew: " in caplog.text
+
+
+def test_one_that_no_worker_has_run_does_not_come_back_with_a_server(chief, monkeypatch):
+    trained(chief)
+    second = chief()
+    left_variables._destroy(second.left._graph)
+    remade = Remade(SERVERS, second.left.names)
+    monkeypatch.setattr(remade, "was_on", lambda _: True)
+    second.left.remake(remade)
+    assert second.left._graph.numpy() == b""
+
+
+def test_it_comes_back_with_a_server_that_was_started_again(chief, monkeypatch):
+    first = trained(chief)
+    for each in [*first.variables().values(), *first.left._states, first.left._graph]:
+        left_variables._destroy(each)
+    remade = Remade(SERVERS, first.left.names)
+    monkeypatch.setattr(remade, "was_on", lambda _: True)
+    first.left.remake(remade)
+    for each in first.variables().values():
+        remade.variable(each)
+    first.train(20)
+    second = chief()
+    assert (second.run(), second.traces) == (265.0 - 12.0, 0)
+
+
+def test_what_is_freed_has_no_graph(chief):
+    first = trained(chief)
+    left = first.left
+    assert bool(tf.raw_ops.VarIsInitializedOp(resource=left._graph.handle))
+    left.forget()
+    assert not bool(tf.raw_ops.VarIsInitializedOp(resource=left._graph.handle))
+
+
+def test_without_what_outlives_a_chief_nothing_is_left():
+    graphs = LeftGraphs(Attempt("file:///none").config, None, dict, [])
+    assert graphs.called(NUMBER, tf.constant(1.0)) is None
+    graphs.leave({})
