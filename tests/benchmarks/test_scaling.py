@@ -185,6 +185,7 @@ def test_turns_that_many_workers_trace_late_are_not_measured(monkeypatch, tmp_pa
     assert found.worker == pytest.approx(4.0 / 2400)
 
 
+@pytest.mark.slow
 def test_the_part_has_all_runs_and_constants(points):
     part = measured_part(points, TRUE, CORES, 3)
     rows = [line for line in part.splitlines() if line.startswith("| ")]

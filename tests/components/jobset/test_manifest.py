@@ -164,6 +164,7 @@ def test_every_configuration_meets_the_rules_of_jobset_and_kubernetes(tree):
     assert "failurePolicy" not in job["spec"]
 
 
+@pytest.mark.slow
 @tried(max_examples=60, deadline=None)
 @given(tree=settings_of_jobsets)
 def test_every_task_gets_its_tf_config_and_the_configuration_that_was_written(tree):

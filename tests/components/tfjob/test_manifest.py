@@ -169,6 +169,7 @@ def expanded(text):
     return text.replace("$$", "$")
 
 
+@pytest.mark.slow
 @tried(max_examples=60, deadline=None)
 @given(tree=configurations)
 def test_a_task_gets_the_configuration_that_was_written(tree):

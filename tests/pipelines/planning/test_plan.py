@@ -65,6 +65,7 @@ def test_every_number_of_tasks_is_planned_and_the_configured_one_too():
     json.dumps(plan.as_tree(found))
 
 
+@pytest.mark.slow
 def test_what_is_proposed_is_nearly_the_fastest_with_fewest_tasks_or_the_least_cost():
     found = plans()
     fastest = max(p.rate for p in found.plans)

@@ -33,6 +33,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_name_is_one_thing_in_every_command(instance, remote, compiled, tmp_path, name):
     file = tmp_path / "ours.yaml"

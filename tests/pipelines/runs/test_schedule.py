@@ -130,6 +130,7 @@ def test_the_latest_version_is_left_to_the_instance(instance, remote):
     assert set(the_schedule(instance)["pipeline_version_reference"]) == {"pipeline_id"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("6h", 21600), ("1d", 86400)]
 )

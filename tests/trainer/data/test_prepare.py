@@ -164,6 +164,7 @@ def damage(published):
     shard.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harm",
     [

@@ -78,6 +78,7 @@ def test_every_example_is_in_one_place(everything, contents):
     assert sorted(numbers) == list(range(50))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Pictures", "Everything"])
 def test_both_ways_of_reading_agree(prepared, monkeypatch, name):
     short = prepared(name)

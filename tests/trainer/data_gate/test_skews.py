@@ -18,6 +18,7 @@ def named(skew, size, width, seed=1):
     return {each.rule for each in findings_of(question(profile(skewed), champion))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SKEWS)
 def test_a_skew_is_named(name):
     skew, rules = SKEWS[name]

@@ -167,6 +167,7 @@ def test_metrics_are_plain_numbers(evaluated):
     assert {type(value) for value in result.metrics.values()} == {float}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 96, 97, 1000])
 def test_the_batch_size_changes_nothing(run, evaluated, tmp_path, batch_size):
     config = run.config.model_copy(

@@ -65,6 +65,7 @@ def test_rows_that_are_younger_or_older_than_their_count_are_counted_again(count
     assert known(layer, [1, 2, 3]) == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_each_id_has_one_row_wherever_it_comes_again(keys, shards):
@@ -268,6 +269,7 @@ def model_of(layer):
     return keras.Model(given, layer(given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", KEYS)
 def test_what_is_exported_is_as_large_as_its_rows_and_answers_alike(keys, tmp_path):
     layer = EmbeddingTable(5000, DIMENSION, keys=keys, shards=2, min_count=2, name="t")

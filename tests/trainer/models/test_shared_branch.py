@@ -148,6 +148,7 @@ def test_tables_that_differ_by_their_seeds_share_one():
             assert (slot.numpy()[: shard.capacity][there] == 0.5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "named", [{"capacity": 62}, {"min_count": 2}, {"min_age": 5}, {"max_age": 9}]
 )
@@ -155,6 +156,7 @@ def test_tables_that_differ_otherwise_share_none(named):
     assert grown(*connected(seeded(1), seeded(1, **named))) == 2
 
 
+@pytest.mark.slow
 def test_nor_do_those_of_other_initializers_or_slots():
     zeros = table(64, initializer="zeros", shards=2)
     assert grown(*connected(seeded(1), zeros)) == 2
@@ -185,6 +187,7 @@ class Wide(Unnamed):
         return {"value": np.float32(self.value)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drawn", [Unnamed, Wide, lambda value: lambda *_, **__: tf.fill((30, 3), value)]
 )

@@ -41,6 +41,7 @@ class Truth:
         self.with_row = set(noted.ids.numpy()[:slots][noted.used.numpy()[:slots] >= 0].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_count", [2, 3, 10])
 def test_of_ids_that_come_once_few_get_a_row(min_count):
     layer = table(8000, min_count=min_count)
@@ -55,6 +56,7 @@ def test_of_ids_that_come_once_few_get_a_row(min_count):
     assert all(known(layer, ids[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("min_count", "seed"), [(2, 0), (3, 1), (10, 2)])
 def test_an_id_that_came_often_enough_is_never_turned_away_and_few_others_get_a_row(
     min_count, seed
@@ -245,6 +247,7 @@ def test_no_mutex_is_released_after_another_one():
         assert op in graph.control_outputs
 
 
+@pytest.mark.slow
 def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
     one, other = table(4000, shards=2), table(4000, shards=2)
 

@@ -133,6 +133,7 @@ def test_two_registrations_at_once_have_versions_of_their_own(root: str, tmp_pat
         assert storage.verify(each.uri).fields["source"]["uri"] == models[text]
 
 
+@pytest.mark.slow
 def test_the_same_model_registered_twice_at_once_is_one_version(root: str, tmp_path: Path) -> None:
     model = exported(tmp_path)
     acts = [

@@ -55,6 +55,7 @@ def test_a_file_of_more_than_one_chunk(make: Make, uri: str, tmp_path: Path, siz
     assert fetched(uri, tmp_path) == {"large": data}
 
 
+@pytest.mark.slow
 def test_many_files(make: Make, uri: str, tmp_path: Path) -> None:
     files = {f"{n % 7}/{n:04d}": b"%d" % n for n in range(60)}
     assert len(storage.publish(make(files=files), uri, kind="x").files) == 60

@@ -102,6 +102,7 @@ def test_fifty_publishers_that_are_killed(bucket: BucketPlace, make: Make, tmp_p
     attacked(bucket, make, tmp_path, kills=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [False, True])
 def test_publishers_at_once_have_one_winner_and_all_know(
     bucket: BucketPlace, make: Make, tmp_path: Path, same: bool

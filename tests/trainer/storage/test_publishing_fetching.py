@@ -87,6 +87,7 @@ def test_what_is_right_is_kept_and_the_rest_is_mended(
     assert len(brought) == 2
 
 
+@pytest.mark.slow
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     max_examples=20,

@@ -36,6 +36,7 @@ def stacked(batch):
     return tuple(tf.reshape(each, [PARTS, -1, *each.shape[1:]]) for each in batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_mean_over_parts_is_the_gradient_of_the_whole(in_place, jit):

@@ -25,6 +25,12 @@ from trainer.strategies.remade import Remade
 NUMBER = 20
 
 
+@pytest.fixture(autouse=True)
+def _loaded(monkeypatch):
+    """Of the user's modules there is none: in a process of tests there are hundreds."""
+    monkeypatch.setattr(user_code, "loaded_digest", lambda: "none")
+
+
 class Chief(Attempt):
     """An attempt of a chief with a step: it adds to a table, and looks up rows of one that grows.
 
@@ -108,7 +114,16 @@ def test_with_another_configuration_it_is_traced(chief, given):
     assert (second.run(), second.traces) == (145.0, 1)
 
 
-@pytest.mark.parametrize("what", ["code", "tensorflow", "keras", "files", "environment"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "code",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("tensorflow", "keras", "files", "environment")
+        ),
+    ],
+)
 def test_with_other_code_it_is_traced(chief, monkeypatch, tmp_path, what):
     trained(chief)
     (tmp_path / "__init__.py").touch()

@@ -101,6 +101,7 @@ def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
     np.testing.assert_array_equal(answers(model), expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
     strategy, _ = built(steps=5, min_count=2)
     expected = answers(strategy.model)

@@ -28,6 +28,7 @@ def taken(lent: Stream, position: Position, first: int, size: int) -> list[int]:
     return batch.numpy().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [1, 8])
 @pytest.mark.parametrize("examples", [1, 7, 8, 100, 1437])
 def test_an_epoch_has_each_example_once_in_an_order_of_its_own(examples, run):

@@ -111,6 +111,7 @@ def test_areas_are_means_over_the_numbers():
         assert float(found[name]) == pytest.approx(expected, abs=0.01), name
 
 
+@pytest.mark.slow
 def test_areas_of_one_kind_of_labels_are_not_a_number():
     metric = row_metrics.Areas()
     metric.update_state(np.ones((5, 1)), np.full((5, 1), 0.7, "float32"))

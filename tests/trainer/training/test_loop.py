@@ -61,6 +61,7 @@ def test_checkpoints_by_the_clock_and_by_steps(run):
     assert run.steps() == [0, 10, 20, 30, 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 1e9])
 def test_no_checkpoint_by_a_clock_that_has_not_struck(run, seconds):
     run.train(steps=40, keep=100, checkpoint_every=1000, checkpoint_seconds=seconds)

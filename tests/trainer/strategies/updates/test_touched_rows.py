@@ -244,6 +244,7 @@ def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
     np.testing.assert_allclose(found["model/out/kernel"], dense["model/out/kernel"], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense_first", [False, True])
 def test_each_goes_on_with_the_variables_of_the_other(dense_first):
     first = single(optimizer={"dense_updates": dense_first})
