@@ -6,8 +6,8 @@ from pathlib import PurePosixPath
 import pytest
 
 from tests import mirror
-from tests.house_rules.source import files, source_modules
-from tests.mirror import ELSEWHERE, ROOT, find_tests, select
+from tests.house_rules.source import files
+from tests.mirror import ELSEWHERE, ROOT, select
 
 FILES = (
     "benchmarks/baselines/fit.py",
@@ -54,12 +54,6 @@ def test_a_file_without_tests_is_named():
 def test_a_test_that_imports_a_module_mirrors_it():
     paths = [PurePosixPath(str(path)) for path in files()]
     assert "tests/test_mirror.py" in mirror.importing(PurePosixPath("tests/mirror.py"), paths)
-
-
-def test_every_source_module_has_tests_that_mirror_it():
-    paths = [PurePosixPath(str(path)) for path in files()]
-    sources = [PurePosixPath(str(path)) for path in source_modules()]
-    assert not [str(path) for path in sources if not find_tests(path, paths)]
 
 
 def test_the_tests_elsewhere_exist():

@@ -15,7 +15,8 @@ from trainer.events import AttemptBegin, Restart, ServersLost
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
 def test_the_next_chief_goes_on_with_what_is_there(tmp_path, servers):
     cluster = {"parameter_servers": servers, "workers": 1}
 

@@ -50,7 +50,7 @@ train_model.python_func(config, root, run, dataset, "image", "", *artifacts)
 """
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request, tmp_path):
     if request.param == "file":
         return FilePlace(tmp_path)

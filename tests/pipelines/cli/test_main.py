@@ -140,6 +140,7 @@ def requires_no_reader(arguments, code, folder, stream):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "code"), COMMANDS_THAT_WRITE)
 def test_a_reader_of_answers_that_has_gone_changes_no_exit_code(arguments, code, tmp_path):
     requires_no_reader(arguments, code, tmp_path, "stdout")

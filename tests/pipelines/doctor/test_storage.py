@@ -147,6 +147,7 @@ def test_a_folder_that_cannot_be_written(doctor, tmp_path):
     assert of(report)["remedy"].startswith(f"ls -ld {tmp_path}/file/below")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
     name = bucket_name()

@@ -89,6 +89,7 @@ def test_memory_is_that_of_the_process_and_of_what_it_holds():
     assert one["worker"] > costs.memory["worker"][0]
 
 
+@pytest.mark.slow
 def test_memory_of_snapshots_is_that_of_another_server_or_on_the_chief():
     plain, copied = plans(), plans("cluster.snapshot_seconds=1")
     costs = measured()

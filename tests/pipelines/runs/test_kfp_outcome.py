@@ -401,6 +401,7 @@ def test_a_run_that_kfp_calls_running_for_ever(instance, remote):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_waiting")
 def test_a_pod_that_was_lost_is_awaited_until_kfp_makes_it_again(waits):
     def lose(workflow, run):

@@ -111,6 +111,7 @@ class TestLayingOut:
 
 
 class TestExecuting:
+    @pytest.mark.slow
     def test_a_runner_that_dies_is_reported_and_leaves_its_output(self, workdir):
         run = local.new_run(CONFIG, workdir)
         seen = []
@@ -122,6 +123,7 @@ class TestExecuting:
         assert "KeyError: 'no_such_pipeline'" in log
         assert not (run.folder / "tmp").exists()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("begins", [False, True])
     def test_a_resume_that_is_refused_leaves_the_configuration_of_the_run(self, workdir, begins):
         run = local.new_run(CONFIG, workdir)

@@ -38,6 +38,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
         assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -223,6 +223,7 @@ def test_an_attempt_that_begins_again_does_not_wait(of):
     assert of().newest().global_step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [UserError, storage.Unavailable, OSError])
 def test_logs_that_cannot_be_uploaded_end_no_training(of, uri, monkeypatch, caplog, error):
     kept = of()

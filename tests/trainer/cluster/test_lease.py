@@ -127,6 +127,7 @@ def test_a_released_lease_says_so_and_blocks_nobody(place, uri, clock, caplog):
     assert "taken over" not in caplog.text
 
 
+@pytest.mark.slow
 def test_of_many_at_once_one_acquires_it(uri):
     start, acquired, refusals = threading.Barrier(8), [], []
 

@@ -132,6 +132,7 @@ def test_what_does_not_change_the_content_finds_the_same(own_digits, options):
     assert again(**options).reused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"seed": 1}, {"shards": 4}, {"validation": 100}])
 def test_another_configuration_is_another_dataset(own_digits, options):
     published, again = own_digits

@@ -34,6 +34,7 @@ def test_the_shards_of_one_reader(digits, tmp_path, index, of, expected):
     assert sorted(tmp_path.glob("shards/*.tfrecord")) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [1, 2, 3, 5, 8])
 def test_all_readers_together_have_every_example_once(digits, tmp_path, of):
     spec = DatasetSpec.from_manifest(digits.manifest)

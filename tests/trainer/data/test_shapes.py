@@ -156,6 +156,7 @@ def test_a_sequence_of_labels_can_hold_what_is_no_label(dtype, stored, tmp_path)
     assert (found.specs["y"].dtype, found.fits["y"].fill) == (stored, -1)
 
 
+@pytest.mark.slow
 def test_of_every_kind_it_is_what_is_expected(prepared, contents):
     """The records of a whole dataset beside what NumPy makes of its examples."""
     section = {"shapes": SHAPES, "label": ("kinds", "tags"), "validation": 0}

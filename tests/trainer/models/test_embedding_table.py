@@ -244,6 +244,7 @@ def test_a_row_of_another_id_begins_anew_with_every_optimizer(name):
             assert name == "SGD" or not np.array_equal(after.numpy()[1 - slot], before[1 - slot])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", KEYS)
 def test_it_is_found_again_by_its_variables(keys):
     first = table(6, keys=keys, shards=2, min_count=2)

@@ -82,6 +82,7 @@ def test_ids_of_a_large_batch_are_not_forgotten_before_the_next_one(capacity, id
         assert layer.metrics()["rows"] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [1, 64, 900])
 def test_ids_of_a_large_batch_are_not_forgotten_by_small_ones_in_between(small):
     layer, due = table(100, min_count=3), set()

@@ -288,6 +288,7 @@ _facts = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(_facts)
 def test_whatever_the_facts_the_page_is_well_formed(facts: dict[str, Any]) -> None:

@@ -238,6 +238,7 @@ def run_local(model, optimizer, steps, *, jit=False, count=1):
     return float(tf.function(lambda: update(iterator))())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_one_local_step_is_a_plain_step(jit):
     plain, optimizer = built()

@@ -58,6 +58,7 @@ class Chief(SyncParameterServer):
         return float(mean) * self._needed, int(sum(refused.numpy()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("announcements", "total", "refused"),
     [

@@ -62,6 +62,7 @@ def test_the_task_of_each_label_is_chosen_by_what_it_is():
     assert task.output_shape == {"income": (1,), "city": (3,), "owns": (1,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_is_that_of_keras_with_the_same_losses_and_weights(weighted):
     weights = np.linspace(0.5, 1.5, COUNT, dtype="float32") if weighted else None

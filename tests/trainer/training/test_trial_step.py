@@ -115,6 +115,7 @@ def test_a_model_that_fits_passes(name):
     tried(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -204,6 +204,7 @@ def test_the_plainest_task_keeps_it():
     trial_task.require(Numbers(NUMBER), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_not_kept_is_said_in_one_line(case):
     attributes, words = BROKEN[case]
