@@ -90,6 +90,17 @@ def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
     return attempt
 
 
+def wait_read(task: str) -> None:
+    """Wait until the launchers in this process have read the logs of a task to their end.
+
+    The pod that replaces one of a TFJob has its name: a follower that is late reads its log.
+    """
+    for thread in threading.enumerate():
+        if thread.name == f"log {task}":
+            thread.join(SECONDS)
+            assert not thread.is_alive(), f"the log of {task} is still read"
+
+
 @contextmanager
 def heard(kind: type[events.Event]) -> Iterator[None]:
     """Wait at the end of the block until a launcher in this process has emitted an event."""

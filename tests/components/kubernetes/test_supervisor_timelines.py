@@ -7,7 +7,13 @@ import json
 import pytest
 
 from components.kubernetes import names
-from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
+from tests.components.kubernetes.attempts import (
+    Attempt,
+    job_of,
+    settings,
+    wait_read,
+    watching_attempt,
+)
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
@@ -75,6 +81,7 @@ def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
     worker = kube.run_all()["worker-0"]
     kube.wait_followed("worker-0")
     pods.evicted(kube.store, worker, "The node was low on resource: memory")
+    wait_read("worker-0")
     pods.running(kube.store, kube.pod("worker-0", but=worker["metadata"]["uid"]))
     kube.wait_followed("worker-0")
     kube.finish("chief-0", 0)
@@ -92,6 +99,7 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
     pods.running(kube.store, kube.pod("ps-0", but=tasks["ps-0"]["metadata"]["uid"]))
     kube.wait_followed("chief-0")
     kube.finish("chief-0", 138)
+    wait_read("chief-0")
     pods.running(kube.store, kube.pod("chief-0", but=tasks["chief-0"]["metadata"]["uid"]))
     kube.wait_followed("chief-0")
     kube.finish("chief-0", 0)
@@ -108,6 +116,7 @@ def test_a_chief_out_of_memory_is_reported_past_the_limit_of_restarts(kube):
     first = kube.run_all()["chief-0"]["metadata"]["uid"]
     kube.wait_followed("chief-0")
     kube.finish("chief-0", 137, reason="OOMKilled")
+    wait_read("chief-0")
     pods.running(kube.store, kube.pod("chief-0", but=first))
     kube.wait_followed("chief-0")
     kube.write_log("chief-0", "allocating", "more")
