@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from trainer.cluster import signals
 from trainer.config.load import parse_config
-from trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
+from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.placement import server_device
+from trainer.strategies.turns import TURN
 from trainer.topology import Cluster, Task
 
 # Before it, closures are sent to all workers.
@@ -36,7 +37,8 @@ class Stubs(AsyncParameterServer):
         with tf.device(server_device(0)):
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False)
         made = self.coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(1).repeat())
-        self.hand_out(self._update, iter(made), TURN)
+        self.feed(iter(made))
+        self.hand_out(self._update, TURN)
 
     def look(self) -> None:
         """Look and report once, as in each second of a stretch."""

@@ -13,7 +13,7 @@ from benchmarks.scaling.fit import Point
 from benchmarks.watched import Look, watched
 from trainer.cluster import fitting
 from trainer.config.base import MOST
-from trainer.strategies.parameter_server import LONG_RUN
+from trainer.strategies.turns import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
 SERVERS = (1, 2, 3, 4)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import launched, same_accuracy
 from benchmarks.baselines.plain import Settings
 from benchmarks.same_accuracy import PATHS, settings_of
-from trainer.strategies.parameter_server import LONG_RUN
+from trainer.strategies.turns import LONG_RUN
 
 
 @pytest.mark.parametrize("name", PATHS)

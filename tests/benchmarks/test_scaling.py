@@ -15,7 +15,7 @@ from pipelines.planning.simulation import Dispatch, Fleet, simulated
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
 from trainer.errors import RunInterruptedError
-from trainer.strategies.parameter_server import LONG_RUN
+from trainer.strategies.turns import LONG_RUN
 
 CORES = 2
 TRUE = Costs(

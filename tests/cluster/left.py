@@ -24,7 +24,7 @@ from trainer.training.recovery import ServerSnapshots
 def main() -> None:
     """Begin as the outer loop does, and die."""
     spec, config, strategy = described()
-    # All but the smallest variables are made without values where there are some on the servers.
+    # All but the smallest variables have no values before they get those that are on the servers.
     placement.LARGE_BYTES = 64
     checkpoints = Checkpoints(spec["uri"], keep=1, scratch=Path("scratch"))
     snapshots = ServerSnapshots(config, strategy, checkpoints)
@@ -45,7 +45,7 @@ def main() -> None:
         step=strategy.global_step(),
         left={path: each.tolist() for path, each in left.items()},
         metrics=strategy.metrics()["tables"],
-        traced=not any(each.startswith("left_") for each in names),
+        traced=any(each.startswith("__inference_loop") for each in names),
     )
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.servers import Outcome, Servers, Trial, serving
-from trainer.strategies.async_parameter_server import LONG_RUN, TURN
+from trainer.strategies.turns import LONG_RUN, TURN
 from trainer.topology import Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -22,7 +22,7 @@ from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.cluster import signals
 from trainer.events import AttemptBegin, Progress
-from trainer.strategies.async_parameter_server import TURN
+from trainer.strategies.turns import TURN
 from trainer.topology import Cluster, Task
 
 pytestmark = pytest.mark.cluster

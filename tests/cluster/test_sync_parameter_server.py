@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
 from tests.cluster.uneven import FAILURE
-from trainer.strategies.parameter_server import LONG_RUN
+from trainer.strategies.turns import LONG_RUN
 from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster

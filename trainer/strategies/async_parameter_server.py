@@ -34,19 +34,22 @@ from trainer.strategies.gradients import (
 )
 from trainer.strategies.left_graphs import LeftGraphs
 from trainer.strategies.left_variables import MisfitError
-from trainer.strategies.parameter_server import LONG_RUN, Call, Served, worker_number
+from trainer.strategies.parameter_server import Call, Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Batch, Loss, Problem, Report
 from trainer.strategies.towers import ONE, Towers
 from trainer.strategies.turns import (
     LOSS,
+    NO_TURN,
     OTHERS,
+    TURN,
     UPDATES,
     Turns,
     alone,
     on_each_worker,
     portions,
+    turn_of,
     unit_of,
     unit_of_speed,
 )
@@ -55,9 +58,6 @@ from trainer.strategies.updates.loss_scale import LossScale
 
 log = logging.getLogger(__name__)
 
-# Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
-# network: one iteration of it costs more than a small update.
-TURN = 20
 # How often the chief looks at workers that go on, and how often when it waits for the first update.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # How far ahead turns are dealt: so long do workers go on where a dead chief is still connected.
@@ -68,15 +68,6 @@ HALT_SECONDS = 20.0
 Update = Callable[[tf.data.Iterator], tf.Tensor]
 
 
-def turn_of(steps: int, *, whole: bool) -> int:
-    """Return how many updates are unrolled in a run of so many steps; 1: none.
-
-    Where variables are not pulled as a `whole`, as rows of them are looked up, the gradient would
-    be traced again for each update in the graph.
-    """
-    return TURN if whole and steps >= LONG_RUN else 1
-
-
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
@@ -85,47 +76,62 @@ class AsyncParameterServer(Served):
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
     _began = _sent = 0
-    #: The closures that were ever sent, and the mean loss that was reported last.
-    _closure, _loss = 0, 0.0
+    #: The closures that were ever sent, and updates of a turn of the last one.
+    _closure, _handed = 0, 1
+    #: Those of the graph that workers have ready when training begins; 0: none.
+    _first_unit = 0
+    #: The mean loss that was reported last.
+    _loss = 0.0
     _cache: row_cache.RowCache | None = None
 
     def build(self, problem: Problem) -> None:
         """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
+        iterator = self.worker_batches(problem)
         with suppress(MisfitError):
-            self._build(problem)
+            self._build(problem, iterator)
             return
-        self._build(problem)
+        with suppress(Exception):  # What was sent for a graph that is not used may fail.
+            self.wait_until_ready()
+        self._build(problem, iterator)
 
-    def _build(self, problem: Problem) -> None:
+    def _build(self, problem: Problem, iterator: Any) -> None:
+        self.feed(iterator)
         self.build_model(problem)
         training = self.config.training
         make = self._local_steps if training.pull_every > 1 else self._step
         turn = turn_of(training.steps, whole=self.pulls_whole())
-        self.hand_out(make(problem), self.worker_batches(problem), turn)
+        self.hand_out(make(problem), turn)
 
-    def hand_out(self, update: Update, iterator: Any, turn: int) -> None:
-        """Make the closures of the workers, which apply an update of the next of their batches."""
-        self._iterator, self._turn = iterator, turn
-        self._tally = self.tally()
-        self._has_turned = False
+    def feed(self, iterator: Any) -> None:
+        """Take the batches of workers, which get ready a graph that a chief has left, if any."""
+        self._graphs = LeftGraphs(self.config, self.left, self.towers.devices)
         self._workers = self.cluster.count("worker")
+        self._iterator, self._closures = iterator, {}
+        # What is pushed of a cache would have nowhere to go.
+        if not self.config.training.cached_rows and (found := self._graphs.beforehand()):
+            number, self._closures[number] = found
+            for _ in range(self._workers):
+                self._send(number, NO_TURN)
+
+    def hand_out(self, update: Update, turn: int) -> None:
+        """Make the closures of the workers, which apply an update of the next of their batches."""
+        self._tally, self._turn, self._has_turned = self.tally(), turn, False
         with tf.device(server_device(0)):
-            permit = self.left.permit if self.left else None
-            self._turns = Turns(self._workers, self.applied, permit)
+            self._turns = Turns(self._workers, self.applied, self.left and self.left.permit)
         if self.take_left(self._turns.held()):
             self._turns.resume()
+            self._graphs.wait(self.wait_until_ready)
             on_each_worker(self._workers, lambda: alone(lambda: None), HALT_SECONDS)
         self._look()
         self._reported = self._seen.reports
-        self._graphs = LeftGraphs(self.config, self.left, self.handles, self.towers.devices)
         make = self._portion if self.stream else self._loop
-        self._closures = {unit: make(update, unit) for unit in (1, TURN)}
+        left = self._graphs.handed_out(self.handles)
+        self._first_unit = next(iter(left), 0)
+        self._closures = {unit: make(update, unit) for unit in (1, TURN)} | left
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
-        if self.stream:
-            return self._portions(steps)
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
@@ -160,11 +166,10 @@ class AsyncParameterServer(Served):
     def prepare(self) -> None:
         """Have workers that were at it get their graph ready again; there is no turn yet."""
         unit, self._unit = self._unit, 0
-        # It may have failed when they were halted.
-        self._turns.extend(0)
+        self._turns.extend(0)  # It may have failed when they were halted.
         # What is pushed of a cache would be added to values that are being assigned.
         for _ in range(self._workers if unit and not self._cache else 0):
-            self._send(unit)
+            self._send(unit, NO_TURN)
 
     def _look(self) -> None:
         self._seen = self._turns.look()
@@ -173,6 +178,9 @@ class AsyncParameterServer(Served):
     def _go_on(self, steps: int, boundary: int) -> None:
         """Deal turns for the next seconds, and wait until some are reported."""
         unit = unit_of_speed(steps, self._workers, self._turn, self._unit)
+        if boundary - self._seen.applied >= self._first_unit > 0:
+            unit = self._first_unit
+        self._first_unit = 0
         if self._unit not in {0, unit}:
             self._end()
         self._deal(max(AHEAD_SECONDS * steps // unit, 2 * self._workers), boundary, unit)
@@ -212,13 +220,12 @@ class AsyncParameterServer(Served):
         self.warming = unit > 1 and not self._has_turned
         # That of a dead worker waits for its return, or for another one that ends.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
-            self._send(unit)
-            self._sent += 1
+            self._send(unit, self._closure)
+            self._sent, self._closure, self._handed = self._sent + 1, self._closure + 1, unit
 
-    def _send(self, unit: int) -> None:
-        number = tf.constant(self._closure, tf.int64)
-        self.coordinator.schedule(self._closures[unit], args=(self._iterator, number))
-        self._closure += 1
+    def _send(self, unit: int, number: int) -> None:
+        arguments = self._iterator, tf.constant(number, tf.int64)
+        self.coordinator.schedule(self._closures[unit], args=arguments)
 
     def _end(self) -> None:
         self._turns.extend(0)
@@ -240,11 +247,10 @@ class AsyncParameterServer(Served):
         for index, row in enumerate(new):
             if made := int(row[UPDATES]):
                 self._count(index, made, row[OTHERS])
-        reached = self._seen.applied if self._unit else None
-        report = Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
         if updates:
-            self._graphs.leave(self._closures)
-        return report
+            self._graphs.leave(self._handed, self._closures[self._handed], self.handles)
+        reached = self._seen.applied if self._unit else None
+        return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
         # A worker pulls right after it has pushed: in between are only updates of others.
@@ -257,8 +263,6 @@ class AsyncParameterServer(Served):
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
-            if (worker := self._graphs.called(turn, iterator, closure)) is not None:
-                return worker
             # It stays on the server, whatever turn it is.
             own, worker = turns.begin(closure), worker_number()
             if self._cache:
@@ -272,8 +276,7 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # The loop is controlled on the worker: where it is, TensorFlow puts what it
-                # computes.
+                # On the worker: where a loop is, TensorFlow puts what it computes.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
                 self._push_cache()
 
@@ -372,7 +375,6 @@ class AsyncParameterServer(Served):
         self._cache = row_cache.RowCache(
             self.lookups.tables, rows=training.cached_rows, staleness=training.cache_staleness
         )
-
         if training.optimizer.name in {"adam", "adamw"}:
             log.warning("%s", row_cache.SLOWER)
 

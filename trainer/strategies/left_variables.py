@@ -38,11 +38,12 @@ from trainer.strategies.strategy import Strategy
 log = logging.getLogger(__name__)
 # Of a `Left`, and of what has names: the chief of a version with another form looks for other ones,
 # as servers may be older than it. To be counted up with each change.
-FORM = 4
+FORM = 5
 # What does not answer for so long is taken as gone.
 ANSWER_SECONDS = 10.0
 # The counter of steps, whose number is 0.
 STEP = "global_step"
+_PLACES, _GRAPH = "places", "graph"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,7 @@ class LeftVariables:
         self._found = self._find() if self._found else {}
         #: Whether this chief goes on with it.
         self.is_taken = False
-        #: The servers of the variables of the model, in the order in which they are made, where
-        #: this chief is to go on with what is left.
+        #: The servers of the variables of the model, in their order, where it is to.
         self.places: Sequence[int] = ()
         #: The graph of the chief before, and of this one (`trainer.strategies.left_graphs`).
         self.found_graph = self.graph = b""
@@ -161,10 +161,12 @@ class LeftVariables:
             "a checkpoint that was published before is gone": left and left.saved > newest(),
             "the newest checkpoint is newer": reached < start,
         }
-        if reason := next((reason for reason, is_so in reasons.items() if reason and is_so), ""):
+        reason = next((reason for reason, is_so in reasons.items() if reason and is_so), "")
+        if reason or not left:
             self._remove(reason)
             return start
         self.places = places
+        self._take_graph(left)
         return reached
 
     def take(
@@ -205,31 +207,32 @@ class LeftVariables:
             self._register(replace(said, writer=self._writer))
             self.places, self._placed = places, self._list_of_places(said)
             self._placed.assign(places)
-            self.names[id(self._placed)] = self._of_places(said)
-            self._take_graph(said)
+            self.names[id(self._placed)] = self._name(said, _PLACES)
+            if not left:
+                self._take_graph(said)
             self._rename_all(said)
             for number, part in enumerate(parts):
                 part.rename(*_of_map(self._name(said, number)))
         return self.is_taken
 
     def _take_graph(self, said: Left) -> None:
-        self._graph = self._named([], tf.string, 0, name := self._of_graph(said))
+        self._graph = self._named([], tf.string, 0, name := self._name(said, _GRAPH))
         self.names[id(self._graph)] = name
-        with tf.device(self._graph.device):
-            if self.is_taken:
+        with operating_at(self._graph.device):
+            if self._found:
                 self.found_graph = bytes(fetched(self._graph.read_value()))
             # One that ends its chief is not there for the next one.
             self._graph.assign("")
 
     def leave_graph(self, graph: bytes) -> None:
         """Leave a graph for the next chief; raises as `settle` does."""
-        self.graph = graph
 
         def leave(graph: tf.Tensor) -> None:
             # Nobody frees it where this chief was taken for dead.
             with tf.control_dependencies([self.permit.read_value()]):
                 self._graph.assign(graph, read_value=False)
 
+        self.graph = graph
         with operating_at(self._graph.device):
             tf.function(leave, autograph=False)(tf.constant(graph))
 
@@ -247,7 +250,8 @@ class LeftVariables:
     def refuse(self, reason: str) -> NoReturn:
         """Remove what is left, which is of other variables; raises `MisfitError`."""
         self._remove(reason)
-        self.places = ()
+        self.places, self.found_graph = (), b""
+        self.names.pop(id(self._graph), None)
         raise MisfitError
 
     def settle(self, *, is_whole: bool) -> None:
@@ -363,7 +367,7 @@ class LeftVariables:
             return [int(each) for each in fetched(placed.read_value())]
 
     def _list_of_places(self, left: Left) -> tf.Variable:
-        return self._named([left.placed], tf.int64, 0, self._of_places(left))
+        return self._named([left.placed], tf.int64, 0, self._name(left, _PLACES))
 
     def _find(self) -> dict[int, Left]:
         """Return what each server has of the run."""
@@ -394,9 +398,10 @@ class LeftVariables:
 
     def _freeing(self, left: Left) -> None:
         names = [self._name(left, number) for number in range(max(left.variables, left.maps))]
+        others = [self._name(left, each) for each in (_PLACES, _GRAPH)]
         handles = [
             tf.raw_ops.VarHandleOp(shape=[], dtype=tf.float32, shared_name=name)
-            for name in [*names[: left.variables], self._of_places(left), self._of_graph(left)]
+            for name in [*names[: left.variables], *others]
         ]
         for ids, mutex in map(_of_map, names[: left.maps]):
             # As a shard makes it; one of another kind would be another resource.
@@ -409,14 +414,8 @@ class LeftVariables:
         for each in handles:
             tf.raw_ops.DestroyResourceOp(resource=each, ignore_lookup_error=True)
 
-    def _name(self, left: Left, number: int) -> str:
-        return f"{self._run}-{left.token}-{number}"
-
-    def _of_places(self, left: Left) -> str:
-        return f"{self._run}-{left.token}-places"
-
-    def _of_graph(self, left: Left) -> str:
-        return f"{self._run}-{left.token}-graph"
+    def _name(self, left: Left, what: int | str) -> str:
+        return f"{self._run}-{left.token}-{what}"
 
     def _permit(self, writer: int) -> tf.Variable:
         return self._named([], tf.int64, 0, self._of_writer(writer))

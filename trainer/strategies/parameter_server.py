@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -21,16 +21,18 @@ from trainer import user_code
 from trainer.errors import ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
+from trainer.strategies.left_graphs import CONFIGURED
 from trainer.strategies.left_variables import STEP, LeftVariables
 from trainer.strategies.placement import (
     Place,
     build_at,
     build_slots,
     is_of_keras,
+    made_here,
+    moved,
     optimize_once,
     places_of,
     server_device,
-    without_values,
 )
 from trainer.strategies.remade import Remade, connect_again, is_lost
 from trainer.strategies.strategy import (
@@ -49,8 +51,6 @@ from trainer.strategies.visits import Tally, plan_of
 
 log = logging.getLogger(__name__)
 
-# The graph of unrolled steps takes seconds to trace, which a shorter run does not win back.
-LONG_RUN = 2000
 # Workers that are there have their graphs ready by then.
 READY_SECONDS = 20.0
 # In the working folder of every worker.
@@ -92,9 +92,9 @@ class Served(KerasStrategy):
     leaves_variables = False
     #: What is there of the run, where that is so.
     left: LeftVariables | None = None
-    #: Where the variables of the model are, and those that have no values yet.
+    #: Where the variables of the model are, and those that are not there yet.
     _places: Sequence[Place] = ()
-    _hollow: Sequence[keras.Variable] = ()
+    _made_here: Sequence[tf.Variable] = ()
     _tally: Tally
     _configured: Sequence[tuple[tf.Variable, Any]] = ()
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
@@ -133,11 +133,11 @@ class Served(KerasStrategy):
         `gradients` is how many of them make an update.
         """
         if self.left and self.left.places:
-            self._build_without_values(problem, gradients, self.left)
+            self._build_for_left(problem, gradients, self.left)
         else:
             servers, named = self.cluster.count("ps"), self.config.cluster.placement
             self._places = places_of(problem.build_model, problem.check, servers, named)
-            self.model, self._hollow = build_at(problem.build_model, self._places), []
+            self.model, self._made_here = build_at(problem.build_model, self._places), []
             self._make_updates(problem, gradients)
             build_slots(self.optimizer, self.model)
         training = self.config.training
@@ -158,19 +158,17 @@ class Served(KerasStrategy):
                 self.model, self.optimizer, training, pulled=whole
             )
 
-    def _build_without_values(self, problem: Problem, gradients: int, left: LeftVariables) -> None:
+    def _build_for_left(self, problem: Problem, gradients: int, left: LeftVariables) -> None:
         self._places = [Place("", server) for server in left.places]
         try:
-            with without_values() as self._hollow:
+            with made_here() as self._made_here:
                 self.model = build_at(problem.build_model, self._places)
             self._make_updates(problem, gradients)
             # One of the user's may change its slots when it has made them.
-            if is_of_keras(self.optimizer):
-                with without_values() as slots:
-                    build_slots(self.optimizer, self.model)
-                self._hollow = [*self._hollow, *slots]
-            else:
+            there = nullcontext[list[tf.Variable]]([])
+            with made_here() if is_of_keras(self.optimizer) else there as slots:
                 build_slots(self.optimizer, self.model)
+            self._made_here = [*self._made_here, *slots]
         # Whatever it is, it must not come again and again: what is left has to be removed.
         except Exception as error:
             if is_lost(error):
@@ -192,8 +190,7 @@ class Served(KerasStrategy):
         """
         if not self.left:
             return False
-        tables = table_state.tables_of(self.model)
-        parts = [part for table in tables for part in table.parts()]
+        parts = table_state.parts_of(self.model)
         unsaved = {
             f"{index}/{number}": each
             for index, part in enumerate(parts)
@@ -211,10 +208,10 @@ class Served(KerasStrategy):
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
         held = {id(each) for each in variables.values()}
-        for each in self._hollow:
+        for each in self._made_here:
             # The model function has made it, and does not use it.
-            if id(each.value) not in held:
-                each.assign(getattr(each, table_state.BEGINS)(each.shape, dtype=each.dtype))
+            if id(each) not in held:
+                moved(each)
         self._outlive = variables
         places = [place.server for place in self._places]
         is_left = self.left.take(variables, parts, described, places)
@@ -225,12 +222,11 @@ class Served(KerasStrategy):
 
     def handles(self) -> dict[str, tf.Tensor]:
         """Return the handles of what each chief of a run has on the servers, by what they are."""
-        tables = table_state.tables_of(self.model)
-        parts = [part for table in tables for part in table.parts()]
+        parts = table_state.parts_of(self.model)
         return {
             **{name: each.handle for name, each in self._outlive.items()},
             **({"permit": self.left.permit.handle} if self.left else {}),
-            **{f"configured/{n}": each.handle for n, (each, _) in enumerate(self._configured)},
+            **{f"{CONFIGURED}{n}": each.handle for n, (each, _) in enumerate(self._configured)},
             **{f"map/{n}": each.map for n, each in enumerate(parts)},
             **{f"mutex/{n}": each.mutex for n, each in enumerate(parts)},
         }
@@ -385,8 +381,11 @@ class Served(KerasStrategy):
         assign()
         table_state.restored_on(self.model, remade)
         self.settle(is_whole=True)
-        # One that is lost meanwhile does it later.
-        self.coordinator._cluster.closure_queue.wait(READY_SECONDS)
+        self.wait_until_ready()
+
+    def wait_until_ready(self) -> bool:
+        """Wait for what workers were sent, and return whether it has ended; it may do so later."""
+        return bool(self.coordinator._cluster.closure_queue.wait(READY_SECONDS))
 
     def remake(self, remade: Remade) -> None:
         """Make again what a strategy has on servers besides model and optimizer."""

@@ -20,9 +20,11 @@ import tensorflow as tf
 from keras.src.backend import Variable
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.eager import context, executor
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest, without_memory
+from trainer.strategies.remade import without_name
 from trainer.strategies.table_state import BEGINS, together
 from trainer.strategies.updates.fused_updates import fuse
 
@@ -141,28 +143,74 @@ def build_at(build_model: Callable[[], keras.Model], places: Sequence[Place]) ->
     return model
 
 
-@contextmanager
-def without_values() -> Iterator[list[keras.Variable]]:
-    """Give no values to large variables that are made within; return the list of these.
+class _Elsewhere(ResourceVariable):
+    """A variable that says that it is on a server, and is here until it gets a handle of there."""
 
-    They have memory that nobody has touched, and so takes none, and their initializers by `BEGINS`.
-    They are to get other handles: a table is not there twice meanwhile.
+    _server = ""
+
+    @property
+    def device(self) -> str:
+        """Return the device of the server."""
+        return self._server
+
+
+@contextmanager
+def made_here() -> Iterator[list[tf.Variable]]:
+    """Make variables in this process that are to get other handles; return the list of them.
+
+    It costs some messages to make one on the server that the device of the scope names, which it
+    says to be on. Large ones have no values, and so memory that nobody has touched. They have
+    their initializers by `BEGINS`. See `moved`. What only a server is to compute is made there: a
+    `tf.Variable` whose value is a function, and may be large.
     """
-    made: list[keras.Variable] = []
+    made: list[tf.Variable] = []
+    has_initializer = False
+    here = f"{context.context().host_address_space()}/device:CPU:0"
+    own = tf.DeviceSpec.from_string(here)
+
+    def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if callable(kwargs.get("initial_value")) and not has_initializer:
+            return next_creator(**kwargs)
+        of_scope = tf.DeviceSpec.from_string(context.context().device_name or "")
+        with tf.device(here):
+            each = next_creator(**kwargs)
+        each.__class__ = _Elsewhere
+        each._server = own.make_merged_spec(of_scope).to_string()
+        made.append(each)
+        return each
 
     def initialized(variable: Any, initializer: Any) -> None:
+        nonlocal has_initializer
         shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
-        if math.prod(shape) * dtype.size < LARGE_BYTES:
-            initialize(variable, initializer)
-            return
-        made.append(variable)
-        setattr(variable, BEGINS, initializer)
-        # On the server of the variable.
-        variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
+        is_large = math.prod(shape) * dtype.size >= LARGE_BYTES
+        has_initializer = True
+        try:
+            if is_large:
+                variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
+            else:
+                initialize(variable, initializer)
+        finally:
+            has_initializer = False
+        # The value that it shows may be a copy of another type.
+        for each in (variable, variable._value) if is_large else ():
+            setattr(each, BEGINS, initializer)
 
     initialize = Variable._initialize_with_initializer
-    with _replaced(Variable, "_initialize_with_initializer", initialized):
+    replaced = _replaced(Variable, "_initialize_with_initializer", initialized)
+    with tf.variable_creator_scope(create), replaced:
         yield made
+
+
+def moved(variable: tf.Variable) -> None:
+    """Put a variable that was made here on its server, with the value that it begins with."""
+    begins = getattr(variable, BEGINS, None)
+    with tf.device(variable.device):
+        if begins:
+            first = begins(variable.shape, dtype=variable.dtype.name)
+        else:
+            first = tf.identity(variable.read_value())
+    of = variable.shape, variable.dtype, variable.device
+    variable._handle = without_name(*of, first).handle
 
 
 def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:

@@ -38,7 +38,11 @@ _LOST = (
 # What it says of a server that was restarted, and connected again with a worker that was restarted:
 # to the chief itself, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
 _RESTARTED = "some remote workers have been restarted"
-_WITHOUT_VALUES = ("unable to find the relevant tensor remote_handle", "unknown device")
+_GONE = (
+    ("remote target /job:ps", "unable to find the relevant tensor remote_handle"),
+    # Also where a worker is connected again meanwhile, so that the chief knows no such device.
+    ("/job:ps", "unknown device"),
+)
 
 
 def is_lost(error: Exception) -> bool:
@@ -48,8 +52,7 @@ def is_lost(error: Exception) -> bool:
         return "Unable to parse request" in str(error)
     if isinstance(error, tf.errors.InvalidArgumentError):
         text = str(error).lower()
-        of_server = "remote target /job:ps" in text
-        return _RESTARTED in text or (of_server and any(each in text for each in _WITHOUT_VALUES))
+        return _RESTARTED in text or any(all(each in text for each in one) for one in _GONE)
     return isinstance(error, (ClusterLostError, *_LOST))
 
 

@@ -22,9 +22,10 @@ import tensorflow as tf
 
 from trainer.strategies import table_state
 from trainer.strategies.gradients import Gradient, over, plus
-from trainer.strategies.parameter_server import LONG_RUN, LoopWatch, Served, worker_number
+from trainer.strategies.parameter_server import LoopWatch, Served, worker_number
 from trainer.strategies.placement import fetched, server_device
 from trainer.strategies.strategy import Problem, Report
+from trainer.strategies.turns import LONG_RUN
 from trainer.strategies.visits import Batches, plan_of
 
 # The device of tokens and announcements, and of the loop of the chief.

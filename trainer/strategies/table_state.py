@@ -34,6 +34,11 @@ def tables_of(model: keras.Model) -> list[Any]:
     return [layer for layer in model._flatten_layers() if getattr(layer, "grows", False)]
 
 
+def parts_of(model: keras.Model) -> list[Any]:
+    """Return the shards of these layers."""
+    return [part for table in tables_of(model) for part in table.parts()]
+
+
 def state_of(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of a model that are not trained, and that workers pull and push."""
     kept = {id(each) for table in tables_of(model) for each in table.bookkeeping()}

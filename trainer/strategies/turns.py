@@ -26,11 +26,20 @@ from trainer.errors import ClusterLostError
 from trainer.strategies.placement import fetched, operating_at, worker_device
 from trainer.strategies.remade import Remade
 
+# In the names of what turns have on the server.
+TURNS = "turns/"
+# Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
+# network: one iteration of it costs more than a small update.
+TURN = 20
+# A graph of unrolled steps takes seconds to trace, which a shorter run does not win back.
+LONG_RUN = 2000
 # The columns of the table of reports.
 LOSS, UPDATES, OTHERS = range(3)
 # Closures of a stretch whose runs are told apart; half a megabyte. The oldest of more than that
 # would end before the others.
 CLOSURES = 1 << 16
+# The number of a closure with which a worker gets its graph ready, and does no more.
+NO_TURN = -1
 # No process of a server sees as many runs of closures.
 _RUNS_OF_SERVER = 1 << 40
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
@@ -53,6 +62,15 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
         cut.append(min(left, share // unit * unit or share))
         left -= cut[-1]
     return cut
+
+
+def turn_of(steps: int, *, whole: bool) -> int:
+    """Return how many updates are unrolled in a run of so many steps; 1: none.
+
+    Where variables are not pulled as a `whole`, as rows of them are looked up, the gradient would
+    be traced again for each update in the graph.
+    """
+    return TURN if whole and steps >= LONG_RUN else 1
 
 
 def unit_of(steps: int, workers: int, turn: int) -> int:
@@ -169,13 +187,14 @@ class Turns:
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
         """Return the run of a closure of this number, for `take`; in the graph of a worker.
 
-        It is an int64 vector, on the server, of its place and a number that no other run has.
+        It is an int64 vector, on the server, of its place and a number that no other run has. One
+        of `NO_TURN` has none, and finds no turn, whatever there is.
         """
         with tf.device(self._device):
             run = tf.raw_ops.ResourceCountUpTo(
                 resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
             )
-            run, place = run + 1, closure % CLOSURES
+            run, place = tf.where(closure >= 0, run + 1, 0), closure % CLOSURES
             with tf.control_dependencies([self._newest.scatter_max(tf.IndexedSlices(run, place))]):
                 return tf.stack([place, run])
 
@@ -237,7 +256,11 @@ class Turns:
         """Return all variables, by what they are."""
         found = (each for each in vars(self).items() if isinstance(each[1], tf.Variable))
         others = (self._applied, self._permit)
-        return {name: each for name, each in found if not any(each is other for other in others)}
+        return {
+            f"{TURNS}{name.strip('_')}": each
+            for name, each in found
+            if not any(each is other for other in others)
+        }
 
     def resume(self) -> None:
         """Go on with the variables of an earlier chief, whose workers end after their turn."""

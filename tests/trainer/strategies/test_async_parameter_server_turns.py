@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tests.trainer.strategies.fleet import LOSS, Fleet, Led
 from trainer.strategies import async_parameter_server
-from trainer.strategies.async_parameter_server import LOOK_SECONDS, TURN, turn_of
-from trainer.strategies.parameter_server import LONG_RUN
-from trainer.strategies.turns import unit_of_speed
+from trainer.strategies.async_parameter_server import LOOK_SECONDS
+from trainer.strategies.turns import LONG_RUN, TURN, turn_of, unit_of_speed
 
 FAST = 100 * TURN
 

@@ -13,10 +13,8 @@ from tensorflow.python.autograph.impl import api
 
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
 from trainer.config.load import parse_config
-from trainer.config.schema import Config
 from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.left_graphs import LeftGraphs
 from trainer.strategies.strategy import create, gradient_of
 from trainer.strategies.turns import Turns
 
@@ -62,7 +60,6 @@ def test_of_turns_nothing_is_converted(converted, tmp_path, monkeypatch):
     strategy = object.__new__(AsyncParameterServer)
     strategy._turns = Turns(1, applied)
     strategy._turns.deal(3)
-    strategy._graphs = LeftGraphs(Config(), None, dict, [])
 
     def update(iterator):
         applied.assign_add(1)

@@ -23,6 +23,8 @@ from trainer.strategies.left_graphs import LeftGraphs
 from trainer.strategies.remade import Remade
 
 NUMBER = 20
+NOT_USED = "the graph that a chief has left is not used"
+SOME = {"added": tf.constant(1.0), "more": tf.constant(1.0)}
 
 
 @pytest.fixture(autouse=True)
@@ -32,39 +34,58 @@ def _loaded(monkeypatch):
 
 
 class Chief(Attempt):
-    """An attempt of a chief with a step: it adds to a table, and looks up rows of one that grows.
+    """An attempt of a chief whose turns add to a table, and look up rows of one that grows.
 
-    `besides` is what else is done in a step.
+    `besides` is what else is done in a turn.
     """
 
     def __init__(self, uri, *, besides=lambda: 0.0, devices=("/device:CPU:0",), **sections):
         super().__init__(uri, **sections)
         self.traces, self.besides, self.devices = 0, besides, devices
 
+    def take_left(self, others):
+        self.graphs = LeftGraphs(self.config, self.left, self.devices)
+        self.get_ready()
+        return super().take_left(others)
+
+    def get_ready(self):
+        """Take a step before it is known what is there."""
+        if found := self.graphs.beforehand():
+            assert (found[0], float(found[1](SOME))) == (NUMBER, 0.0)
+            self.graphs.wait(lambda: True)
+
     def begin(self, saved=5):
         found = super().begin(saved)
-        self.graphs = LeftGraphs(self.config, self.left, self.handles, self.devices)
-        self.step = tf.function(self._step, autograph=False)
+        own = tf.function(self._step, autograph=False)
+        self.step = self.graphs.handed_out(self.handles).get(NUMBER, own)
         return found
 
     def _step(self, some):
-        if (total := self.graphs.called(NUMBER, some["added"], some["more"])) is not None:
-            return total
         self.traces += 1
-        self.held["table"].assign_add(tf.fill(self.held["table"].shape, some["added"]))
-        self.grown(tf.constant([1, 10]), training=True)
-        _, total = tf.while_loop(
-            lambda made, _: made < 2,
-            lambda made, total: (made + 1, total + some["more"]),
-            (tf.constant(0), tf.reduce_sum(self.held["table"].read_value())),
-        )
-        return total + self.besides()
+        own = self.turns.begin(tf.constant(0, tf.int64))
+
+        def turn(_, total):
+            self.held["table"].assign_add(tf.fill(self.held["table"].shape, some["added"]))
+            self.grown(tf.constant([1, 10]), training=True)
+            total += tf.reduce_sum(self.held["table"].read_value()) + self.besides()
+            return self.turns.take(own), total + some["more"]
+
+        none = self.turns.take(own), tf.constant(0.0)
+        return tf.while_loop(lambda found, _: found, turn, none)[1]
+
+    def turn(self):
+        """Take a turn, as all workers do, and return its result."""
+        self.turns.deal(1)
+        return float(self.step(SOME))
+
+    def leave(self):
+        self.graphs.leave(NUMBER, self.step, self.handles)
 
     def run(self):
-        """Take a step, as all workers do, and leave its graph; return its result."""
-        total = self.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
-        self.graphs.leave({NUMBER: self.step, 1: None})
-        return float(total)
+        """Take a turn, and leave its graph; return the result."""
+        total = self.turn()
+        self.leave()
+        return total
 
 
 @pytest.fixture
@@ -141,19 +162,19 @@ def test_with_other_code_it_is_traced(chief, monkeypatch, tmp_path, what):
 def test_where_a_step_loads_more_code_its_graph_is_not_left(chief, monkeypatch):
     first = chief()
     first.train(10)
-    first.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+    first.turn()
     monkeypatch.setattr(user_code, "loaded_digest", lambda: "another")
-    first.graphs.leave({NUMBER: first.step})
+    first.leave()
     assert first.left.graph == b""
 
 
 def test_a_lost_server_is_no_reason_to_go_on(chief):
     first = chief()
     first.train(10)
-    first.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+    first.turn()
     left_variables._destroy(first.left.permit)
     with pytest.raises(tf.errors.OpError):
-        first.graphs.leave({NUMBER: first.step})
+        first.leave()
 
 
 def test_an_error_in_it_says_what_it_says_where_it_was_traced(chief):
@@ -189,7 +210,7 @@ def test_an_error_in_it_says_what_it_says_where_it_was_traced(chief):
 def test_a_graph_of_another_number_is_not_taken_for_it(chief):
     trained(chief)
     second = chief()
-    assert second.graphs.called(1, tf.constant(1.0), tf.constant(0.5)) is None
+    assert list(second.graphs.handed_out(second.handles)) == [NUMBER]
 
 
 @pytest.mark.parametrize(
@@ -214,15 +235,69 @@ def test_what_another_chief_could_not_call_is_not_left(chief, besides):
     [
         lambda _: b"no graph",
         lambda graph: graph[:-40],
-        lambda graph: graph.replace(b'"permit", ', b"").replace(b', "map/0"', b""),
+        lambda graph: graph.replace(b'"name": "turns/end"', b'"name": "turns/gone"'),
     ],
 )
 def test_one_that_cannot_be_read_is_traced_with_a_warning(chief, caplog, damage):
-    trained(chief)
+    first = trained(chief)
+    first.left.leave_graph(damage(first.left.graph))
     second = chief()
-    second.left.found_graph = damage(second.left.found_graph)
     assert (second.run(), second.traces) == (145.0, 1)
-    assert "the graph that a chief has left is not used" in caplog.text
+    assert NOT_USED in caplog.text
+
+
+def test_one_that_workers_fail_to_get_ready_is_traced_with_a_warning(chief, caplog, monkeypatch):
+    def wait(chief):
+        def fail():
+            raise tf.errors.InvalidArgumentError(None, None, "no kernel")
+
+        chief.graphs.wait(fail)
+
+    trained(chief)
+    monkeypatch.setattr(Chief, "get_ready", wait)
+    second = chief()
+    assert (second.run(), second.traces) == (145.0, 1)
+    assert f"{NOT_USED}: InvalidArgumentError: no kernel" in caplog.text
+
+
+def test_where_the_model_loads_other_code_it_is_not_called_again(chief, monkeypatch):
+    trained(chief)
+    get_ready = Chief.get_ready
+
+    def load(chief):
+        get_ready(chief)
+        monkeypatch.setattr(user_code, "loaded_digest", lambda: "another")
+
+    monkeypatch.setattr(Chief, "get_ready", load)
+    second = chief()
+    # What stands in there is not made again with a server.
+    assert second.graphs._found is None
+    assert (second.run(), second.traces) == (145.0, 1)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_stand_ins_are_freed_once_nobody_uses_them(chief, monkeypatch, in_time):
+    def get_ready(chief):
+        if found := chief.graphs.beforehand():
+            handles.extend(chief.graphs._found._handles)
+            found[1](SOME)
+            before.append(values())
+            chief.graphs.wait(lambda: in_time)
+
+    def values():
+        return sum(bool(tf.raw_ops.VarIsInitializedOp(resource=each)) for each in variables())
+
+    def variables():
+        return [each for each in handles if getattr(each, "_handle_data", None)]
+
+    handles, before = [], []
+    trained(chief)
+    monkeypatch.setattr(Chief, "get_ready", get_ready)
+    second = chief()
+    # Those of turns alone have values.
+    assert 0 < before[0] < len(variables())
+    assert values() == (0 if in_time else before[0])
+    assert (second.run(), second.traces) == (145.0, 0)
 
 
 def test_what_fails_when_it_is_left_is_a_warning(chief, caplog, monkeypatch):
@@ -231,9 +306,9 @@ def test_what_fails_when_it_is_left_is_a_warning(chief, caplog, monkeypatch):
 
     first = chief()
     first.train(10)
-    first.step({"added": tf.constant(1.0), "more": tf.constant(0.5)})
+    first.turn()
     monkeypatch.setattr(first.step, "_list_all_concrete_functions", fail)
-    first.graphs.leave({NUMBER: first.step})
+    first.leave()
     assert "the next chief traces anew: " in caplog.text
 
 
@@ -270,6 +345,7 @@ def test_what_is_freed_has_no_graph(chief):
 
 
 def test_without_what_outlives_a_chief_nothing_is_left():
-    graphs = LeftGraphs(Attempt("file:///none").config, None, dict, [])
-    assert graphs.called(NUMBER, tf.constant(1.0)) is None
-    graphs.leave({})
+    graphs = LeftGraphs(Attempt("file:///none").config, None, [])
+    assert graphs.beforehand() is None
+    assert graphs.handed_out(dict) == {}
+    graphs.leave(NUMBER, None, dict)

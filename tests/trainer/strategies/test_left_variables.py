@@ -11,7 +11,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,7 +22,7 @@ from trainer.models.embedding_table import EmbeddingTable
 from trainer.strategies import left_variables
 from trainer.strategies.left_variables import STEP, LeftVariables, MisfitError
 from trainer.strategies.parameter_server import Served
-from trainer.strategies.placement import Place
+from trainer.strategies.placement import Place, made_here
 from trainer.strategies.remade import Remade
 from trainer.strategies.turns import Turns
 from trainer.strategies.updates.touched_rows import RowGroup
@@ -184,12 +183,14 @@ def test_where_variables_are_is_known_before_they_are_made(uri, places, saved, b
     assert list(attempt.left.places) == ([*places] if begins == 10 else [])
 
 
-def test_what_got_no_values_and_is_not_used_has_them_then(uri):
+def test_what_was_made_here_and_is_not_used_is_moved(uri):
     begun(uri, 10)
-    attempt, dropped = Attempt(uri), keras.Variable(tf.zeros([2]))
-    dropped.begins_by = keras.initializers.Constant(3.0)
-    attempt._hollow = [dropped]
+    attempt = Attempt(uri)
+    with made_here() as attempt._made_here:
+        dropped = tf.Variable([3.0, 3.0])
+    before = dropped.handle
     assert attempt.begin(5) == (10, True)
+    assert dropped.handle is not before
     assert dropped.numpy().tolist() == [3.0, 3.0]
 
 

@@ -90,17 +90,19 @@ def slot_of(found):
     return found.strategy.optimizer._accumulators[0]
 
 
-def test_where_places_are_known_it_is_built_once_and_its_table_has_no_values(built):
+def test_where_places_are_known_it_is_built_once_and_here(built):
     found = built([1, 0, 1])
     assert (found.times, found.checked, found.refused) == (1, 0, [])
-    assert [each.shape for each in found.strategy._hollow] == [(ROWS, 4)] * 2
+    model, optimizer = found.strategy.model, found.strategy.optimizer
+    every = [*model.variables, *(each for each in optimizer._accumulators)]
+    assert [id(each) for each in found.strategy._made_here] == [id(each.value) for each in every]
     assert [place.server for place in found.strategy._places] == [1, 0, 1]
 
 
 def test_else_it_is_built_twice_checked_and_has_values(built):
     found = built(())
     assert (found.times, found.checked, found.refused) == (2, 1, [])
-    assert list(found.strategy._hollow) == []
+    assert list(found.strategy._made_here) == []
     table = found.strategy.model.trainable_variables[0]
     assert table.numpy()[1].tolist() == [4.0, 5.0, 6.0, 7.0]
     assert np.unique(slot_of(found)).tolist() == [0.25]
@@ -108,7 +110,7 @@ def test_else_it_is_built_twice_checked_and_has_values(built):
 
 def test_slots_of_an_optimizer_of_the_user_have_values(built):
     found = built([1, 0, 1], Own)
-    assert [each.shape for each in found.strategy._hollow] == [(ROWS, 4)]
+    assert len(found.strategy._made_here) == len(found.strategy.model.variables)
     assert np.unique(slot_of(found)).tolist() == [5.0]
 
 

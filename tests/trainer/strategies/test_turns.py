@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone
+from trainer.strategies.turns import CLOSURES, LOSS, NO_TURN, OTHERS, UPDATES, Turns, alone
 
 WORKERS = 3
 
@@ -63,6 +63,16 @@ def test_none_is_left_where_workers_are_to_end(turns, take):
     seen = turns.look()
     assert (seen.taken, seen.refused) == (0, 0)
     assert bool(take())
+
+
+def test_a_closure_without_a_turn_takes_none_and_ends_no_other(turns, begin, take):
+    last = begin(CLOSURES - 1)
+    turns.deal(3)
+    none, other = begin(NO_TURN), begin(CLOSURES - 1)
+    assert not bool(take(none))
+    seen = turns.look()
+    assert (seen.taken, seen.refused) == (0, 0)
+    assert [bool(take(each)) for each in (last, other, none)] == [False, True, False]
 
 
 def test_workers_that_take_at_once_take_exactly_what_is_there(turns):

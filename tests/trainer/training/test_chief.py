@@ -54,6 +54,8 @@ RESTARTED = (
         (tf.errors.InvalidArgumentError(None, None, NO_HANDLE + ON_SERVER), True),
         (tf.errors.InvalidArgumentError(None, None, NO_HANDLE + ON_WORKER), False),
         (tf.errors.InvalidArgumentError(None, None, NO_DEVICE + ON_SERVER), True),
+        (tf.errors.InvalidArgumentError(None, None, f"{ON_SERVER} unknown device."), True),
+        (tf.errors.InvalidArgumentError(None, None, f"{ON_WORKER} unknown device."), False),
         (tf.errors.InvalidArgumentError(None, None, RESTARTED), True),
         (tf.errors.ResourceExhaustedError(None, None, "out of memory"), False),
     ],
