@@ -82,8 +82,9 @@ def test_it_goes_back_to_a_snapshot(dataset, tmp_path, name):
     with launched(settings(training=training, snapshot_seconds=0.1), dataset, tmp_path) as run:
         run.wait_for_step(1000)
         first = lost(run, name)
-        # The copies are made again, of all that there is.
-        run.wait_for_step(first.global_step + 700)
+        # The copies are made again, of all that there is, before the progress after the next.
+        again = run.wait_for_step(first.global_step + 1)
+        run.wait_for_step(again.global_step + 1)
         second = lost(run, name)
         code, said = run.end()
     assert code == 0, said
