@@ -16,6 +16,7 @@ from tests.trainer.strategies.test_left_variables import (
     SERVERS,
     Attempt,
     _here,  # noqa: F401
+    join_again,
 )
 from trainer import user_code
 from trainer.strategies import left_variables
@@ -324,13 +325,7 @@ def test_one_that_no_worker_has_run_does_not_come_back_with_a_server(chief, monk
 
 def test_it_comes_back_with_a_server_that_was_started_again(chief, monkeypatch):
     first = trained(chief)
-    for each in [*first.variables().values(), *first.left._states, first.left._graph]:
-        left_variables._destroy(each)
-    remade = Remade(SERVERS, first.left.names)
-    monkeypatch.setattr(remade, "was_on", lambda _: True)
-    first.left.remake(remade)
-    for each in first.variables().values():
-        remade.variable(each)
+    join_again(first, monkeypatch, first.left._graph)
     first.train(20)
     second = chief()
     assert (second.run(), second.traces) == (265.0 - 12.0, 0)

@@ -128,6 +128,17 @@ def begun(uri, *steps, **given):
     return attempt
 
 
+def join_again(attempt, monkeypatch, *others):
+    """Let servers lose all that they had, and the chief make it again."""
+    for each in [*attempt.variables().values(), *attempt.left._states, *others]:
+        left_variables._destroy(each)
+    remade = Remade(SERVERS, attempt.left.names)
+    monkeypatch.setattr(remade, "was_on", lambda _: True)
+    attempt.left.remake(remade)
+    for each in attempt.variables().values():
+        remade.variable(each)
+
+
 def names_of(attempt):
     return [attempt.left._name(attempt.left._said, number) for number in (0, 1)]
 
@@ -367,13 +378,7 @@ def test_how_long_ago_it_was_saved_goes_on(uri, monkeypatch):
 def test_what_servers_had_that_were_started_again_keeps_its_names(uri, monkeypatch):
     attempt = begun(uri, 10)
     names = dict(attempt.left.names)
-    for each in [*attempt.variables().values(), *attempt.left._states]:
-        left_variables._destroy(each)
-    remade = Remade(SERVERS, attempt.left.names)
-    monkeypatch.setattr(remade, "was_on", lambda _: True)
-    attempt.left.remake(remade)
-    for each in attempt.variables().values():
-        remade.variable(each)
+    join_again(attempt, monkeypatch)
     assert attempt.left.names == names
     # Before they have values again, none is left.
     assert attempt.left._find()[0].is_whole == 0
@@ -383,11 +388,7 @@ def test_what_servers_had_that_were_started_again_keeps_its_names(uri, monkeypat
 
 def test_a_chief_that_dies_as_a_server_is_joined_leaves_the_checkpoint(uri, monkeypatch, caplog):
     attempt = begun(uri, 10)
-    for each in [*attempt.variables().values(), attempt.left._states[0]]:
-        left_variables._destroy(each)
-    remade = Remade([0], attempt.left.names)
-    monkeypatch.setattr(remade, "was_on", lambda _: True)
-    attempt.left.remake(remade)
+    join_again(attempt, monkeypatch)
     assert Attempt(uri).begin(5) == (5, False)
     assert "the chief was assigning values" in caplog.text
 
