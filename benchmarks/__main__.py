@@ -16,6 +16,7 @@ from benchmarks import (
     accuracy,
     checkpoint_parts,
     comparisons,
+    dense_tables,
     evaluation,
     examples,
     growing_tables,
@@ -61,6 +62,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "hot-rows": hot_rows.hot_rows,
     "gpu": on_gpu.on_gpu,
     "tables": large_tables.large_tables,
+    "same-tables": dense_tables.same_tables,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
 # Measured only on request: an accuracy does not change with the machine.
@@ -79,6 +81,7 @@ WITHOUT_MNIST = {
     "snapshots",
     "evaluation",
     "tables",
+    "same-tables",
     "table-rows",
     "hot-rows",
 }

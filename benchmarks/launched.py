@@ -21,6 +21,7 @@ from trainer import events, storage
 from trainer.cluster import local
 from trainer.cluster.launcher import Job
 from trainer.config.load import load_config
+from trainer.config.schema import Config
 from trainer.events import Progress
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
@@ -102,6 +103,11 @@ def model(settings: Mapping[str, Any] = NONE) -> Any:
 def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
     """Train with the baseline's configuration and other settings; keys have `__` for the dot."""
     config = configuration({key.replace("__", "."): value for key, value in settings.items()})
+    return trained(config, workdir, dataset)
+
+
+def trained(config: Config, workdir: Path, dataset: str) -> Trained:
+    """Train below a folder, on a published dataset."""
     checkpoints = storage.join(storage.uri_of(workdir), "run", "checkpoints")
     job = Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=workdir / "tasks")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

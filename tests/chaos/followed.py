@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.events import Event, parse
+from trainer.events import Event, Progress, newest_progress, parse
 
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
@@ -21,9 +21,13 @@ def events_of(
     read: dict[Path, int],
     seconds: float = SECONDS,
 ) -> Iterator[Event]:
-    """Yield the events of a run as they come, to its end; `read` counts the bytes of each file."""
+    """Yield the events of a run as they come, to its end; `read` counts the bytes of each file.
+
+    Where a file has no room for more progress, it is the newest one at each look.
+    """
     deadline = time.monotonic() + seconds
     ended = False
+    newest: Progress | None = None
     while not ended:
         ended = process.poll() is not None
         for path in workdir.glob("*/events.jsonl"):
@@ -33,6 +37,9 @@ def events_of(
                 whole = [line for line in lines if line.endswith(b"\n")]
             read[path] = read.get(path, 0) + sum(map(len, whole))
             yield from filter(None, (parse(line.decode("utf-8", "replace")) for line in whole))
+            if (progress := newest_progress(path)) and progress != newest:
+                newest = progress
+                yield progress
         if time.monotonic() > deadline:
             process.kill()
             raise TimeoutError(f"the run has not ended after {seconds:g} s; see {workdir}")

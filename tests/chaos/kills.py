@@ -30,6 +30,7 @@ class Course:
     Attributes:
         checkpoint: URI of its newest one, and `step` its global step.
         seconds: of training, by the last progress.
+        progress: the seconds since the epoch and the global step of each.
         returns: by role, the seconds from each kill until the global step was higher again.
         restarts: of tasks.
         losses: of servers, as the chief reported them.
@@ -39,6 +40,7 @@ class Course:
     checkpoint: str = ""
     step: int = 0
     seconds: float = 0.0
+    progress: list[tuple[float, int]] = field(default_factory=list)
     returns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     restarts: int = 0
     losses: list[ServersLost] = field(default_factory=list)
@@ -96,6 +98,7 @@ class Kills:
                 self._has_begun = True
             elif isinstance(event, Progress):
                 self.found.seconds = event.seconds
+                self.found.progress.append((event.time, event.global_step))
                 self._reached(event.global_step)
                 self.progressed(process)
         self.ended()

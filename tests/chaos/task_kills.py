@@ -7,6 +7,10 @@ half of the seconds, one of which a task is killed (SIGKILL) every so many secon
 turn, the task of a role drawn by the seed, and an undisturbed one for the other half, as the speed
 of a machine drifts. The goodput is the step of the newest checkpoint of the second run over those
 of the others: what is trained twice, or is not published, does not count.
+
+Where the machine drifts by more than losses cost, the second run alone says what they cost: of each
+kill, the steps that are missing up to the next one, in seconds of the run's own speed before and
+after. That speed is without the first `RECOVERY_SECONDS` after a kill.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from tests.chaos.followed import say
 from tests.chaos.kills import Kills
@@ -30,6 +37,10 @@ from trainer import storage
 
 ROLES = ("worker", "ps", "chief")
 SETTINGS = {"training.steps": 10**8, "training.validate_every": 0, "cluster.max_restarts": 10**4}
+# After a kill, until the speed is again that without one; at most half of the time between two.
+RECOVERY_SECONDS = 15.0
+# More than the time between two progresses: none reaches from before a kill to after it.
+PROGRESS_SECONDS = 2.0
 # Before the first progress, and after the end.
 AROUND_SECONDS = 600.0
 
@@ -72,10 +83,42 @@ def main(arguments: list[str] | None = None) -> int:
         for each in killed.losses
     ]
     say(f"servers lost, and the steps their values went back: {back}")
+    if costs := lost_seconds(killed.progress, options.every):
+        say(f"seconds of training that losses cost: {[round(each, 1) for each in costs]}")
+        share = 1 - statistics.mean(costs) / options.every
+        say(f"goodput by the speed of the same run without a loss: {share:.3f}")
     memory = before.memory + after.memory
     say(f"MB of all processes: {memory} undisturbed, {killed.memory} killed")
     say(f"goodput: {killed.step / steps:.3f}")
     return 0
+
+
+def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[float]:
+    """Return the seconds of training that each kill of a run has cost, in their order.
+
+    Args:
+        progress: seconds and global steps of a run, in order; the first kill comes `every` seconds
+            after the first of them, and one more every so many seconds.
+        every: seconds between two kills. What came after the last whole one is left out, and so is
+            a kill around which no step was made once it was recovered.
+    """
+    times, steps = zip(*progress, strict=True)
+    recovery = min(RECOVERY_SECONDS, every / 2)
+
+    def speed(begin: float, end: float) -> float:
+        first, last = np.interp([begin, end], times, steps)
+        return float(last - first) / (end - begin)
+
+    lost = []
+    for number in range(1, int((times[-1] - times[0]) / every)):
+        at = times[0] + number * every
+        rests = [(begin + recovery, begin + every - PROGRESS_SECONDS) for begin in (at - every, at)]
+        # A machine that becomes slower all the time is so in the middle as well.
+        speeds = [speed(*rest) for rest in rests]
+        if min(speeds) > 0:
+            usual = float(np.interp(at + every / 2, np.mean(rests, axis=1), speeds))
+            lost.append(every * (1 - speed(at, at + every) / usual))
+    return lost
 
 
 class TimedKills(Kills):

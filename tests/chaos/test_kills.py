@@ -6,10 +6,12 @@ import argparse
 import itertools
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from tests.chaos import accuracy_after_losses, kills
+from tests.chaos import accuracy_after_losses, followed, kills, task_kills
 from tests.chaos.accuracy_after_losses import EvenKills
+from trainer import events
 from trainer.events import AttemptBegin, Progress, ServersLost
 
 
@@ -92,3 +94,47 @@ def test_a_run_goes_on_without_a_new_attempt_where_the_server_is_joined(struck_a
     # The next one has been due since 200.
     assert steps == [210, 230]
     assert len(course.returns["ps"]) == 1
+
+
+def drifting_progress(cost, between):
+    """Return the progress of 600 s, of which so many after each kill are without a step.
+
+    There are fewer steps in each second than in the one before.
+    """
+    times = np.arange(0, 600, 0.05)
+    moves = (times < 60) | (times % 60 >= cost)
+    steps = np.cumsum(np.linspace(60, 30, len(times)) * 0.05 * moves)
+    seen = slice(None, None, round(between / 0.05))
+    return [(1000 + at, int(step)) for at, step in zip(times[seen], steps[seen], strict=True)]
+
+
+@pytest.mark.parametrize("between", [0.3, 1.2])
+@pytest.mark.parametrize("cost", [0.0, 1.0, 5.0])
+def test_the_cost_of_a_loss_is_not_that_of_a_machine_that_becomes_slower(cost, between):
+    costs = task_kills.lost_seconds(drifting_progress(cost, between), 60.0)
+    assert len(costs) == 8
+    assert costs == pytest.approx([cost] * 8, abs=0.25)
+
+
+def test_a_loss_without_a_speed_around_it_is_left_out():
+    progress = [(float(second), 50 * min(second, 50)) for second in range(400)]
+    assert task_kills.lost_seconds(progress, 60.0) == []
+
+
+def test_progress_for_which_the_events_have_no_room_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(followed.time, "sleep", lambda _seconds: None)
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b" " * events.PROGRESS_BYTES)
+    steps = iter([10, 10, 20])
+
+    def poll():
+        step = next(steps, None)
+        if step is None:
+            return 0
+        events.append(path, progress(step))
+        return None
+
+    process = mock.Mock(poll=poll)
+    found = followed.events_of(process, tmp_path, {})
+    assert [each.global_step for each in found] == [10, 20]

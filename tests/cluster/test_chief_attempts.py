@@ -16,7 +16,8 @@ ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    "cluster": {"workers": 2, "max_restarts": ATTEMPTS},
+    # Servers keep no values, as these would allow them to grow more.
+    "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
 }
 
 

@@ -13,7 +13,9 @@ All that happens is a `TaskEvent` in one queue: the end of a task, or a request 
 TensorFlow's servers outlive a chief and keep what its graphs needed: a parameter server tens of
 megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a server that has
 grown when a chief begins again, and loads TensorFlow as long as the server does. Where parameter
-servers keep the values that the chief goes on from, they may grow more.
+servers keep the values that the chief goes on from, servers may grow more: training goes on in the
+time that workers would take to come back, and TensorFlow frees what a chief has left after ten
+minutes.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ GRACE_SECONDS = 60.0
 EVALUATION_SECONDS = 600.0
 # Share by which a server's memory may grow over its size at the end of the first attempt.
 MAX_GROWTH = 0.25
-# That of one of the parameter servers with values that the next attempt would go on from: without
-# one of them it begins from a checkpoint.
+# The same where parameter servers have values that the next attempt would go on from: without one
+# of them it begins from a checkpoint, and without a worker it is slower for seconds.
 MAX_GROWTH_WITH_VALUES = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
@@ -88,7 +90,7 @@ class ServerMemory:
 
         The attempt of `chief` has ended; it is not restarted yet.
         """
-        grown, are_large = list[tuple[TaskProcess, int, int]](), False
+        grown, large = list[tuple[TaskProcess, int, int]](), set[TaskProcess]()
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
@@ -101,10 +103,11 @@ class ServerMemory:
             before = min(first, self._at_loss.pop(server.task, first))
             if now + growth > (1 + MAX_GROWTH) * before:
                 grown.append((server, before, now))
-            most = (1 + MAX_GROWTH_WITH_VALUES) * before
-            are_large |= server.task.role == "ps" and now + growth > most
+            if now + growth > (1 + MAX_GROWTH_WITH_VALUES) * before:
+                large.add(server)
+        values_stay = self._keep_values and all(each.task.role != "ps" for each in large)
         for server, before, now in grown:
-            if self._keep_values and server.task.role == "ps" and not are_large:
+            if values_stay and server not in large:
                 continue
             del self._last[server.task]
             if before < self._first[server.task]:

@@ -59,7 +59,8 @@ def test_a_server_that_another_attempt_would_make_too_large_is_restarted(sizes, 
         ([400, 500, 600], "ps", []),
         # The next attempt would begin with a checkpoint, and not with what is there.
         ([400, 500, 600, 710], "ps", [4]),
-        ([400, 460], "worker", [2]),
+        ([400, 500, 600], "worker", []),
+        ([400, 500, 600, 710], "worker", [4]),
     ],
 )
 def test_a_server_with_values_may_grow_more(sizes, role, restarted):
@@ -73,7 +74,9 @@ def test_a_server_with_values_may_grow_more(sizes, role, restarted):
         # What is left is of no use.
         ([900, 500, 400], ["ps-0", "ps-1"]),
         ([900, 420, 900], ["ps-0", "worker-0"]),
-        ([400, 400, 900], ["worker-0"]),
+        ([400, 400, 550], []),
+        ([900, 400, 550], ["ps-0", "worker-0"]),
+        ([400, 550, 900], ["worker-0"]),
     ],
 )
 def test_servers_with_values_are_restarted_together(sizes, killed):

@@ -1,0 +1,156 @@
+"""What tables that grow, on servers, cost in accuracy: a recommender beside one with dense tables.
+
+`configs/clicks_large.yaml` with fewer ids, each of which has its own row in both. The one side is
+trained by two asynchronous workers over two parameter servers, where a row is made when its id
+comes. The other is one process whose tables are `keras.layers.Embedding`, made for all ids of the
+training split beforehand. So what is lost is what tables, workers and servers cost together. Both
+take as many batches of one size, with a rate that falls to zero, and answer the same test split;
+each round is a seed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+
+from benchmarks import launched
+from benchmarks.comparisons import Comparison, alternating
+from trainer import storage
+from trainer.checkpoints.index import index_of
+from trainer.config.load import load_config
+from trainer.config.schema import Config
+from trainer.data.prepare import prepare
+from trainer.data.read import labelled_columns, stage_shards
+from trainer.data.spec import DatasetSpec
+from trainer.evaluation.evaluate import evaluate
+from trainer.models import two_tower_ranker
+from trainer.models.spec import InputSpec
+
+FILE = Path(__file__).parents[1] / "configs" / "clicks_large.yaml"
+SEEDS = (1, 2, 3)
+LOST = 0.002
+EVENTS, TEST_EVENTS, BATCH = 1_200_000, 100_000, 512
+TRUTH = {"users": 1_000_000, "items": 100_000, "events": EVENTS, "test_events": TEST_EVENTS}
+# More than there are ids of each, and no filter: every id gets its row at once.
+TABLES = {
+    "user": {"capacity": 131_072},
+    "item": {"capacity": 131_072},
+    "segment": {"capacity": 256},
+    "category": {"capacity": 1024},
+}
+SETTINGS: Mapping[str, Any] = {
+    **{f"data.builder_args.{name}": value for name, value in TRUTH.items()},
+    "data.validation": 0,
+    "training.batch_size": BATCH,
+    # Each event about twice.
+    "training.steps": 2 * EVENTS // BATCH,
+    "training.checkpoint_every": 2 * EVENTS // BATCH,
+    "training.validate_every": 0,
+    "training.warm_start": '""',
+    "training.schedule.name": "cosine",
+}
+METRICS = ("auc", "query_auc")
+Measured = Mapping[str, float]
+
+
+def same_tables() -> Comparison:
+    """Return 1 less the AUC that is lost, for each seed."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        folder = Path(name)
+        config = _config({})
+        dataset = prepare(config.data, storage.uri_of(folder), folder / "scratch").uri
+        ids = folder / "ids.npz"
+        np.savez(ids, **_ids(dataset, folder / "shards", list(TABLES)))
+        growing, plain = iter(SEEDS), iter(SEEDS)
+        pairs = alternating(
+            len(SEEDS),
+            lambda: _growing(next(growing), dataset, folder),
+            lambda: _plain(next(plain), dataset, folder, ids),
+        )
+    lost = [plain["auc"] - own["auc"] for own, plain in pairs]
+    return Comparison(
+        name="1 less the AUC that tables that grow on servers lose to dense ones in one process",
+        rounds=tuple(1 - each for each in lost),
+        at_least=1 - LOST,
+        more={
+            "seeds": SEEDS,
+            **{name: [[round(each[name], 5) for each in pair] for pair in pairs]
+               for name in METRICS},
+        },
+    )  # fmt: skip
+
+
+def dense_ranker(spec: InputSpec, *, ids: str, **arguments: Any) -> keras.Model:
+    """Return `two_tower_ranker` with a row of a plain table for each id in a file.
+
+    The first row is that of all other ids. It begins with zeros, as that of a table that grows.
+
+    Args:
+        spec: as that of `two_tower_ranker`.
+        ids: path of an `.npz` file with an array of whole numbers for each table.
+        **arguments: those of `two_tower_ranker`; of `tables` nothing but the names count.
+    """
+    with np.load(ids) as found:
+        listed = {name: found[name] for name in found.files}
+
+    def dense(_spec: InputSpec, name: str, dimension: int, *_others: Any) -> Callable[[Any], Any]:
+        places = keras.layers.IntegerLookup(vocabulary=listed[name], name=f"{name}_place")
+        rows = keras.layers.Embedding(
+            len(listed[name]) + 1, dimension, _zeros_first, name=f"{name}_embedding"
+        )
+        return lambda ids: rows(places(ids))
+
+    with mock.patch.object(two_tower_ranker, "growing", dense):
+        return two_tower_ranker.two_tower_ranker(spec, **arguments)
+
+
+def _zeros_first(shape: Sequence[int], dtype: Any = None) -> Any:
+    drawn = keras.initializers.get("uniform")((shape[0] - 1, *shape[1:]), dtype)
+    return keras.ops.pad(drawn, [[1, 0], [0, 0]])
+
+
+def _config(settings: Mapping[str, Any]) -> Config:
+    whole = {**SETTINGS, **settings}
+    return load_config(FILE, [f"{key}={value}" for key, value in whole.items()])
+
+
+def _ids(dataset: str, scratch: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Return the ids of the training split, by feature."""
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    files = stage_shards(dataset, scratch, "train")
+    batches = [
+        {name: each.numpy() for name, each in columns.items()}
+        for _, columns in labelled_columns(spec, files, batch_size=EVENTS, columns=names)
+    ]
+    return {name: np.unique(np.concatenate([each[name] for each in batches])) for name in names}
+
+
+def _growing(seed: int, dataset: str, folder: Path) -> Measured:
+    settings = {"training.strategy": "async_parameter_server", "model.args.tables": TABLES}
+    return _measured(_config({**settings, "training.seed": seed}), dataset, folder / f"own-{seed}")
+
+
+def _plain(seed: int, dataset: str, folder: Path, ids: Path) -> Measured:
+    settings = {
+        "training.strategy": "single",
+        "model.name": "benchmarks.dense_tables:dense_ranker",
+        "model.args.ids": ids,
+    }
+    home = folder / f"plain-{seed}"
+    return _measured(_config({**settings, "training.seed": seed}), dataset, home)
+
+
+def _measured(config: Config, dataset: str, home: Path) -> Measured:
+    """Return the metrics of what a run has learned, on the test split."""
+    trained = launched.trained(config, home, dataset)
+    output = storage.join(storage.uri_of(home), "evaluation")
+    with tempfile.TemporaryDirectory(dir=home) as scratch:
+        checkpoint = index_of(trained.checkpoints)[-1].uri
+        found = evaluate(config, dataset, checkpoint, output, Path(scratch))
+    return {name: found.metrics[name] for name in METRICS}
