@@ -54,6 +54,8 @@ SETTINGS: Mapping[str, Any] = {
     "training.validate_every": 0,
     "training.warm_start": '""',
     "training.schedule.name": "cosine",
+    # Keras's own format would need a class for what the dense rows begin with.
+    "export.formats": "[saved_model]",
 }
 METRICS = ("auc", "query_auc")
 Measured = Mapping[str, float]
