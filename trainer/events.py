@@ -257,18 +257,12 @@ class NewestVersion(Event):
 
 
 class WarmStart(Event):
-    """Training begins with weights that were there already.
-
-    Attributes:
-        taken: how many variables of the model got their values.
-        left: how many did not, by the reason.
-        what: both in a line, with the names of some that were left.
-    """
+    """Training begins with weights that were there already."""
 
     uri: str
-    taken: int = 0
-    left: Mapping[str, int] = field(default_factory=dict)
-    what: str = ""
+    taken: int = 0  # How many variables of the model got their values.
+    left: Mapping[str, int] = field(default_factory=dict)  # How many did not, by the reason.
+    what: str = ""  # Both in a line, with the names of some that were left.
 
 
 class HandedOn(Event):
@@ -289,6 +283,13 @@ class FromScratch(Event):
     """There is no champion yet to begin with."""
 
     reason: str
+
+
+class TableEmpty(Event):
+    """Training is over, and no id has a row in a table that grows: all get that of unknown ones."""
+
+    table: str
+    why: str
 
 
 class UserCodeFailed(Event):

@@ -24,6 +24,7 @@ from trainer.events import (
     ServersLost,
     Stalled,
     Suspension,
+    TableEmpty,
     UploadFailed,
     Validation,
     WarmStart,
@@ -71,6 +72,9 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     FromScratch: lambda event: f"training begins from scratch: {event.reason}",
     HandedOn: lambda event: (
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
+    ),
+    TableEmpty: lambda event: (
+        f"warning: the table {event.table} has no row, so that all ids get one: {event.why}"
     ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
     ServersLost: _lost,

@@ -106,6 +106,8 @@ class Journal:
         if asked_for or since * MAX_ROWS >= self._steps:
             self._history.add(row)
             self._board.add(row)
+        if row["global_step"] >= self._steps > self._newest.get("global_step", 0):
+            _warn_of_empty_tables(row.get("tables", {}))
         self._newest = row
 
     def add_of_last_checkpoint(self, row: dict[str, Any]) -> None:
@@ -199,3 +201,16 @@ def stream_of(problem: Problem, found: RestoredCheckpoint | None) -> Stream | No
             log.warning("the position of %s in the examples is not used: data.partition", found.uri)
         return None
     return problem.stream.resumed(saved, found.uri) if found else problem.stream
+
+
+def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
+    """Emit which tables have no row, by what a strategy says of each."""
+    for name, table in tables.items():
+        if not table["rows"]:
+            away = table["turned_away"]
+            why = (
+                f"training turned ids away {away} times: lower min_count, or train longer"
+                if away
+                else "it was frozen, or training never looked it up"
+            )
+            events.emit(events.TableEmpty(table=name, why=why))

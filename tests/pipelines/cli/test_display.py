@@ -34,6 +34,7 @@ from trainer.events import (
     RunBegin,
     ServersLost,
     Stalled,
+    TableEmpty,
     TaskFailed,
     Validation,
     WarmStart,
@@ -430,6 +431,7 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
         WarmStart(uri="gs://b/step-00000005"),
         WarmStart(uri="gs://b/a.keras", taken=6, what="6 variables taken, 2 excluded (a, b)"),
         HandedOn(uri="gs://b/s", global_step=9, trained=12, why="best by validation loss"),
+        TableEmpty(table="user_embedding", why="it was frozen"),
         LeaseAwaited(**held, until="2027-01-15 08:00:00 UTC"),
         LeaseTakenOver(**held, reason="has ended"),
     ) == [
@@ -438,6 +440,7 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
         "training begins with the weights of gs://b/step-00000005",
         "training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded (a, b)",
         "global step 9 of 12 is handed on: best by validation loss",
+        "warning: the table user_embedding has no row, so that all ids get one: it was frozen",
         "waiting for the lease of file:///c: run a (process 7 on h) may be dead, and holds it "
         "until 2027-01-15 08:00:00 UTC",
         "took over the lease of file:///c from run a (process 7 on h), which has ended",

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.stores.fixtures import bucket_name
 from tests.trainer.counting import config_of
 from tests.trainer.tensorboard.event_files import hyperparameters, scalars
-from trainer import storage
+from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import read_history
 from trainer.checkpoints.index import index_of
@@ -76,3 +76,23 @@ def test_a_task_that_does_not_publish_writes_nothing(checkpoints):
     journal.add_of_last_checkpoint(row(30, validation_loss=0.5))
     assert not logs(checkpoints).parent.exists()
     assert journal.rows == [row(20, validation_loss=0.25), row(30, validation_loss=0.5)]
+
+
+def test_a_table_without_a_row_at_the_end_is_named_once(checkpoints, monkeypatch):
+    said = []
+    monkeypatch.setattr(events, "emit", said.append)
+    journal = Journal(config_of(steps=20), checkpoints, 0)
+    tables = {
+        "seldom": {"rows": 0, "evicted": 0, "turned_away": 30},
+        "frozen": {"rows": 0, "evicted": 0, "turned_away": 0},
+        "user": {"rows": 5, "evicted": 0, "turned_away": 2},
+    }
+    for step in (10, 20, 20):
+        journal.add(row(step, tables=tables))
+    assert said == [
+        events.TableEmpty(
+            table="seldom",
+            why="training turned ids away 30 times: lower min_count, or train longer",
+        ),
+        events.TableEmpty(table="frozen", why="it was frozen, or training never looked it up"),
+    ]
