@@ -74,7 +74,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
     ),
     TableEmpty: lambda event: (
-        f"warning: the table {event.table} has no row, so that all ids get one: {event.why}"
+        f"warning: the table {event.table} has no row, so that all ids share one: {event.why}"
     ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
     ServersLost: _lost,

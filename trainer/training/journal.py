@@ -206,11 +206,12 @@ def stream_of(problem: Problem, found: RestoredCheckpoint | None) -> Stream | No
 def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
     """Emit which tables have no row, by what a strategy says of each."""
     for name, table in tables.items():
-        if not table["rows"]:
-            away = table["turned_away"]
-            why = (
-                f"training turned ids away {away} times: lower min_count, or train longer"
-                if away
-                else "it was frozen, or training never looked it up"
-            )
-            events.emit(events.TableEmpty(table=name, why=why))
+        if table["rows"]:
+            continue
+        if table["evicted"]:
+            why = "all of its rows were given up by their age: raise max_age"
+        elif away := table["turned_away"]:
+            why = f"training turned ids away {away} times: lower min_count, or train longer"
+        else:
+            why = "it was frozen, or training never looked it up"
+        events.emit(events.TableEmpty(table=name, why=why))

@@ -85,6 +85,7 @@ def test_a_table_without_a_row_at_the_end_is_named_once(checkpoints, monkeypatch
     tables = {
         "seldom": {"rows": 0, "evicted": 0, "turned_away": 30},
         "frozen": {"rows": 0, "evicted": 0, "turned_away": 0},
+        "old": {"rows": 0, "evicted": 7, "turned_away": 1},
         "user": {"rows": 5, "evicted": 0, "turned_away": 2},
     }
     for step in (10, 20, 20):
@@ -95,4 +96,7 @@ def test_a_table_without_a_row_at_the_end_is_named_once(checkpoints, monkeypatch
             why="training turned ids away 30 times: lower min_count, or train longer",
         ),
         events.TableEmpty(table="frozen", why="it was frozen, or training never looked it up"),
+        events.TableEmpty(
+            table="old", why="all of its rows were given up by their age: raise max_age"
+        ),
     ]
