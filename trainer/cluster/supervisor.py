@@ -13,9 +13,8 @@ All that happens is a `TaskEvent` in one queue: the end of a task, or a request 
 TensorFlow's servers outlive a chief and keep what its graphs needed: a parameter server tens of
 megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a server that has
 grown when a chief begins again, and loads TensorFlow as long as the server does. Where parameter
-servers keep the values that the chief goes on from, servers may grow more: training goes on in the
-time that workers would take to come back, and TensorFlow frees what a chief has left after ten
-minutes.
+servers keep the values that the chief goes on from, servers may grow more: training would wait for
+a restart of theirs, and TensorFlow frees what a dead chief has left after ten minutes.
 """
 
 from __future__ import annotations
