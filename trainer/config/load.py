@@ -19,6 +19,14 @@ from trainer.config.base import require_writable
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, nearest
 
+#: Keys of earlier versions, and what to use in their place.
+REMOVED: Mapping[str, str] = {
+    "training.cached_rows": "leave it out; rows are read from their servers",
+    "training.cache_staleness": "leave it out; rows are read from their servers",
+    "training.checkpoint_differences": "leave it out; each checkpoint is whole",
+    "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
+}
+
 # Of a message: it quotes the values that it is about.
 _MOST_LETTERS = 1000
 
@@ -205,6 +213,8 @@ def _explain(error: Any) -> str:
         return f"the configuration is not plain data: {error['ctx']['error']}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
+        if remedy := REMOVED.get(key):
+            return f"{key}: removed in 0.2: {remedy}"
         return f"{key}: no such key{_nearest_key(error['loc'])}"
     if not key:
         return str(message)
