@@ -13,7 +13,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,8 +26,8 @@ from components.in_use import bundled
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
-from trainer import events, storage, user_code
-from trainer.cluster import signals
+from trainer import events, storage
+from trainer.cluster import child_process
 from trainer.code.bundle import Bundle
 from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
@@ -352,10 +351,11 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
     except OSError as error:
         raise UserError(f"cannot write to {run.folder}: {error.strerror}") from None
     with log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "pipelines.runs.local_child", pipeline, str(run.folder)],
+        return child_process.start(
+            "pipelines.runs.local_child",
+            pipeline,
+            str(run.folder),
             env=_environment(run),
-            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             # A session of its own: an interrupt reaches it once, from here, not from the terminal.
@@ -364,16 +364,16 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
 
 
 def _environment(run: LocalRun) -> dict[str, str]:
-    return {
-        # The environment may still have the interrupt of another run.
-        **{name: value for name, value in os.environ.items() if name != STOPPING},
-        **signals.parent_environment(),
+    own = {
         events.VARIABLE: str(run.folder / EVENTS),
         RUN_ID: run.run_id,
         RUN_FOLDER: str(run.folder),
         "TMPDIR": str(run.folder / "tmp"),
-        **user_code.environment(),
     }
+    found = child_process.environment(own)
+    # It may still have the interrupt of another run.
+    found.pop(STOPPING, None)
+    return found
 
 
 def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> list[Event]:

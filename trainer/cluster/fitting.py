@@ -5,26 +5,17 @@ TensorFlow and the user's code stay out of the process that asks.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from trainer import user_code
-from trainer.cluster import signals
+from trainer.cluster import child_process
 from trainer.config.schema import Config
-from trainer.errors import DONE, ConfigError
+from trainer.errors import ConfigError
 
 # TensorFlow alone takes ten of them on a busy machine.
 SECONDS = 90.0
 CALIBRATION_SECONDS = 300.0
-_PREFIX = "flotilla: "
 log = logging.getLogger(__name__)
 
 
@@ -77,34 +68,17 @@ def _answer(
     seconds: float,
     variables: Mapping[str, str],
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="flotilla-fit-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder, "config.json")
-        path.write_text(config.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "trainer", stage, "--config", str(path)]
-        try:
-            ended = subprocess.run(
-                [*command, "--workdir", folder, *arguments],
-                env={**_environment(), **variables},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise NotKnownError(f"the model was not built in {seconds:g} s") from None
-    if ended.returncode == DONE:
-        found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-        return found
-    if ended.returncode < 0:
-        killed = signal.Signals(-ended.returncode).name
-        raise NotKnownError(f"the trial was ended by {killed}; is there enough memory?")
-    lines = [line for line in ended.stderr.splitlines() if line.strip()] or ["no message"]
-    said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
-    raise ConfigError((said or lines)[-1])
-
-
-def _environment() -> dict[str, str]:
-    own = {**user_code.environment(), **signals.parent_environment()}
-    return {**os.environ, **own, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        return child_process.call(
+            "trainer",
+            stage,
+            *arguments,
+            request=config.model_dump_json(),
+            option="--config",
+            seconds=seconds,
+            variables={**variables, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+    except child_process.ChildLostError as error:
+        raise NotKnownError(f"the trial of the model: {error}") from None
+    except child_process.ChildError as error:
+        raise ConfigError(str(error)) from None

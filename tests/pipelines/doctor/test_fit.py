@@ -33,7 +33,7 @@ def home(tmp_path, monkeypatch):
 def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
     found = fits(parse_config({}), seconds=0.05)
     assert found.state == "warn"
-    assert found.message == "not known: the model was not built in 0.05 s"
+    assert found.message == "not known: the trial of the model: no answer after 0.05 s"
     assert content(home) == {"tmp"}
 
 

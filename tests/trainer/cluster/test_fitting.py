@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import subprocess
-from subprocess import CompletedProcess
-
 import pytest
 
-from trainer.cluster import fitting
+from trainer.cluster import child_process, fitting
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Return what lets the trial end; and the commands that were run."""
-    commands = []
+    """Return what lets the trial end; and the calls."""
+    calls = []
 
     def given(code, out="", err=""):
-        def run(command, **_):
-            commands.append(command)
-            return CompletedProcess(command, code, out, err)
+        def call(*arguments, **options):
+            calls.append((arguments, options))
+            return child_process.answer(code, out, err)
 
-        monkeypatch.setattr(subprocess, "run", run)
-        return commands
+        monkeypatch.setattr(child_process, "call", call)
+        return calls
 
     return given
 
 
 def test_what_fits_is_the_last_line(ends):
-    commands = ends(0, 'a line of the user\n{"task": "regression"}\n')
+    calls = ends(0, 'a line of the user\n{"task": "regression"}\n')
     assert fitting.tried(Config(), "file:///d") == {"task": "regression"}
-    assert commands[0][-2:] == ["--dataset", "file:///d"]
+    ((arguments, options),) = calls
+    assert Config.model_validate_json(options["request"]) == Config()
+    assert arguments == ("trainer", "fit", "--dataset", "file:///d")
 
 
 def test_what_the_trainer_says_is_the_message(ends):
@@ -44,6 +43,6 @@ def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
     ends(-9)
     fitting.require(Config())
     assert (
-        "whether model and dataset fit is not known: the trial was ended by SIGKILL; is there "
-        "enough memory?" in caplog.text
+        "whether model and dataset fit is not known: the trial of the model: ended by "
+        "SIGKILL; is there enough memory?" in caplog.text
     )

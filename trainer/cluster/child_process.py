@@ -1,0 +1,112 @@
+"""A module in a process of its own: its request, environment, answer and errors.
+
+The request is a JSON file, the answer the last line of standard output, and an error the last line
+of standard error that begins with `flotilla: `. The process ends with the one that started it, and
+finds the user's modules in the same places.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import user_code
+from trainer.cluster import signals
+from trainer.errors import DONE, UserError
+
+_PREFIX = "flotilla: "
+
+
+class ChildError(UserError):
+    """The process has ended without an answer; the message is what it said last."""
+
+
+class ChildLostError(ChildError):
+    """The process took too long, or was killed: what it would have answered is not known."""
+
+
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a child of this process, with `variables` laid over it."""
+    own = {**signals.parent_environment(), **user_code.environment()}
+    return {**os.environ, **own, **(variables or {})}
+
+
+def start(
+    module: str, *arguments: str, variables: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE ARGUMENTS`; `options` are those of `subprocess.Popen`.
+
+    Standard input is empty unless they say otherwise. With `start_new_session` an interrupt of the
+    terminal reaches this process alone, which passes it on.
+    """
+    given = {"env": environment(variables), "stdin": subprocess.DEVNULL, **options}
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **given)
+
+
+def end(process: subprocess.Popen[Any], seconds: float) -> None:
+    """End a process that still runs: by SIGTERM, and after these seconds by SIGKILL."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def call(
+    module: str,
+    *arguments: str,
+    request: str,
+    option: str,
+    seconds: float,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return the answer of a module to a request.
+
+    It is called with `OPTION FILE`, where the request is, and `--workdir DIR`, a folder that is
+    removed afterwards.
+
+    Raises:
+        ChildLostError: it takes longer than `seconds`, or was killed.
+        ChildError: it has failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="flotilla-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder, "request.json")
+        path.write_text(request, encoding="utf-8")
+        words = [*arguments, option, str(path), "--workdir", folder]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with start(module, *words, variables=variables, **streams) as process:
+            try:
+                out, errors = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                raise ChildLostError(f"no answer after {seconds:g} s") from None
+            finally:
+                process.kill()
+    return answer(process.returncode, out.decode(errors="replace"), errors.decode(errors="replace"))
+
+
+def answer(code: int, out: str, errors: str) -> dict[str, Any]:
+    """Return what a process has answered that ended with `code`; raises as `call` does."""
+    if code != DONE:
+        raise failure(code, errors)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def failure(code: int, errors: str) -> ChildError:
+    """Return the error of a process that ended with `code`, from its standard error."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return ChildLostError(f"ended by {name}; is there enough memory?")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
+    return ChildError((said or lines or [f"exit code {code}"])[-1])
