@@ -88,7 +88,7 @@ golden: $(SETUP) ## rewrite the golden files; look at the difference before you 
 bench: $(SETUP) ## Flotilla and the baselines: a table, and build/bench.json; on an idle machine
 	$(PYTHON) -m benchmarks $(ARGS)
 
-scaling: $(SETUP) ## 1 to 16 workers here: what flotilla plan reads, and two pages; an idle machine
+scaling: $(SETUP) ## 1 to 16 workers here: constants of the simulation, two pages; an idle machine
 	$(PYTHON) -m benchmarks.scaling $(ARGS)
 
 experiments: $(SETUP) ## the published experiments, measured, as docs/experiments.md (an hour)

@@ -86,18 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
     fit.set_defaults(stage=_fit)
-    # Of `flotilla plan`.
-    cost = stages.add_parser("calibrate")
-    cost.add_argument("--dataset", default="", metavar="URI")
-    cost.add_argument("--servers", type=int, nargs="*", default=(), metavar="COUNT")
-    cost.set_defaults(stage=_calibrate)
     # Of `flotilla predict`, which writes the request.
     rows = stages.add_parser("predict")
     rows.add_argument("--request", required=True, type=_path, metavar="FILE")
     rows.set_defaults(stage=_predict)
-    for stage in (own, fit, cost):
+    for stage in (own, fit):
         stage.add_argument("--config", required=True, type=_path, metavar="FILE")
-    for stage in (own, fit, cost, rows):
+    for stage in (own, fit, rows):
         stage.add_argument("--workdir", required=True, type=_path, metavar="DIR")
     return parser
 
@@ -115,16 +110,6 @@ def _fit(options: argparse.Namespace) -> None:
     from trainer.training import dry_run
 
     found = dry_run.fit(config, options.workdir, options.dataset)
-    sys.stdout.write(f"{json.dumps(asdict(found))}\n")
-
-
-def _calibrate(options: argparse.Namespace) -> None:
-    config = load_config(options.config)
-    delivery.enter(config.code)
-    # As for `fit`.
-    from trainer.training import calibration
-
-    found = calibration.calibrate(config, options.workdir, options.servers, options.dataset)
     sys.stdout.write(f"{json.dumps(asdict(found))}\n")
 
 

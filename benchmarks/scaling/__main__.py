@@ -1,6 +1,6 @@
 """`make scaling`: measure what an update costs, fit the constants, and write what follows.
 
-Writes `pipelines/planning/measured.json` (what `flotilla plan` reads), the measured part of
+Writes `benchmarks/scaling/measured.json` (runs and constants), the measured part of
 docs/performance.md, and docs/scaling.md with its plots. A round takes some eight minutes on two
 idle cores. With `--rewrite` nothing is run: constants and pages are made from the runs in
 measured.json.
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks.baselines import mnist
 from benchmarks.scaling import fleets, page
+from benchmarks.scaling.costs import MEASURED
 from benchmarks.scaling.fit import Point, fit
-from pipelines.planning.costs import MEASURED
 from trainer.errors import RunInterruptedError, UserError
 
 PERFORMANCE, SCALING = Path("docs/performance.md"), Path("docs/scaling.md")

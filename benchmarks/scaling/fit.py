@@ -1,4 +1,4 @@
-"""The constants of `pipelines.planning.costs` that fit measured runs best."""
+"""The constants of `benchmarks.scaling.costs` that fit measured runs best."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from pipelines.planning.costs import Costs, Model, sharing_cache, work_of
-from pipelines.planning.simulation import Dispatch, Fleet, simulated
+from benchmarks.scaling.costs import Costs, Model, sharing_cache, work_of
+from benchmarks.scaling.simulation import Dispatch, Fleet, simulated
 
 _COLD = np.linspace(0, 1, 21)
 # What is tried: shares, seconds of a byte, and of a round trip.
@@ -34,7 +34,7 @@ class Point:
     Attributes:
         model: its name.
         held: bytes of its variables on each server.
-        gradient: seconds of one batch, as `trainer calibrate` finds them.
+        gradient: seconds of one batch, as `benchmarks.scaling.gradient` finds them.
         workers: how many there were.
         pull_every: local steps of an update.
         worker: seconds of the workers for an update.

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scaling.costs import Costs, Model, work_of
 from benchmarks.scaling.page import table
-from pipelines.planning.costs import Costs, Model, work_of
-from pipelines.planning.simulation import Fleet, Outcome, Work, simulated
+from benchmarks.scaling.simulation import Fleet, Outcome, Work, simulated
 
 WORKERS = (10, 30, 100, 300, 1000, 3000, 10_000)
 # Of a network card of 10 Gbit/s for a byte, and of a round trip in a data centre.

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launched
+from benchmarks.scaling import gradient
 from benchmarks.scaling.fit import Point
+from benchmarks.scaling.gradient import MODELS
 from benchmarks.watched import Look, watched
-from trainer.cluster import fitting
 from trainer.config.base import MOST
 from trainer.strategies.turns import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
-SERVERS = (1, 2, 3, 4)
 # Runs that the constants are not fitted to: what they are compared with is predicted.
 HELD_OUT = ((8, 1), (2, 2), (4, 3))
 # As many as there are workers at most.
@@ -31,11 +31,6 @@ PULL_EVERY = 10
 # Where tracing is over, and where it is measured to; some steps come after, so that all tasks are
 # still there. A share of all steps.
 FIRST, HALF, LAST = 0.3, 0.5, 0.7
-MODELS: dict[str, tuple[str, str]] = {
-    "softmax": ("softmax", "{}"),
-    "784-100-10": ("mlp", "{hidden_units: [100]}"),
-    "784-1000-10": ("mlp", "{hidden_units: [1000]}"),
-}
 MIDDLE = "784-100-10"
 # With PULL_EVERY. Each run takes some seconds, since progress is said once in one.
 LOCAL_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
@@ -76,28 +71,18 @@ def cases() -> Iterator[Case]:
     yield Case(model=MIDDLE, workers=FEW, pull_every=1, steps=steps, checkpoint_every=every)
 
 
-def calibrated() -> dict[str, dict[str, Any]]:
-    """Return what `trainer calibrate` finds of each model."""
-    return {name: fitting.calibrated(_config(name, {}), SERVERS) for name in MODELS}
-
-
-def _config(model: str, settings: dict[str, Any]) -> Any:
-    name, arguments = MODELS[model]
-    return launched.configuration({"model.name": name, "model.args": arguments, **settings})
-
-
 def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> Point:
     """Run a case below a folder; `found` of its model, `dataset` the URI of MNIST in shards."""
-    config = _config(
-        case.model,
+    config = launched.configuration(
         {
+            **gradient.settings_of(case.model),
             "training.steps": case.steps,
             "training.pull_every": case.pull_every,
             "training.checkpoint_every": case.checkpoint_every,
             "data.shards": SHARDS,
             "cluster.workers": case.workers,
             "cluster.parameter_servers": case.servers,
-        },
+        }
     )
     shares = (FIRST, HALF, LAST) if case.workers > FEW else (FIRST, LAST)
     looks = watched(config, workdir, [int(each * case.steps) for each in shares], dataset)
@@ -143,7 +128,7 @@ def all_measured(folder: Path, rounds: int, say: Callable[[str], Any]) -> list[P
     Of each case the run of median speed is returned: a machine has slow minutes.
     """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
-    found = calibrated()
+    found = gradient.measured()
     wanted = list(cases())
     points: list[list[Point]] = [[] for _ in wanted]
     for round_ in range(rounds):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from benchmarks.scaling.costs import Costs
 from benchmarks.scaling.fit import Point, rate
-from pipelines.planning.costs import Costs
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
 END = "<!-- end of what was measured -->\n"
@@ -32,7 +32,7 @@ _UNITS = {
     "worker_byte": (1e9, "ms a megabyte"),
     "server_byte": (1e9, "ms a megabyte"),
     "loopback_byte": (1e9, "ms a megabyte"),
-    "gradient": (1.0, "times what `trainer calibrate` finds"),
+    "gradient": (1.0, "times what `benchmarks.scaling.gradient` finds"),
     "server_share": (1.0, "of a core"),
     "chief_share": (1.0, "of a core"),
     "system_share": (1.0, "of a core"),

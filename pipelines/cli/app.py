@@ -19,7 +19,6 @@ from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, out
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import checkpoint, models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
-from pipelines.cli.plan import plan
 from pipelines.cli.predict import predict
 from pipelines.cli.replay import replay
 from pipelines.cli.retention import COLLECTED, gc
@@ -48,6 +47,10 @@ ENDED = (
     "ended."
 )
 COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
+# Commands that are gone, and what is used in their place.
+REMOVED = {
+    "plan": "train for some steps with different numbers of tasks, and see `flotilla compare`"
+}
 
 
 def _print_version(context: typer.Context, is_wanted: bool) -> None:
@@ -90,7 +93,6 @@ app.command(epilog=TRAINED)(train)
 app.command(epilog="--json adds `rows`, `skipped`, `unsound`, `rows_per_second` and `output`.")(
     predict
 )
-app.command(epilog="--json adds `plans`, `configured`, `proposed` and `calibration`.")(plan)
 app.command(epilog="--json adds `trials`, `best`, `command` and `page`.")(sweep)
 
 
@@ -213,7 +215,7 @@ def called(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
         # An option of `flotilla` itself, which has no other.
         arguments = ["--version"]
-    if wrong := _argument_with_credentials(arguments):
+    if wrong := _argument_with_credentials(arguments) or _removed_command(arguments):
         return fail(wrong, USAGE, as_json=as_json)
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
@@ -258,3 +260,9 @@ def _argument_with_credentials(arguments: list[str]) -> str:
                 "and give credentials by file or by the environment"
             )
     return ""
+
+
+def _removed_command(arguments: list[str]) -> str:
+    command = next((each for each in arguments if not each.startswith("-")), "")
+    remedy = REMOVED.get(command)
+    return f"{command}: removed in 0.2: {remedy}" if remedy else ""

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scaling import fleets, measure
+from benchmarks.scaling import fleets, gradient, measure
 from benchmarks.scaling.__main__ import PERFORMANCE, SCALING, main
+from benchmarks.scaling.costs import Costs, Model, measured, sharing_cache, work_of
 from benchmarks.scaling.fit import Point, fit, rate
-from benchmarks.scaling.measure import MODELS, SERVERS, WORKERS, Case, cases, point
+from benchmarks.scaling.gradient import MODELS, SERVERS
+from benchmarks.scaling.measure import WORKERS, Case, cases, point
 from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
+from benchmarks.scaling.simulation import Dispatch, Fleet, simulated
 from benchmarks.watched import Look, Used
-from pipelines.planning.costs import Costs, Model, measured, sharing_cache, work_of
-from pipelines.planning.simulation import Dispatch, Fleet, simulated
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
 from trainer.errors import RunInterruptedError
@@ -227,7 +228,7 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, poin
     wanted = list(cases())
     rates = {str(case): iter([200.0, 100.0, 400.0]) for case in wanted}
     monkeypatch.setattr(measure.launched, "prepared", lambda _folder, _settings: "dataset")
-    monkeypatch.setattr(measure, "calibrated", lambda: {name: {} for name in MODELS})
+    monkeypatch.setattr(gradient, "measured", lambda: {name: {} for name in MODELS})
 
     def run(case, _found, _dataset, workdir):
         assert not workdir.exists()
@@ -284,3 +285,54 @@ def test_ten_thousand_workers_are_simulated():
     found = fleets.outcome(measured(), 10_000, 16, 10)
     assert len(found.gradients) == 10_000
     assert found.updates == sum(found.gradients) > 0
+
+
+def test_measured_constants_are_read_and_none_is_below_zero():
+    costs = measured()
+    assert min(value for value in vars(costs).values() if isinstance(value, float)) >= 0
+    assert set(costs.memory) == {"chief", "ps", "worker"}
+
+
+def test_work_grows_with_what_moves_and_with_gradients():
+    costs = replace(measured(), worker_byte=1e-9, server_byte=1e-9, gradient=1.0, aside=0.5)
+    one = work_of(costs, Model(gradient=0.1, held=(1_000_000,)))
+    ten = work_of(costs, Model(gradient=0.1, held=(1_000_000,), pull_every=10))
+    assert ten.compute + ten.aside > one.compute + one.aside + 0.89
+    assert one.compute == one.aside
+    # A server without a part of the model gets no message.
+    two = work_of(costs, Model(gradient=0.1, held=(1_000_000, 0)), byte=1e-9)
+    assert two.wire == (pytest.approx(1e-3),)
+    shared = work_of(costs, Model(gradient=0.1, held=(1_000_000,)), cores=2)
+    assert shared.compute >= one.compute
+
+
+def test_workers_that_share_a_cache_are_slower_and_servers_are_not():
+    costs = replace(measured(), cold=0.5, worker_loop=1e-3)
+    model = Model(gradient=0.1, held=(1_000_000,))
+    own, shared = (work_of(costs, model, workers=n, cores=2) for n in (2, 8))
+    for each in (shared.compute / own.compute, shared.aside / own.aside):
+        assert each == pytest.approx(1.5)
+    assert shared.loop[0] == pytest.approx(1.5 * own.loop[0])
+    assert (shared.push, shared.pull, shared.loop[1]) == (own.push, own.pull, own.loop[1])
+    # With a core each there is nobody else's data in its cache.
+    assert own == work_of(costs, model, workers=1, cores=2)
+    assert work_of(costs, model, workers=10_000) == work_of(costs, model)
+    assert sharing_cache(0.5, 8, 2) == pytest.approx(1.5)
+
+
+def test_what_is_no_task_takes_a_share_of_one_machine_alone():
+    model = Model(gradient=0.1, held=(1_000_000,))
+    costs = replace(measured(), chief_share=0.0, server_share=0.0)
+    less, more = (replace(costs, system_share=each) for each in (0.0, 0.5))
+    shared = [work_of(each, model, cores=2).compute for each in (less, more)]
+    assert shared[1] == pytest.approx(shared[0] / 0.75)
+    assert work_of(less, model) == work_of(more, model)
+
+
+@pytest.mark.slow
+def test_a_gradient_is_measured_on_one_core(monkeypatch):
+    monkeypatch.setattr(gradient, "STEPS", 2)
+    found = gradient.gradient_of("softmax")
+    assert 0 < found["gradient"] < 1
+    assert found["held"]["1"] == [4 * (784 * 10 + 10)]
+    assert sum(found["held"]["2"]) == found["held"]["1"][0]

@@ -28,7 +28,6 @@ BUDGETS = {
     "pipelines": 1845,
     "pipelines/cli": 2777,
     "pipelines/doctor": 2509,
-    "pipelines/planning": 858,
     "pipelines/replay": 1037,
     "pipelines/retention": 963,
     "pipelines/runs": 3742,

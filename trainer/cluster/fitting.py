@@ -6,7 +6,6 @@ TensorFlow and the user's code stay out of the process that asks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.cluster import child_process
@@ -15,7 +14,6 @@ from trainer.errors import ConfigError
 
 # TensorFlow alone takes ten of them on a busy machine.
 SECONDS = 90.0
-CALIBRATION_SECONDS = 300.0
 log = logging.getLogger(__name__)
 
 
@@ -43,40 +41,16 @@ def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[s
         NotKnownError: it takes longer than `seconds`, or was killed.
         ConfigError: it does not fit; the message is that of the trainer.
     """
-    no_gpu = {"CUDA_VISIBLE_DEVICES": "-1"}
-    return _answer("fit", config, ["--dataset", dataset], seconds, no_gpu)
-
-
-def calibrated(
-    config: Config, servers: Sequence[int], seconds: float = CALIBRATION_SECONDS
-) -> dict[str, Any]:
-    """Return what a gradient costs: see `trainer.training.calibration.calibrate`.
-
-    Raises:
-        NotKnownError: it takes longer than `seconds`, or was killed.
-        ConfigError: it cannot be measured; the message is that of the trainer.
-    """
-    one_core = {"TF_NUM_INTRAOP_THREADS": "1"}
-    arguments = ["--servers", *map(str, servers)]
-    return _answer("calibrate", config, arguments, seconds, one_core)
-
-
-def _answer(
-    stage: str,
-    config: Config,
-    arguments: Sequence[str],
-    seconds: float,
-    variables: Mapping[str, str],
-) -> dict[str, Any]:
     try:
         return child_process.call(
             "trainer",
-            stage,
-            *arguments,
+            "fit",
+            "--dataset",
+            dataset,
             request=config.model_dump_json(),
             option="--config",
             seconds=seconds,
-            variables={**variables, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            variables={"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
     except child_process.ChildLostError as error:
         raise NotKnownError(f"the trial of the model: {error}") from None

@@ -107,6 +107,13 @@ def test_credentials_on_the_command_line(refused, here, arguments, where):
     assert list(here.iterdir()) == []
 
 
+def test_a_command_that_is_gone(refused):
+    assert refused("plan", "--workers", "1,2") == (
+        "plan: removed in 0.2: train for some steps with different numbers of tasks, "
+        "and see `flotilla compare`"
+    )
+
+
 def test_a_broken_file(refused, here):
     path = here / "broken.yaml"
     path.write_text("training: {steps: 5\n", encoding="utf-8")

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
-from pipelines.planning.simulation import Dispatch, Work
+from benchmarks.scaling.simulation import Dispatch, Work
 
 MEASURED = Path(__file__).parent / "measured.json"
 
@@ -27,7 +25,7 @@ class Costs:
         worker_message: of a worker for each server after the first.
         worker_byte: of a worker for a byte.
         batch: of a worker for one batch.
-        gradient: of a worker, over the seconds that `trainer calibrate` finds.
+        gradient: of a worker, over the seconds that `benchmarks.scaling.gradient` finds.
         worker_loop: of a worker for an update outside of turns.
         server_message: of a server for an update.
         server_byte: of a server for a byte of its part.
@@ -70,7 +68,7 @@ class Model:
     """A model as its costs see it.
 
     Attributes:
-        gradient: seconds of a core for one batch, as `trainer calibrate` finds them.
+        gradient: seconds of a core for one batch, as `benchmarks.scaling.gradient` finds them.
         held: bytes on each server.
         pull_every: gradients of an update.
     """
@@ -130,14 +128,8 @@ def work_of(
     )
 
 
-@cache
 def measured() -> Costs:
     """Return the constants that `make scaling` has written."""
-    return from_tree(json.loads(MEASURED.read_text(encoding="utf-8"))["costs"])
-
-
-def from_tree(tree: dict[str, Any]) -> Costs:
-    """Read the constants from JSON."""
+    tree = json.loads(MEASURED.read_text(encoding="utf-8"))["costs"]
     memory = {role: (float(a), float(b)) for role, (a, b) in tree["memory"].items()}
-    whole = {**tree, "memory": memory, "dispatch": Dispatch(**tree["dispatch"])}
-    return Costs(**whole)
+    return Costs(**{**tree, "memory": memory, "dispatch": Dispatch(**tree["dispatch"])})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from math import inf, log, sqrt
 
@@ -60,7 +60,6 @@ class Dispatch:
         turn: updates that are unrolled in a graph, and taken at once.
         turns_from: updates of a worker in a second, one by one, from which on turns are taken.
         turns_until: updates of a worker in a second, below which no more turns are taken.
-        long_run: steps of a run, below which they are too.
     """
 
     seconds: float = 20.0
@@ -69,11 +68,6 @@ class Dispatch:
     turn: int = 20
     turns_from: int = 40
     turns_until: int = 20
-    long_run: int = 2000
-
-    def of_run(self, steps: int) -> Dispatch:
-        """Return how updates of a run of so many steps are handed out."""
-        return self if steps >= self.long_run else replace(self, turns_from=steps + 1)
 
     def steps(self, rate: float) -> int:
         """Return the updates of a stretch at so many updates a second."""
@@ -92,7 +86,6 @@ class Fleet:
     Attributes:
         workers: how many.
         cores: of the one machine that all tasks share; 0 where each task has its own.
-        worker_cores: of each worker's own machine.
         server_cores: of each server's own machine.
         round_trip: seconds.
         needed: gradients of a synchronous update; 0 for asynchronous ones.
@@ -105,7 +98,6 @@ class Fleet:
 
     workers: int
     cores: int = 0
-    worker_cores: int = 1
     server_cores: int = 4
     round_trip: float = 0.0
     needed: int = 0
@@ -368,9 +360,6 @@ class _Simulation:
             # The batch after this one is read meanwhile, and has to be there for the next update.
             end = self.machine.take(max(now, worker.ready), own)
             worker.ready = self.machine.take(now, aside) if aside else now
-        elif self.fleet.worker_cores > 1:
-            end = max(now, worker.ready) + own
-            worker.ready = max(now, worker.ready) + aside
         else:
             end = now + own + aside
         if end < worker.dies:
