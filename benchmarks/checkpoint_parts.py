@@ -1,8 +1,7 @@
-"""Checkpoints by parts: the chief's memory, how long training stands still, and differences.
+"""Checkpoints by parts: the chief's memory, and how long training stands still.
 
 Two servers hold tables that are larger than the chief's memory. A process of its own leads them, as
-a chief does, and says what it saw: it builds the model on them, saves, and restores. To see what
-differences spare, it trains a table on a Zipf stream of ids, as `benchmarks.hot_rows` has them.
+a chief does, and says what it saw: it builds the model on them, saves, and restores.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
-import psutil
 import tensorflow as tf
 
-from benchmarks import hot_rows
 from benchmarks.comparisons import Comparison
 from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints, restore
@@ -37,22 +33,19 @@ from trainer.config.load import parse_config
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.parameter_server import NUMBER_FILE, Served
 from trainer.strategies.placement import build_at, places_of
-from trainer.strategies.strategy import Problem, create
+from trainer.strategies.strategy import create
 from trainer.topology import Cluster, Task, from_tf_config
-from trainer.training.optimizers import build_optimizer
 
 MEGABYTES = int(os.environ.get("BENCH_MEGABYTES", "2000"))
 SAVES = 3
 SERVERS = 2
 DIMENSION = 64
 CHIEF = Task(role="chief", index=0)
-# Steps since the base, and those by which a checkpoint has to be a difference of few bytes.
-STEPS, JUDGED = (100, 300, 750, 1500), 300
 
 
 def checkpoint_parts() -> Comparison:
     """Seconds for which a save holds training up, over those of a copy in the servers' memory."""
-    seen = led("parts")
+    seen = _led()
     return Comparison(
         name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
         rounds=tuple(
@@ -63,28 +56,14 @@ def checkpoint_parts() -> Comparison:
     )
 
 
-def checkpoint_differences() -> Comparison:
-    """Bytes of a checkpoint that is a difference, over those of a whole one of the same values."""
-    seen = led("differences")
-    return Comparison(
-        name=f"bytes of a difference after {JUDGED} steps of Zipf {hot_rows.EXPONENT}, over whole",
-        rounds=tuple(each["share"] for each in seen if each["steps"] == JUDGED),
-        at_most=1 / 6,
-        more={"checkpoints": seen},
-    )
-
-
-def led(*words: str, module: str = "benchmarks.checkpoint_parts") -> Any:
-    """Return what a chief sees, which two servers and a worker of a cluster serve.
-
-    It is a module, which is called with a folder for checkpoints and these words.
-    """
+def _led() -> Any:
+    """Return what a chief sees, which two servers and a worker of a cluster serve."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         with held_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:
             serving = [Task(role="ps", index=index) for index in range(SERVERS)]
             with _started(folder, cluster, [*serving, Task(role="worker", index=0)]):
-                chief = _process(folder, cluster, CHIEF, subprocess.PIPE, module, *words)
+                chief = _process(folder, cluster, CHIEF, subprocess.PIPE)
                 text, _ = chief.communicate()
         if chief.returncode:
             raise RuntimeError(f"the chief has failed with {chief.returncode}")
@@ -107,8 +86,6 @@ def _process(
     cluster: Cluster,
     task: Task,
     output: int,
-    module: str = "benchmarks.checkpoint_parts",
-    *words: str,
 ) -> subprocess.Popen[str]:
     own = folder / str(task)
     own.mkdir()
@@ -121,7 +98,7 @@ def _process(
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "TF_CONFIG": cluster.tf_config(task),
     }
-    command = [sys.executable, "-m", module, str(folder / "checkpoints"), *words]
+    command = [sys.executable, "-m", "benchmarks.checkpoint_parts", str(folder / "checkpoints")]
     return subprocess.Popen(command, cwd=own, env=settings, stdout=output, text=True)
 
 
@@ -130,7 +107,6 @@ def _serve(cluster: Cluster, task: Task) -> None:
         tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
     )
     PartServer(Path(), str(task)).start()
-    Path("pid").write_text(str(os.getpid()), encoding="utf-8")
     server.join()
 
 
@@ -175,70 +151,11 @@ def _lead(cluster: Cluster, task: Task, folder: Path) -> dict[str, Any]:
     }
 
 
-def _lead_differences(cluster: Cluster, task: Task, folder: Path) -> list[dict[str, Any]]:
-    """Train; save all values twice at some steps, whole and as a difference."""
-    optimizer = {"name": "adam", "learning_rate": 0.003}
-    training = {"strategy": "async_parameter_server", "optimizer": optimizer}
-    config = parse_config({"training": {**training, "batch_size": hot_rows.BATCH}})
-    strategy = create(config, cluster, task)
-    strategy.build(
-        Problem(
-            build_model=partial(_model, hot_rows.ROWS, hot_rows.DIMENSION),
-            build_optimizer=lambda: build_optimizer(config.training),
-            loss=lambda _model, batch, found: tf.reduce_mean(tf.square(found[:, 0] - batch[1])),
-            chance_loss=1.0,
-            batches=lambda: tf.data.Dataset.counter().map(_labelled),
-        )
-    )
-    made = {}
-    for name, share in (("whole", 0.0), ("difference", 0.9)):
-        made[name] = Checkpoints(
-            storage.uri_of(folder / name), keep=1, scratch=Path("scratch", name)
-        )
-        servers = PartServers(SERVERS, strategy.io_device)
-        made[name].by_parts(servers, 0, share=share, last_step=2 * STEPS[-1])
-    serving = servers_of(folder)
-    seen: list[dict[str, Any]] = []
-    for steps in (0, *STEPS):
-        if left := steps - strategy.global_step():
-            strategy.run(left)
-        row: dict[str, Any] = {"steps": steps}
-        for name in made if len(seen) % 2 else reversed(made):
-            began = cpu(serving)
-            with made[name].flushed():
-                made[name].save(strategy.variables(), io_device=strategy.io_device, fields={})
-            row[f"{name}_cpu_seconds"] = round(cpu(serving) - began, 2)
-            row[f"{name}_megabytes"] = round(contents(made[name].last).bytes / 1e6, 1)
-        row["share"] = round(row["difference_megabytes"] / row["whole_megabytes"], 4)
-        seen.append(row)
-    return seen
-
-
-def servers_of(folder: Path) -> list[psutil.Process]:
-    """Return the processes of the servers, by the folder of the chief's checkpoints."""
-    own = [folder.parent / f"ps-{n}" / "pid" for n in range(SERVERS)]
-    return [psutil.Process(int(each.read_text(encoding="utf-8"))) for each in own]
-
-
-def cpu(others: list[psutil.Process]) -> float:
-    """Return the processor seconds of this process and of others so far."""
-    times = [each.cpu_times() for each in others]
-    return time.process_time() + sum(each.user + each.system for each in times)
-
-
-def _labelled(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    found = hot_rows.ids(tf.stack([number, tf.constant(0, tf.int64)]))
-    return found, hot_rows.taste(found, 1)
-
-
-def _model(rows: int, dimension: int) -> keras.Model:
-    given = keras.Input((), dtype="int64")
-    table = ShardedEmbedding(rows, dimension, shards=SERVERS, name="table")
-    return keras.Model(given, keras.layers.Dense(2)(table(given)))
-
-
 def _build_model() -> keras.Model:
-    return _model(MEGABYTES * 10**6 // (4 * DIMENSION), DIMENSION)
+    given = keras.Input((), dtype="int64")
+    rows = MEGABYTES * 10**6 // (4 * DIMENSION)
+    table = ShardedEmbedding(rows, DIMENSION, shards=SERVERS, name="table")
+    return keras.Model(given, keras.layers.Dense(2)(table(given)))
 
 
 def _touch(variables: Variables) -> None:
@@ -278,8 +195,7 @@ def main() -> None:
     if task != CHIEF:
         _serve(cluster, task)
         return
-    lead = {"parts": _lead, "differences": _lead_differences}[sys.argv[2]]
-    sys.stdout.write(json.dumps(lead(cluster, task, Path(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(_lead(cluster, task, Path(sys.argv[1]))) + "\n")
     sys.stdout.flush()
     # TensorFlow's threads may still hold what is gone.
     os._exit(0)

@@ -37,7 +37,7 @@ def resolve_config(
     training_optimizer_args: str, training_optimizer_dense_updates: bool,
     training_schedule_name: str, training_schedule_warmup_steps: int,
     training_schedule_args: str, training_pull_every: int,
-    training_cached_rows: int, training_cache_staleness: int, training_replicas_to_aggregate: int,
+    training_replicas_to_aggregate: int,
     training_checkpoint_every: int, training_checkpoint_seconds: float,
     training_checkpoint_parts_mb: int, training_checkpoint_differences: float, training_keep: int,
     training_validate_every: int, training_patience: int, training_stall_timeout: float,

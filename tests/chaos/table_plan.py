@@ -45,7 +45,6 @@ class TablePlan(Plan):
         parts_mb: from how much on servers write their own parts.
         differences: `training.checkpoint_differences`.
         snapshots: `cluster.snapshot_seconds`.
-        cached_rows: hot rows that workers keep, of tables of a fixed size.
         little_room: whether rows are given away.
         min_count: how often an id has to come before it gets a row.
         keep: newest checkpoints that are kept.
@@ -58,7 +57,6 @@ class TablePlan(Plan):
     parts_mb: int = 0
     differences: float = 0.0
     snapshots: int = 0
-    cached_rows: int = 0
     little_room: bool = False
     min_count: int = 1
     keep: int = 3
@@ -72,7 +70,6 @@ class TablePlan(Plan):
             "by parts": self.by_parts,
             "differences": self.differences,
             "snapshots": self.snapshots,
-            "cached rows": self.cached_rows,
             "little room": self.little_room,
             f"min_count {self.min_count}": self.min_count > 1,
             f"keep {self.keep}": True,
@@ -94,12 +91,12 @@ class TablePlan(Plan):
     @property
     def tables(self) -> tuple[str, ...]:
         """Return the features whose tables grow."""
-        return () if self.cached_rows else TABLES
+        return TABLES
 
     @property
     def config(self) -> Path:
         """Return the file of the configuration."""
-        return CONFIGS / ("clicks.yaml" if self.cached_rows else "clicks_large.yaml")
+        return CONFIGS / "clicks_large.yaml"
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -124,14 +121,7 @@ class TablePlan(Plan):
             "cluster.snapshot_seconds": self.snapshots,
             # At least one for each server.
             "model.args.shards": max(2, self.servers),
-            **(self._of_fixed_size() if self.cached_rows else self._growing()),
-        }
-
-    def _of_fixed_size(self) -> dict[str, object]:
-        return {
-            "training.optimizer": json.dumps({"name": "adagrad", "learning_rate": 0.2}),
-            "training.cached_rows": self.cached_rows,
-            "gate.min": json.dumps({"accuracy": 0.5}),
+            **self._growing(),
         }
 
     def _growing(self) -> dict[str, object]:
@@ -169,7 +159,6 @@ def draw_table_plan(seed: int) -> TablePlan:
         parts_mb=0 if by_parts else 64,
         differences=0.9 if draw.random() < 0.5 and by_parts else 0.0,
         snapshots=int(draw.random() < 0.4 and is_asynchronous),
-        cached_rows=64 if draw.random() < 0.15 and is_asynchronous else 0,
         little_room=draw.random() < 0.4,
         min_count=draw.randint(1, 2),
         keep=draw.choice((3, 100, 100)),

@@ -114,12 +114,6 @@ class TrainingConfig(Section):
     pull_every: int = key(
         1, "local steps between pull and push: async_parameter_server", ge=1, lt=2**31
     )
-    cached_rows: int = key(
-        0, "rows of each table that a worker keeps, 0: none: async_parameter_server", ge=0, le=MOST
-    )
-    cache_staleness: int = key(
-        16, "uses of a kept row by its worker until it is pushed and read again", ge=1, lt=2**31
-    )
     replicas_to_aggregate: int = key(
         0, "gradients of one update, 0: of all workers: sync_parameter_server", ge=0
     )

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -53,7 +52,6 @@ from trainer.strategies.turns import (
     unit_of,
     unit_of_speed,
 )
-from trainer.strategies.updates import row_cache
 from trainer.strategies.updates.loss_scale import LossScale
 
 log = logging.getLogger(__name__)
@@ -82,7 +80,6 @@ class AsyncParameterServer(Served):
     _first_unit = 0
     #: The mean loss that was reported last.
     _loss = 0.0
-    _cache: row_cache.RowCache | None = None
 
     def build(self, problem: Problem) -> None:
         """Connect, and build model and optimizer on the servers, input on the workers."""
@@ -108,8 +105,7 @@ class AsyncParameterServer(Served):
         self._graphs = LeftGraphs(self.config, self.left, self.towers.devices)
         self._workers = self.cluster.count("worker")
         self._iterator, self._closures = iterator, {}
-        # What is pushed of a cache would have nowhere to go.
-        if not self.config.training.cached_rows and (found := self._graphs.beforehand()):
+        if found := self._graphs.beforehand():
             number, self._closures[number] = found
             for _ in range(self._workers):
                 self._send(number, NO_TURN)
@@ -167,8 +163,7 @@ class AsyncParameterServer(Served):
         """Have workers that were at it get their graph ready again; there is no turn yet."""
         unit, self._unit = self._unit, 0
         self._turns.extend(0)  # It may have failed when they were halted.
-        # What is pushed of a cache would be added to values that are being assigned.
-        for _ in range(self._workers if unit and not self._cache else 0):
+        for _ in range(self._workers if unit else 0):
             self._send(unit, NO_TURN)
 
     def _look(self) -> None:
@@ -191,7 +186,6 @@ class AsyncParameterServer(Served):
                 continue
             self._look()
             if self._seen.applied >= boundary:
-                # They still report, and push what they have cached.
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
@@ -265,8 +259,6 @@ class AsyncParameterServer(Served):
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
             # It stays on the server, whatever turn it is.
             own, worker = turns.begin(closure), worker_number()
-            if self._cache:
-                self._cache.open(own[1])
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
                 began, total = turns.began(), tf.constant(0.0)
@@ -278,7 +270,6 @@ class AsyncParameterServer(Served):
             def turn_by_turn() -> None:
                 # On the worker: where a loop is, TensorFlow puts what it computes.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
-                self._push_cache()
 
             if self.left:
                 with tf.control_dependencies([own]):
@@ -356,8 +347,7 @@ class AsyncParameterServer(Served):
         return portion  # type: ignore[no-any-return]
 
     def _step(self, problem: Problem) -> Update:
-        gradient = self._cached(problem) if self.config.training.cached_rows else None
-        gradient = gradient or self.gradient(problem)
+        gradient = self.gradient(problem)
 
         def step(batch: Batch) -> tf.Tensor:
             value, found = gradient(batch)
@@ -366,28 +356,6 @@ class AsyncParameterServer(Served):
 
         # The coordinator's scope is no replica's context, where alone Keras updates a variable.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
-
-    def _cached(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
-        """Return the function from a batch to loss and gradient, with a cache of hot rows."""
-        training = self.config.training
-        if not self.lookups:
-            raise AssertionError("without a table `row_cache.require` refuses a cache")
-        self._cache = row_cache.RowCache(
-            self.lookups.tables, rows=training.cached_rows, staleness=training.cache_staleness
-        )
-        if training.optimizer.name in {"adam", "adamw"}:
-            log.warning("%s", row_cache.SLOWER)
-
-        def rate() -> tf.Tensor:
-            return tf.identity(tf.cast(self.optimizer.learning_rate, tf.float32))
-
-        return self._of_rows(problem, partial(self._cache.sent, rate))
-
-    def _push_cache(self) -> None:
-        """Push what a worker has summed up, before it rests; it is no update of its own."""
-        if cache := self._cache:
-            trained = self.model.trainable_variables
-            self.connected.run(lambda: cache.apply_all(self.optimizer, trained))
 
     def _local_steps(self, problem: Problem) -> Update:
         training = self.config.training

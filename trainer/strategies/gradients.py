@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import keras
@@ -322,7 +321,6 @@ def rows_gradient_of(
     lookups: Lookups,
     *,
     otherwise: Callable[[Batch, Unforeseen], Any],
-    send: Callable[[Tensors], Any] | None = None,
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
     """Return the function from a batch to loss and gradient, with the rows that the batch looks up.
 
@@ -333,17 +331,15 @@ def rows_gradient_of(
         loss: of a batch.
         lookups: those of the model.
         otherwise: is called where the rows of a batch cannot be known beforehand.
-        send: asks for the rows of each table by their ids, as `Sent` does, which it is by default.
     """
     pure = PureGradient(model, loss, jit=False, lookups=lookups)
-    send = send or partial(Sent, lookups.tables)
 
     def gradient(batch: Batch) -> tuple[tf.Tensor, list[Gradient]]:
         try:
             ids, places = lookups.asked(pure.forward, batch)
         except Unforeseen as why:
             return otherwise(batch, why)  # type: ignore[no-any-return]
-        values, sent = pure.pulled(), send(ids)
+        values, sent = pure.pulled(), Sent(lookups.tables, ids)
         weights = [*values.weights, *sent.rows()]
         value, found, moved = pure(weights, values.state, (places, batch))
         push_state(pure.state, values.state, pure.moved(values.state, moved))

@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from trainer import user_code
-from trainer.errors import ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
 from trainer.strategies.left_graphs import CONFIGURED
@@ -276,29 +275,19 @@ class Served(KerasStrategy):
             loss_on=loss_on,
         )
 
-    def _of_rows(
-        self, problem: Problem, send: Callable[[list[tf.Tensor]], Any] | None = None
-    ) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
+    def _of_rows(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
         """Return the function with the rows of a batch in one message, where they can be."""
-        training = self.config.training
         directly: Callable[[Any], tuple[tf.Tensor, list[Any]]]
         directly = self.towers.gradient(gradient_of(self.model, problem.loss))
         if not self.lookups or len(self.towers) > 1:
             return directly
 
         def otherwise(batch: Batch, why: Unforeseen) -> tuple[tf.Tensor, list[Any]]:
-            if training.cached_rows:
-                raise ConfigError(
-                    f"training.cached_rows: the model {why}, so that the rows of a batch are not "
-                    "known beforehand; leave the key out"
-                ) from why
             log.info("each table is looked up by itself, as the model %s", why)
             value, found = directly(batch)
             return value, found
 
-        return rows_gradient_of(
-            self.model, problem.loss, self.lookups, otherwise=otherwise, send=send
-        )
+        return rows_gradient_of(self.model, problem.loss, self.lookups, otherwise=otherwise)
 
     def pulls_whole(self) -> bool:
         """Say whether a worker pulls all variables before it computes."""

@@ -33,7 +33,6 @@ from trainer.models import registry
 from trainer.models.freezing import freeze
 from trainer.strategies import placement
 from trainer.strategies.strategy import has_own_step, require_updates
-from trainer.strategies.updates import row_cache
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
@@ -73,7 +72,6 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
     require_updates(config, model)
-    row_cache.require(config, model)
     if config.training.jit_compile:
         registry.require_compilable(model)
         _require_known_lengths(model)

@@ -76,8 +76,6 @@ TREE = {
             "args": {"boundaries": [10, 20], "factors": [1, 0.5, 0.1]},
         },
         "pull_every": 5,
-        "cached_rows": 17,
-        "cache_staleness": 3,
         "replicas_to_aggregate": 2,
         "checkpoint_every": 11,
         "checkpoint_seconds": 12.5,

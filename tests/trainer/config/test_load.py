@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.load import load_config, parse_config, parse_value
+from trainer.config.load import REMOVED, load_config, parse_config, parse_value
 from trainer.config.run_parameters import run_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
@@ -243,6 +243,11 @@ def test_a_slip_in_a_key_is_answered_with_a_key_that_there_is(key, data):
     assert is_near(message, model.model_fields) or f"one of {', '.join(model.model_fields)}" in (
         message
     )
+
+
+@pytest.mark.parametrize("key", [each for each in REMOVED if each not in KEYS])
+def test_a_key_of_an_earlier_version_says_what_to_use(key):
+    assert refused(load_config, None, [f"{key}=1"]) == f"{key}: removed in 0.2: {REMOVED[key]}"
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -176,16 +176,6 @@ def test_after_a_loss_their_graphs_are_made_ready_without_an_update(clock):
     assert fleet.units == [TURN] * 6
 
 
-def test_with_a_cache_nothing_is_made_ready(clock):
-    fleet = Fleet(2)
-    strategy = led(clock, fleet)
-    strategy.advance(FAST, 10**6)
-    strategy._cache = object()
-    strategy.prepare()
-    assert fleet.units == [TURN] * 2
-    assert fleet.end == 0
-
-
 def test_those_that_rested_have_nothing_to_make_ready(clock):
     fleet = Fleet(2)
     strategy = led(clock, fleet)
