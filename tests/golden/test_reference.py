@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from pipelines.cli.app import app
 from pipelines.compile import compile_pipeline
-from pipelines.reference import command_line, components, configuration, flat, parameters
+from docs.build.reference import command_line, components, configuration, flat, parameters
 from pipelines.training import COMPONENTS
 from tests.conftest import ROOT
 from trainer.config.kubernetes import PodConfig

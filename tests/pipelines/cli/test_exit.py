@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from pipelines.cli import app
-from pipelines.reference import command_line, flat
+from docs.build.reference import command_line, flat
 from trainer import storage
 from trainer.config.load import parse_config
 from trainer.promotion import registry

@@ -142,37 +142,24 @@ def _inner(kind: Any) -> type[BaseModel] | None:
 
 
 def _key_type(kind: Any) -> str:
-    args = get_args(kind)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return "sections"
-    if origin := get_origin(kind):
-        return _COMPOSED[origin](args)
-    return _WORDS[kind]
+    args, origin = get_args(kind), get_origin(kind)
+    if origin is Annotated:
+        return _annotated(args)
+    if origin is Literal:
+        return "text"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_key_type, args))
+    if origin is tuple:
+        return f"list of {_key_type(args[0])}"
+    if origin is dict:
+        # Values of any type are checked by the code that uses them.
+        of = "" if args[1] is Any else f" of {_key_type(args[0])} to {_key_type(args[1])}"
+        return f"mapping{of}"
+    return "sections" if issubclass(kind, BaseModel) else _WORDS[kind]
 
 
 def _annotated(args: tuple[Any, ...]) -> str:
     return next((each for each in args[1:] if isinstance(each, str)), "") or _key_type(args[0])
-
-
-def _mapping(args: tuple[Any, ...]) -> str:
-    # Values of any type are checked by the code that uses them.
-    return (
-        "mapping" if args[1] is Any else f"mapping of {_key_type(args[0])} to {_key_type(args[1])}"
-    )
-
-
-def _union(args: tuple[Any, ...]) -> str:
-    return " or ".join(map(_key_type, args))
-
-
-_COMPOSED: dict[Any, Callable[[tuple[Any, ...]], str]] = {
-    Annotated: _annotated,
-    Literal: lambda _args: "text",
-    Union: _union,
-    types.UnionType: _union,
-    tuple: lambda args: f"list of {_key_type(args[0])}",
-    dict: _mapping,
-}
 
 
 def _default(field: FieldInfo) -> str:
