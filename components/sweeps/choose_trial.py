@@ -9,7 +9,7 @@ from components.sweeps import run_trial
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.json_records import from_tree, parse
-from trainer.sweeps.trial import DONE, REDUCTION, Trial, best_of, ranked
+from trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, ranked
 
 
 @component

@@ -1,4 +1,4 @@
-"""The exit step of a sweep: ends the jobs of all trials, writes the page, finishes the run."""
+"""The exit step of a sweep: ends the jobs of all trials, writes their table, finishes the run."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -15,8 +15,9 @@ from components.sweeps import run_trial
 from components.table import maker_of
 from trainer import storage
 from trainer.errors import UserError
-from trainer.sweeps import sweep_page
-from trainer.sweeps.state import Sweep
+from trainer.sweeps.sweep import Sweep, as_markdown
+
+TABLE = "sweep.md"
 
 
 @component
@@ -29,12 +30,12 @@ def finish_sweep(
     sweep: str,
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
-    page: dsl.Output[dsl.HTML],
+    trials: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End what is left of the training jobs; write the page of the sweep and the report."""
+    """End what is left of the training jobs; write the table of the trials and the report."""
     from components.sweeps.finish_sweep import run_step
 
-    run_step(status, root, launcher, kubernetes, kfp_run_id, sweep, report, summary, page)
+    run_step(status, root, launcher, kubernetes, kfp_run_id, sweep, report, summary, trials)
 
 
 def run_step(
@@ -46,9 +47,9 @@ def run_step(
     sweep: str,
     report: Any,
     summary: Any,
-    page: Any,
+    trials: Any,
 ) -> None:
-    """End the jobs of all trials, and write the page of the sweep; see `components.finish`."""
+    """End the jobs of all trials, and write their table; see `components.finish`."""
     run_id = run_id_of(kfp_run_id)
     # Whatever fails here must not keep the report from being written.
     with suppress(UserError):
@@ -57,10 +58,10 @@ def run_step(
             with suppress(UserError):
                 launchers.end(launcher, kubernetes, run_trial.trial_run_id(run_id, trial.number))
         found = root_of(root, report.uri, kfp_run_id)
-        text = sweep_page.render(_so_far(plan, found, run_id))
-        Path(page.path).parent.mkdir(parents=True, exist_ok=True)
-        Path(page.path).write_text(text, encoding="utf-8")
-        storage.write_bytes(storage.join(found, run_id, sweep_page.PAGE), text.encode())
+        text = as_markdown(_so_far(plan, found, run_id))
+        Path(trials.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(trials.path).write_bytes(text)
+        storage.write_bytes(storage.join(found, run_id, TABLE), text)
     finish.run_step(status, root, launcher, kubernetes, kfp_run_id, report, summary)
 
 

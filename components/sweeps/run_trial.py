@@ -16,8 +16,7 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import INTERRUPTED, ConfigError
 from trainer.json_records import from_tree, parse, tree_of
-from trainer.sweeps.state import Sweep
-from trainer.sweeps.trial import FAILED, Trial, value_of
+from trainer.sweeps.sweep import FAILED, Sweep, Trial, value_of
 
 #: What the step of a place without a trial returns.
 EMPTY = "{}"

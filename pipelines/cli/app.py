@@ -93,7 +93,7 @@ app.command(epilog=TRAINED)(train)
 app.command(epilog="--json adds `rows`, `skipped`, `unsound`, `rows_per_second` and `output`.")(
     predict
 )
-app.command(epilog="--json adds `trials`, `best`, `command` and `page`.")(sweep)
+app.command(epilog="--json adds `trials`, `best` and `command`.")(sweep)
 
 
 @app.command("compile")

@@ -16,24 +16,27 @@ from trainer.errors import INTERRUPTED, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pipelines.sweeps.local import SweepResult
+    from pipelines.runs.outcome import RunResult
     from pipelines.sweeps.plan import SweepOptions
-    from trainer.sweeps.state import Sweep
-    from trainer.sweeps.trial import Trial
+    from trainer.sweeps.sweep import Sweep, Trial
 
 Searched = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUES",
-        help="Values to try, a,b,c; a range for --random, low..high or low..high:log; or one value "
-        "for all trials. May be repeated.",
+        help="Values to try, a,b,c; a range for --random or --tpe, low..high or low..high:log; or "
+        "one value for all trials. May be repeated.",
     ),
 ]
 Random = Annotated[
     int | None, typer.Option(metavar="N", help="Draw N trials; the whole grid when left out.")
 ]
-Seed = Annotated[int | None, typer.Option(help="Of the draws; 0 when left out.")]
+Tpe = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Let TPE choose N trials, each by those before it."),
+]
+Seed = Annotated[int | None, typer.Option(help="Of --random and --tpe; 0 when left out.")]
 Halving = Annotated[
     bool,
     typer.Option("--asha", help="Train all a little, and go on with the best third, repeatedly."),
@@ -68,6 +71,7 @@ def sweep(
     config: Config = None,
     assignments: Searched = None,
     random: Random = None,
+    tpe: Tpe = None,
     seed: Seed = None,
     halving: Halving = False,
     metric: Metric = "",
@@ -87,6 +91,7 @@ def sweep(
         config=config,
         settings=tuple(assignments or ()),
         random=random,
+        tpe=tpe,
         seed=seed,
         halving=halving,
         metric=metric,
@@ -125,7 +130,6 @@ def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answe
 def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     from pipelines.cli.display import Terminal
     from pipelines.sweeps import local
-    from trainer.sweeps.sweep_page import PAGE
 
     begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
     errors = Terminal(stderr=True)
@@ -141,10 +145,10 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     finally:
         begun.close()
     with output():
-        Terminal().print(_table(result.sweep))
-    for line in _closing_lines(result, workdir, begun.folder / PAGE):
+        Terminal().print(_table(begun.sweep))
+    for line in _closing_lines(begun.sweep, result, workdir):
         say(f"flotilla: {line}")
-    return _answer(result, begun.folder / PAGE)
+    return _answer(begun.sweep, result)
 
 
 def _line(sweep: Sweep, trial: Trial) -> str:
@@ -160,8 +164,8 @@ def _line(sweep: Sweep, trial: Trial) -> str:
     return f"{begin} {trial.status}{f': {trial.error}' if trial.error else ''}"
 
 
-def _closing_lines(result: SweepResult, workdir: Path, page: Path) -> list[str]:
-    sweep, best = result.sweep, result.sweep.chosen
+def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
+    best = sweep.chosen
     lines = [f"trial {each.number} failed: {each.error}" for each in sweep.trials if each.error]
     if best and best.last:
         value = f"{sweep.objective.metric} {best.last.value:.4g}"
@@ -171,7 +175,6 @@ def _closing_lines(result: SweepResult, workdir: Path, page: Path) -> list[str]:
         message = result.message
         is_said = not message or message.startswith(result.status)
         lines.append(message or result.status if is_said else f"{result.status}: {message}")
-    lines.append(f"page: {page}")
     if result.exit_code == INTERRUPTED or result.status == "failed":
         words = ["flotilla", "sweep", "--workdir", str(workdir), "--resume", sweep.sweep_id]
         before = "" if result.exit_code == INTERRUPTED else "when that is fixed, "
@@ -179,21 +182,20 @@ def _closing_lines(result: SweepResult, workdir: Path, page: Path) -> list[str]:
     return lines
 
 
-def _answer(result: SweepResult, page: Path) -> Answer:
-    best = result.sweep.chosen
+def _answer(sweep: Sweep, result: RunResult) -> Answer:
+    best = sweep.chosen
     return Answer(
         status=result.status,
         code=result.exit_code,
         run_id=best.run_id if best else "",
-        metrics=dict(result.sweep.test),
-        artifacts=result.promoted.artifacts if result.promoted else {},
+        metrics=dict(sweep.test),
+        artifacts=result.artifacts,
         message=result.message,
         more={
-            "sweep": result.sweep.sweep_id,
+            "sweep": sweep.sweep_id,
             "best": best.number if best else 0,
-            "command": result.sweep.command(),
-            "page": str(page),
-            "trials": _trees(result.sweep),
+            "command": sweep.command(),
+            "trials": _trees(sweep),
         },
     )
 
@@ -208,27 +210,16 @@ def _table(sweep: Sweep) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from trainer.sweeps.sweep_page import rows_of
+    from trainer.sweeps.sweep import table_of
 
+    heads, rows = table_of(sweep)
     table = Table(box=None, pad_edge=False)
-    table.add_column("trial", justify="right")
-    for key in sweep.keys:
-        table.add_column(escape(_short(key)), overflow="fold")
-    for title in (sweep.objective.metric, "steps", "seconds"):
-        table.add_column(escape(title.replace("_", " ")), justify="right")
-    table.add_column("status", overflow="fold")
-    for row in rows_of(sweep):
-        trial = row.trial
-        style = {"failed": "red", "interrupted": "yellow"}.get(trial.status, "")
-        table.add_row(
-            str(trial.number),
-            *(escape(trial.settings.get(key, "")) for key in sweep.keys),
-            "" if row.value is None else f"{row.value:.4g}",
-            str(row.steps or ""),
-            f"{trial.seconds:.1f}",
-            "best" if row.is_best and sweep.best else trial.status,
-            style="bold green" if row.is_best and sweep.best else style,
-        )
+    for place, head in enumerate(heads):
+        is_text = 0 < place <= len(sweep.keys) or place == len(heads) - 1
+        table.add_column(escape(head), justify="left" if is_text else "right", overflow="fold")
+    styles = {"failed": "red", "interrupted": "yellow", "best": "bold green"}
+    for row in rows:
+        table.add_row(*map(escape, row), style=styles.get(row[-1], ""))
     return table
 
 

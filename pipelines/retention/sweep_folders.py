@@ -1,7 +1,7 @@
 """The trials of a sweep are runs next to it, and stay as long as it does: it may go on with them.
 
-On this machine a sweep is a folder with `sweep.json`, on a cluster the run with `trials/`, and each
-of its trials is a run whose name begins with that of it.
+On this machine a sweep is a folder with the journal of a study, on a cluster the run with
+`trials/`, and each of its trials is a run whose name begins with that of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipelines.retention.plan import RUN, SWEEP, Item
 from trainer.errors import UserError
-from trainer.sweeps.state import FILE, read
+from trainer.sweeps.study import FILE, OLD_FILE, read
 
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 
@@ -48,7 +48,7 @@ def with_sweeps(
     """
     found = dict(items)
     for folder in dict.fromkeys([*filter(None, [root]), workdir]):
-        for path in sorted(folder.glob(f"*/{FILE}")):
+        for path in sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/{OLD_FILE}")]):
             sweep = _sweep(path.parent)
             if folder == root:
                 found[sweep.path] = sweep

@@ -1,8 +1,8 @@
 """A sweep on this machine: each trial is a run, of which only the best is promoted.
 
-A sweep is a folder with `sweep.json`, `sweep.html` and a lock. Its trials are ordinary runs next to
-it, which train and validate. Of the best the same run goes on: through evaluation on the test
-split, gate, export and registry.
+A sweep is a folder with the journal of a study and a lock. Its trials are ordinary runs next to it,
+which train and validate. Of the best the same run goes on: through evaluation on the test split,
+gate, export and registry.
 
 All that is known of a sweep is changed in one thread; the threads of the trials only wait for
 their runs.
@@ -27,10 +27,9 @@ from pipelines.sweeps.plan import SweepOptions, planned
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, ConfigError, UserError, nearest
 from trainer.events import Event, StepEnd
-from trainer.sweeps import state, sweep_page
-from trainer.sweeps import trial as trials
-from trainer.sweeps.state import Sweep
-from trainer.sweeps.trial import Trial, best_of, next_job, value_of
+from trainer.sweeps import sweep as trials
+from trainer.sweeps.study import FILE, OLD_FILE, Study
+from trainer.sweeps.sweep import Sweep, Trial, best_of, config_of, value_of
 
 OnTrial = Callable[[Sweep, Trial], None]
 # How long a request to stop may wait until it is passed on.
@@ -44,31 +43,17 @@ class LocalSweep:
 
     workdir: Path
     folder: Path
-    sweep: Sweep
+    study: Study
     lock: int
 
-    def save(self, sweep: Sweep) -> None:
-        """Keep what is known now, and write the page of it; raises `UserError`."""
-        self.sweep = sweep
-        state.write(sweep, self.folder)
-        # What is kept above is what counts.
-        with suppress(OSError):
-            sweep_page.write(sweep, self.folder / sweep_page.PAGE)
+    @property
+    def sweep(self) -> Sweep:
+        """The sweep so far."""
+        return self.study.sweep
 
     def close(self) -> None:
         """Let another process resume it."""
         os.close(self.lock)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepResult:
-    """How a sweep ended; `promoted` is the run of the best trial, None where there was none."""
-
-    sweep: Sweep
-    status: str
-    exit_code: int
-    message: str
-    promoted: RunResult | None = None
 
 
 def start(options: SweepOptions, workdir: Path) -> LocalSweep:
@@ -82,9 +67,7 @@ def start(options: SweepOptions, workdir: Path) -> LocalSweep:
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
         ) from None
-    begun = LocalSweep(workdir=workdir, folder=folder, sweep=sweep, lock=_locked(folder))
-    begun.save(sweep)
-    return begun
+    return _opened(workdir, folder, sweep)
 
 
 def resumed(sweep_id: str, workdir: Path) -> LocalSweep:
@@ -94,31 +77,28 @@ def resumed(sweep_id: str, workdir: Path) -> LocalSweep:
         ConfigError: there is no such sweep, or it is still running.
     """
     local.require_current_folder()
-    folder = workdir.absolute() / sweep_id
-    if Path(sweep_id).name != sweep_id or not (folder / state.FILE).exists():
-        known = _sweeps(workdir)
+    known = sorted(
+        {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
+    )
+    if sweep_id not in known:
         newest = f" (there is {', '.join(known[-3:])})" if known else ""
         raise ConfigError(
             f"no sweep {sweep_id!r} below {workdir}{nearest(sweep_id, known) or newest}"
         )
+    return _opened(workdir, workdir.absolute() / sweep_id)
+
+
+def _opened(workdir: Path, folder: Path, plan: Sweep | None = None) -> LocalSweep:
     lock = _locked(folder)
     try:
-        sweep = state.read(folder)
+        return LocalSweep(workdir=workdir, folder=folder, study=Study(folder, plan), lock=lock)
     except UserError:
         os.close(lock)
         raise
-    if sweep.verdict not in _CODES:
-        again = (trials.RUNNING, trials.FAILED, trials.INTERRUPTED)
-        every = tuple(
-            replace(each, status=trials.INTERRUPTED, error="") if each.status in again else each
-            for each in sweep.trials
-        )
-        sweep = replace(sweep, trials=every, verdict="", message="")
-    return LocalSweep(workdir=workdir, folder=folder, sweep=sweep, lock=lock)
 
 
-def execute(begun: LocalSweep, parallel: int, on_trial: OnTrial | None = None) -> SweepResult:
-    """Train all trials, and promote the best one.
+def execute(begun: LocalSweep, parallel: int, on_trial: OnTrial | None = None) -> RunResult:
+    """Train all trials, and promote the best one; return how its run ended.
 
     In the main thread SIGINT and SIGTERM end it: each run that trains publishes a last checkpoint.
     A second one ends them at once.
@@ -131,49 +111,39 @@ def execute(begun: LocalSweep, parallel: int, on_trial: OnTrial | None = None) -
     Raises:
         UserError: what is known of the sweep cannot be kept, or its metric is not measured.
     """
-    if begun.sweep.verdict in _CODES:
-        sweep = begun.sweep
-        return _result(sweep, sweep.verdict, _CODES[sweep.verdict], sweep.message)
-    on_trial = on_trial or (lambda _sweep, _trial: None)
+    sweep = begun.sweep
+    if sweep.verdict in _CODES:
+        return _ended(sweep.verdict, _CODES[sweep.verdict], sweep.message)
     # Once the best is chosen, none of the others is trained any more.
-    if not begun.sweep.best:
-        was_interrupted = _Workers(begun, parallel, on_trial).train()
+    if not sweep.best:
+        was_interrupted = _Workers(
+            begun, parallel, on_trial or (lambda _sweep, _trial: None)
+        ).train()
+        sweep = begun.sweep
         if was_interrupted:
-            return _result(begun.sweep, "interrupted", INTERRUPTED, "the sweep was interrupted")
-    best = begun.sweep.chosen or best_of(begun.sweep.trials, begun.sweep.objective)
+            return _ended("interrupted", INTERRUPTED, "the sweep was interrupted")
+    best = sweep.chosen or best_of(sweep.trials, sweep.objective)
     if best is None:
-        first = next(each for each in begun.sweep.trials if each.error)
-        count = len(begun.sweep.trials)
+        first = next(each for each in sweep.trials if each.error)
+        count = len(sweep.trials)
         message = f"all {count} trials failed; trial {first.number}: {first.error}"
-        begun.save(replace(begun.sweep, verdict="failed", message=message))
-        return _result(begun.sweep, "failed", FAILED, message)
+        begun.study.end("failed", message, {})
+        return _ended("failed", FAILED, message)
     return _promoted(begun, best)
 
 
-def _promoted(begun: LocalSweep, best: Trial) -> SweepResult:
-    """Let the run of the best trial go on to its promotion."""
-    begun.save(replace(begun.sweep, best=best.number))
-    sweep, rung = begun.sweep, best.last.rung if best.last else 0
-    config = sweep.config_on(best, rung, sweep.base)
+def _promoted(begun: LocalSweep, best: Trial) -> RunResult:
+    """Let the run of the best trial go on to its promotion; it is trained to its end before."""
+    begun.study.choose(best)
+    config = config_of(begun.sweep.base, best.settings)
     run = local.execute(local.new_run(config, begun.workdir, best.run_id), "run", {})
     if run.status != "interrupted":
-        sweep = replace(
-            begun.sweep, verdict=run.status, message=run.message, test=dict(run.metrics)
-        )
-        begun.save(sweep)
-    return _result(begun.sweep, run.status, run.exit_code, run.message, run)
+        begun.study.end(run.status, run.message, dict(run.metrics))
+    return run
 
 
-def _result(
-    sweep: Sweep, status: str, code: int, message: str, run: RunResult | None = None
-) -> SweepResult:
-    return SweepResult(sweep=sweep, status=status, exit_code=code, message=message, promoted=run)
-
-
-def _sweeps(workdir: Path) -> list[str]:
-    with suppress(OSError):
-        return sorted(path.parent.name for path in workdir.glob(f"*/{state.FILE}"))
-    return []
+def _ended(status: str, code: int, message: str) -> RunResult:
+    return RunResult(status=status, exit_code=code, message=message, steps=())
 
 
 def _locked(folder: Path) -> int:
@@ -196,7 +166,10 @@ class _Workers:
 
     def __init__(self, begun: LocalSweep, parallel: int, on_trial: OnTrial) -> None:
         self._begun, self._parallel, self._on_trial = begun, parallel, on_trial
-        self._running: dict[Future[RunResult], int] = {}
+        self._sweep = begun.sweep
+        self._running: dict[Future[RunResult], Trial] = {}
+        # Those that have reached a rung, and go on to the next one.
+        self._going_on: list[Trial] = []
         # Two at once would both download and convert the same dataset.
         self._preparing = threading.Lock()
         self._requests = 0
@@ -223,17 +196,15 @@ class _Workers:
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
         while len(self._running) < self._parallel and not self._requests:
-            sweep = self._begun.sweep
-            job = next_job(sweep.trials, sweep.rungs, sweep.objective)
-            if job is None:
+            trial = self._going_on.pop() if self._going_on else self._begun.study.begin()
+            if trial is None:
                 return
-            trial, rung = job
-            trial = replace(trial, status=trials.RUNNING, rung=rung, error="")
-            self._save(trial)
-            self._running[pool.submit(self._run, trial, rung)] = trial.number
+            trial = replace(trial, status=trials.RUNNING, error="")
+            self._keep(trial)
+            self._running[pool.submit(self._run, trial)] = trial
 
-    def _run(self, trial: Trial, rung: int) -> RunResult:
-        """Train a trial to the steps of a rung, in a thread of its own."""
+    def _run(self, trial: Trial) -> RunResult:
+        """Train a trial to the steps of its rung, in a thread of its own."""
         self._preparing.acquire()
         is_held = True
 
@@ -249,30 +220,25 @@ class _Workers:
 
         try:
             if self._requests:
-                return RunResult(status="interrupted", exit_code=INTERRUPTED, message="", steps=())
-            sweep = self._begun.sweep
-            config = sweep.config_on(trial, rung, sweep.base)
+                return _ended("interrupted", INTERRUPTED, "")
+            config = self._sweep.config_on(trial, trial.rung, self._sweep.base)
             run = local.new_run(config, self._begun.workdir, trial.run_id)
             return local.execute(run, "train", {}, hear)
         except UserError as error:
-            return RunResult(
-                status="failed", exit_code=error.exit_code, message=str(error), steps=()
-            )
+            return _ended("failed", error.exit_code, str(error))
         finally:
             prepared()
 
     def _wait(self, *, keep: bool = True) -> None:
         ended, _ = wait(self._running, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
         for future in ended:
-            number = self._running.pop(future)
+            trial = self._running.pop(future)
             if keep:
-                self._ended(number, future.result())
+                self._end(trial, future.result())
         if self._requests:
             self._pass_on()
 
-    def _ended(self, number: int, result: RunResult) -> None:
-        sweep = self._begun.sweep
-        trial = next(each for each in sweep.trials if each.number == number)
+    def _end(self, trial: Trial, result: RunResult) -> None:
         metrics = result.metrics_of("checkpoint")
         known = replace(
             trial,
@@ -282,26 +248,31 @@ class _Workers:
             error=result.message,
         )
         if result.status == "done":
-            value = value_of(metrics, sweep.objective)
-            steps = sweep.config_on(trial, trial.rung, sweep.base).training.steps
-            self._save(sweep.reached(known, trial.rung, steps, value))
+            self._reached(known)
         elif result.status == "interrupted" and self._requests:
-            self._save(replace(known, status=trials.INTERRUPTED, error=""))
+            self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
             # One that someone cancelled would be begun again for ever.
             error = known.error or f"its run ended as {result.status}"
-            self._save(replace(known, status=trials.FAILED, error=error))
+            self._keep(replace(known, status=trials.FAILED, error=error))
 
-    def _save(self, trial: Trial) -> None:
-        self._begun.save(self._begun.sweep.with_trial(trial))
-        self._on_trial(self._begun.sweep, trial)
+    def _reached(self, trial: Trial) -> None:
+        """Keep what a trial has reached on its rung; let it go on where it may."""
+        value = value_of(trial.metrics, self._sweep.objective)
+        steps = self._sweep.config_on(trial, trial.rung, self._sweep.base).training.steps
+        trial = self._sweep.reached(trial, trial.rung, steps, value)
+        self._keep(trial)
+        if trial.last and self._begun.study.goes_on(trial, trial.last):
+            self._going_on.append(replace(trial, rung=trial.rung + 1))
+
+    def _keep(self, trial: Trial) -> None:
+        self._begun.study.keep(trial)
+        self._on_trial(self._sweep, trial)
 
     def _pass_on(self) -> None:
         """Ask each run that still trains to end: at the second request at once."""
         number = signal.SIGTERM if self._requests == 1 else signal.SIGKILL
-        for each in self._begun.sweep.trials:
-            if each.number not in self._running.values():
-                continue
+        for each in self._running.values():
             # A second SIGTERM would end the upload of the last checkpoint.
             if self._passed_on.get(each.run_id) == number:
                 continue

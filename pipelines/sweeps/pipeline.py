@@ -30,9 +30,9 @@ from pipelines.step_settings import check_image
 from pipelines.sweeps.plan import SweepOptions, planned
 from pipelines.training import SIGNATURE, Place, Wiring, pipeline_on_cluster, promoted, run_of
 from trainer.config.run_parameters import to_parameters
+from trainer.errors import ConfigError
 from trainer.json_records import tree_of
-from trainer.sweeps.state import Sweep
-from trainer.sweeps.trial import most_on
+from trainer.sweeps.sweep import Sweep, most_on
 
 NAME = "flotilla-sweep"
 #: The run parameter with the trials, as JSON.
@@ -49,6 +49,11 @@ def compile_sweep(
         UserError: the file cannot be written.
     """
     check_image(image)
+    if options.tpe is not None:
+        raise ConfigError(
+            "--tpe chooses each trial by those before, and the loop of a pipeline has a fixed "
+            "list: use --random N with --compile"
+        )
     sweep = planned(options)
     write_pipeline(output, sweep_pipeline(sweep, options.parallel, image or IMAGE, pods))
     return sweep
@@ -81,6 +86,7 @@ def _text(sweep: Sweep) -> str:
         sweep,
         sweep_id=f"{sweep.base.name}-sweep",
         config={},
+        space={},
         trials=tuple(replace(each, run_id="") for each in sweep.trials),
     )
     return json.dumps(tree_of(plain))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from optuna.distributions import distribution_to_json
+
 from pipelines.runs.local import DEFAULT_CONFIG, configuration
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.sweeps.space import drawn, grid, space_of
-from trainer.sweeps.state import Sweep
-from trainer.sweeps.trial import Trial, objective_of, rungs_of
+from trainer.sweeps.space import MOST_TRIALS, Space, corners, drawn, grid, space_of
+from trainer.sweeps.sweep import Settings, Sweep, Trial, objective_of, rungs_of
 
 MOST_PARALLEL = 64
 
@@ -25,8 +26,9 @@ class SweepOptions:
     Attributes:
         config: a configuration, its YAML file, or None for the default.
         settings: `section.key=value` texts; with several values or a range it is searched.
-        random: how many random draws; 0 for the whole grid.
-        seed: of the draws; 0 when None.
+        random: how many random draws; None for the whole grid, or for `tpe`.
+        tpe: how many trials that TPE samples, each by what those before have reached.
+        seed: of both; 0 when None.
         halving: whether a third of the trials goes on from each rung.
         metric: of validation; empty for the loss.
         better: `higher` or `lower`; empty where the name of the metric says it.
@@ -36,6 +38,7 @@ class SweepOptions:
     config: Config | str | Path | None = None
     settings: Sequence[str] = ()
     random: int | None = None
+    tpe: int | None = None
     seed: int | None = None
     halving: bool = False
     metric: str = ""
@@ -46,8 +49,15 @@ class SweepOptions:
         """Refuse what cannot be done; raises `ConfigError`."""
         if not 1 <= self.parallel <= MOST_PARALLEL:
             raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
-        if self.seed is not None and self.random is None:
-            raise ConfigError(f"--seed {self.seed} is for --random N; a grid draws nothing")
+        if self.random is not None and self.tpe is not None:
+            raise ConfigError("--random and --tpe are two ways to choose the trials: take one")
+        if self.seed is not None and self.random is None and self.tpe is None:
+            raise ConfigError(
+                f"--seed {self.seed} is for --random N and --tpe N; a grid draws none"
+            )
+        for name, count in (("--random", self.random), ("--tpe", self.tpe)):
+            if count is not None and not 1 <= count <= MOST_TRIALS:
+                raise ConfigError(f"{name} {count}: draw from 1 to {MOST_TRIALS} trials")
         if self.better not in ("", "higher", "lower"):
             raise ConfigError(f"--better {self.better!r} is none of higher, lower")
 
@@ -55,10 +65,8 @@ class SweepOptions:
 def planned(options: SweepOptions) -> Sweep:
     """Return a sweep with all of its trials; raises `ConfigError` before anything is started."""
     space = space_of(configuration(options.config, ()), options.settings)
-    if options.random is None:
-        every = grid(space)
-    else:
-        every = drawn(space, options.random, options.seed or 0)
+    sampler, every = _trials(space, options)
+    known = corners(space) if sampler == "tpe" else every
     if len(every) == 1:
         raise ConfigError(
             "the search space has one trial: name more values of a key, or use `flotilla run`"
@@ -75,13 +83,25 @@ def planned(options: SweepOptions) -> Sweep:
         fixed=tuple(each for each in options.settings if each.partition("=")[0] not in space.keys),
         keys=tuple(space.keys),
         objective=objective_of(base, space.keys, options.metric, options.better),
-        rungs=rungs_of(base, every, halving=options.halving),
+        rungs=rungs_of(base, known, len(every), halving=options.halving),
         trials=tuple(
             Trial(number=number, settings=settings, run_id=f"{name}-t{number:02}-{stamp}")
             for number, settings in enumerate(every, start=1)
         ),
-        test={},
+        sampler=sampler,
+        seed=options.seed or 0,
+        space={key: distribution_to_json(values) for key, values in space.keys.items()},
     )
+
+
+def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, ...]]:
+    """Return the sampler, and the settings of each trial; those of TPE are not known yet."""
+    seed = options.seed or 0
+    if options.random is not None:
+        return "random", drawn(space, options.random, seed)
+    if options.tpe is not None:
+        return "tpe", ({},) * options.tpe
+    return "grid", grid(space)
 
 
 def _named(config: Config | str | Path | None) -> str:

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from trainer.report.wording import (
-    duration,
-    formatted,
-    interval_text,
-    rounded,
-    sentence,
-    titled,
-)
+from trainer.report.wording import duration, formatted, interval_text, rounded, sentence, titled
 
 _OWN = Path(__file__).parent
 

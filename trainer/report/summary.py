@@ -27,15 +27,15 @@ def as_markdown(facts: Facts, report: str) -> bytes:
     verdict = str(facts.get("verdict") or "unknown")
     cost = facts.get("cost") or {}
     blocks = [
-        [f"# {_plain(facts.get('run_id') or 'run')}: {_plain(verdict)}"],
+        [f"# {plain(facts.get('run_id') or 'run')}: {plain(verdict)}"],
         [HEADLINES.get(verdict, "How the run ended is not known.")],
-        [f"- {_plain(reason)}" for reason in _reasons(facts)[:_MOST]],
-        _table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
-        _table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
-        _table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
-        _table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
-        _table(("from", "what"), _lineage(facts)),
-        [f"The whole report: {_code(report)}"] if report else [],
+        [f"- {plain(reason)}" for reason in _reasons(facts)[:_MOST]],
+        table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
+        table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
+        table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
+        table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
+        table(("from", "what"), _lineage(facts)),
+        [f"The whole report: {code(report)}"] if report else [],
     ]
     text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
     return text.encode(errors="backslashreplace")
@@ -79,17 +79,19 @@ def _lineage(facts: Facts) -> list[tuple[str, object]]:
     return [(name, lineage[name]) for name in _LINEAGE if lineage.get(name)]
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a table of plain texts and values; none where there is no row."""
     if not rows:
         return []
-    texts = ([_plain(v if isinstance(v, str) else formatted(v)) for v in row] for row in rows)
+    texts = ([plain(v if isinstance(v, str) else formatted(v)) for v in row] for row in rows)
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *texts)]
 
 
-def _plain(text: object) -> str:
+def plain(text: object) -> str:
     """Return a text that Markdown shows as it is, on one line."""
     return _MARKS.sub(r"\\\1", " ".join(str(text).split()))
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
+    """Return a text that Markdown shows as code, on one line."""
     return f"`{' '.join(text.split()).replace('`', '')}`"

@@ -1,1 +1,1 @@
-"""Sweeps: what is tried, which trial goes on, which one is the best, and the page."""
+"""Sweeps: what is tried, its state on this machine, and which trial is the best."""

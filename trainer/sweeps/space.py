@@ -1,31 +1,41 @@
-"""The search space of a sweep, and its trials: a grid, or random draws.
+"""The search space of a sweep, and its trials where they are known beforehand: a grid, or draws.
 
 A key of `--set` with several values, `key=a,b,c`, or with a range, `key=low..high`, is searched; a
-key with one value is set for all trials. Commas within brackets and quotes belong to a value. The
-configuration of every trial is checked here, before the first one begins.
+key with one value is set for all trials. Commas within brackets and quotes belong to a value. A key
+is searched by a distribution of Optuna: the texts of its values, or the numbers of its range.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from trainer.config.load import override, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.sweeps.sweep import Settings, assignments_of, config_of
 
-#: More than these nobody waits for, and no page shows.
+#: More than these nobody waits for, and no table shows.
 MOST_TRIALS = 1000
-# Of a draw: more digits say nothing and are not read.
+# Of a number: more digits say nothing and are not read.
 _DIGITS = 4
 # So often a draw is repeated until it is a new one.
 _MOST_REPEATS = 100
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^\s*({_NUMBER})\.\.({_NUMBER})(:log)?\s*$")
+_WHOLE = re.compile(r"[-+]?\d+")
 _OPEN, _CLOSE = "[{(", "]})"
 # Trials are compared by one measure on the same examples, and promoted by one policy.
 _SAME = {
@@ -39,41 +49,13 @@ _SAME = {
 }
 _SEARCHED_OF_DATA = ("data.partition",)
 
-Settings = Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Numbers from `low` to `high`; integers where both are written so, by magnitude if `log`."""
-
-    low: float
-    high: float
-    log: bool = False
-    whole: bool = False
-
-    def draw(self, by: random.Random) -> str:
-        """Return the text of a number."""
-        if self.log:
-            drawn = math.exp(by.uniform(math.log(self.low), math.log(self.high)))
-        else:
-            drawn = by.uniform(self.low, self.high)
-        if self.whole:
-            return str(min(max(round(drawn), int(self.low)), int(self.high)))
-        short = float(f"{drawn:.{_DIGITS}g}")
-        return f"{min(max(short, self.low), self.high):g}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is searched.
-
-    Attributes:
-        base: the configuration that all trials share.
-        keys: the values, or the range, of each searched key.
-    """
+    """What is searched: of the configuration `base`, the `keys` by their distributions."""
 
     base: Config
-    keys: Mapping[str, tuple[str, ...] | Range]
+    keys: Mapping[str, BaseDistribution]
 
 
 def space_of(config: Config, assignments: Iterable[str]) -> Space:
@@ -83,7 +65,7 @@ def space_of(config: Config, assignments: Iterable[str]) -> Space:
         ConfigError: an assignment is none, nothing is searched, or a key cannot be searched.
     """
     fixed: list[str] = []
-    keys: dict[str, tuple[str, ...] | Range] = {}
+    keys: dict[str, BaseDistribution] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()
@@ -91,12 +73,17 @@ def space_of(config: Config, assignments: Iterable[str]) -> Space:
             raise ConfigError(f"--set {assignment!r}: write it as section.key=a,b,c")
         if key in keys:
             raise ConfigError(f"--set {assignment!r}: {key} is searched already; name it once")
-        found = _choices(assignment, text)
-        if isinstance(found, tuple) and len(found) == 1:
+        values = _values(assignment, text)
+        ranged = _RANGE.match(text)
+        if len(values) == 1 and not ranged:
             fixed.append(assignment)
             continue
         _require_searchable(key, assignment)
-        keys[key] = found
+        keys[key] = (
+            _range(assignment, *ranged.groups())
+            if ranged
+            else CategoricalDistribution(list(dict.fromkeys(values)))
+        )
     _require_apart(keys, fixed)
     base = override(config, fixed)
     if not keys:
@@ -113,11 +100,13 @@ def grid(space: Space) -> tuple[Settings, ...]:
     Raises:
         ConfigError: there are too many, a key has a range, or a trial is not allowed.
     """
-    lists: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
-        if isinstance(values, Range):
-            raise ConfigError(f"--set {key}: a range needs --random N; a grid takes values: a,b,c")
-        lists[key] = values
+        if not isinstance(values, CategoricalDistribution):
+            raise ConfigError(
+                f"--set {key}: a range needs --random N or --tpe N; a grid takes values: a,b,c"
+            )
+        lists[key] = values.choices
     count = math.prod(map(len, lists.values()))
     if count > MOST_TRIALS:
         raise ConfigError(
@@ -125,74 +114,91 @@ def grid(space: Space) -> tuple[Settings, ...]:
             "of them by --random N"
         )
     combined = itertools.product(*lists.values())
-    every = (dict(zip(lists, each, strict=True)) for each in combined)
-    return _checked(space.base, every, count)
+    return _checked(space.base, (dict(zip(lists, each, strict=True)) for each in combined), count)
 
 
 def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
     """Return the settings of `count` random trials, fewer where there are no more; by `seed`.
 
     Raises:
-        ConfigError: `count` is out of bounds, or a trial is not allowed.
+        ConfigError: a trial is not allowed.
     """
-    if not 1 <= count <= MOST_TRIALS:
-        raise ConfigError(f"--random {count}: draw from 1 to {MOST_TRIALS} trials")
-    by = random.Random(seed)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
 
-    def draws() -> Iterable[Settings]:
-        for _ in range(count * _MOST_REPEATS):
-            yield {
-                key: values.draw(by) if isinstance(values, Range) else by.choice(values)
-                for key, values in space.keys.items()
-            }
+    def draws() -> Iterator[Settings]:
+        seen: set[tuple[str, ...]] = set()
+        repeats = 0
+        while repeats < _MOST_REPEATS:
+            settings = settings_of(space.keys, study.ask(dict(space.keys)).params)
+            is_known = tuple(settings.values()) in seen
+            repeats = repeats + 1 if is_known else 0
+            seen.add(tuple(settings.values()))
+            if not is_known:
+                yield settings
 
-    _require_ends(space)
+    corners(space)
     return _checked(space.base, draws(), count)
 
 
-def config_of(base: Config, settings: Settings) -> Config:
-    """Return the configuration of a trial; raises `ConfigError`."""
-    return override(base, assignments_of(settings))
+def corners(space: Space) -> tuple[Settings, ...]:
+    """Return each value, or end of a range, next to the first ones of the other keys.
+
+    Few draws come near the ends of a range, so that these are checked before the first trial.
+
+    Raises:
+        ConfigError: one of these trials is not allowed.
+    """
+    ends = {
+        key: [text_of(values, each) for each in _ends(values)] for key, values in space.keys.items()
+    }
+    first = {key: values[0] for key, values in ends.items()}
+    every = [{**first, key: value} for key, values in ends.items() for value in values]
+    return _checked(space.base, every, len(every))
 
 
-def assignments_of(settings: Settings) -> list[str]:
-    """Return the settings of a trial as `section.key=value` texts."""
-    return [f"{key}={value}" for key, value in settings.items()]
+def settings_of(keys: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> Settings:
+    """Return the settings of a trial for what was sampled."""
+    return {key: text_of(values, params[key]) for key, values in keys.items()}
+
+
+def params_of(keys: Mapping[str, BaseDistribution], settings: Settings) -> dict[str, Any]:
+    """Return the settings of a trial as a sampler takes them."""
+    kinds = {IntDistribution: int, FloatDistribution: float}
+    return {key: kinds.get(type(values), str)(settings[key]) for key, values in keys.items()}
+
+
+def text_of(values: BaseDistribution, value: Any) -> str:
+    """Return a value as it is given to `--set`."""
+    if not isinstance(values, FloatDistribution):
+        return str(value)
+    short = float(f"{value:.{_DIGITS}g}")
+    return repr(min(max(short, values.low), values.high))
+
+
+def _ends(values: BaseDistribution) -> Sequence[Any]:
+    if isinstance(values, IntDistribution | FloatDistribution):
+        return values.low, values.high
+    assert isinstance(values, CategoricalDistribution)
+    return values.choices
 
 
 def _checked(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
     """Return the first `count` that are allowed and have a configuration of their own."""
     found: dict[str, Settings] = {}
-    tried: set[tuple[str, ...]] = set()
     for settings in every:
-        assignments = tuple(assignments_of(settings))
-        # A check takes milliseconds, and a small space is drawn a hundred times over.
-        if assignments in tried:
-            continue
-        tried.add(assignments)
-        try:
-            config = config_of(base, settings)
-        except ConfigError as error:
-            what = ", ".join(assignments)
-            raise ConfigError(f"the trial {what}: {error}") from None
-        found.setdefault(config.model_dump_json(), settings)
+        found.setdefault(checked(base, settings).model_dump_json(), settings)
         if len(found) == count:
             break
     return tuple(found.values())
 
 
-def _require_ends(space: Space) -> None:
-    """Check both ends of each range, which few draws come near; raises `ConfigError`."""
-    for key, values in space.keys.items():
-        if isinstance(values, Range):
-            first = {
-                other: str(each.low) if isinstance(each, Range) and not each.whole
-                else str(int(each.low)) if isinstance(each, Range) else each[0]
-                for other, each in space.keys.items()
-            }  # fmt: skip
-            for end in (values.low, values.high):
-                text = str(int(end)) if values.whole else f"{end!r}"
-                _checked(space.base, [{**first, key: text}], 1)
+def checked(base: Config, settings: Settings) -> Config:
+    """Return the configuration of a trial; raises `ConfigError`, which names the trial."""
+    try:
+        return config_of(base, settings)
+    except ConfigError as error:
+        raise ConfigError(f"the trial {', '.join(assignments_of(settings))}: {error}") from None
 
 
 def _require_searchable(key: str, assignment: str) -> None:
@@ -213,33 +219,28 @@ def _require_apart(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
                 raise ConfigError(f"--set {key} and --set {other}: both set {other}; keep one")
 
 
-def _choices(assignment: str, text: str) -> tuple[str, ...] | Range:
-    values = tuple(part.strip() for part in _split(text))
+def _values(assignment: str, text: str) -> list[str]:
+    values = [part.strip() for part in _split(text)]
     if not any(values):
         raise ConfigError(f"--set {assignment!r} names no value: write section.key=a,b,c")
     if not all(values):
         raise ConfigError(f"--set {assignment!r}: a value between its commas is empty")
     for value in values:
         parse_value(value)
-    if ranged := _RANGE.match(text):
-        return _range(assignment, *ranged.groups())
-    if ".." in text and any(_RANGE.match(value) for value in values):
+    if len(values) > 1 and any(_RANGE.match(value) for value in values):
         raise ConfigError(f"--set {assignment!r}: a range stands alone; give values or a range")
     return values
 
 
-def _range(assignment: str, low: str, high: str, log: str | None) -> Range:
-    found = Range(
-        low=float(low),
-        high=float(high),
-        log=bool(log),
-        whole=all(re.fullmatch(r"[-+]?\d+", each) for each in (low, high)),
-    )
-    if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
+def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistribution:
+    ends = float(low), float(high)
+    if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
         raise ConfigError(f"--set {assignment!r}: a range rises from its first number to its last")
-    if found.log and found.low <= 0:
+    if log and ends[0] <= 0:
         raise ConfigError(f"--set {assignment!r}: a range by magnitude (:log) begins above zero")
-    return found
+    if _WHOLE.fullmatch(low) and _WHOLE.fullmatch(high):
+        return IntDistribution(int(low), int(high), log=bool(log))
+    return FloatDistribution(*ends, log=bool(log))
 
 
 def _split(text: str) -> list[str]:

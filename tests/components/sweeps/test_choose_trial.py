@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from components.sweeps import choose_trial, run_trial
-from tests.trainer.sweeps.test_state import a_sweep
+from tests.trainer.sweeps.test_sweep import a_sweep
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.json_records import tree_of

@@ -1,11 +1,11 @@
-"""The exit step of a sweep: jobs, page and report, whatever happened before."""
+"""The exit step of a sweep: jobs, table and report, whatever happened before."""
 
 import json
 
 from components import launchers
 from components.sweeps import finish_sweep
 from tests.components.called_steps import artifact_in, ended
-from tests.trainer.sweeps.test_state import a_sweep
+from tests.trainer.sweeps.test_sweep import a_sweep
 from trainer import storage
 from trainer.errors import UserError
 from trainer.json_records import tree_of
@@ -18,7 +18,7 @@ def finished(root, folder, text):
     return pages
 
 
-def test_the_jobs_of_all_trials_end_and_the_page_is_published(root, tmp_path, monkeypatch):
+def test_the_jobs_of_all_trials_end_and_their_table_is_published(root, tmp_path, monkeypatch):
     asked = []
 
     def end(launcher, _kubernetes, run_id):
@@ -27,11 +27,11 @@ def test_the_jobs_of_all_trials_end_and_the_page_is_published(root, tmp_path, mo
             raise UserError("the API does not answer")
 
     monkeypatch.setattr(launchers, "end", end)
-    report, _, page = finished(root, tmp_path, json.dumps(tree_of(a_sweep())))
+    report, _, table = finished(root, tmp_path, json.dumps(tree_of(a_sweep())))
     assert asked == [("jobset", f"run-1{of}") for of in ("-t01", "-t02", "")]
-    text = storage.read_bytes(storage.join(root, "run-1", "sweep.html")).decode()
-    assert "run-1" in text
-    with open(page.path, encoding="utf-8") as file:
+    text = storage.read_bytes(storage.join(root, "run-1", "sweep.md"))
+    assert b"run-1" in text
+    with open(table.path, "rb") as file:
         assert file.read() == text
     with open(report.path, encoding="utf-8") as file:
         assert "<html" in file.read()

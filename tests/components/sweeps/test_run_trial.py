@@ -7,7 +7,7 @@ import pytest
 from components import train_model
 from components.records.step_record import PublishedRecord
 from components.sweeps import run_trial
-from tests.trainer.sweeps.test_state import a_sweep
+from tests.trainer.sweeps.test_sweep import a_sweep
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import ConfigError

@@ -16,7 +16,7 @@ from pipelines.sweeps.plan import planned as trials_of
 from tests.pipelines.retention.roots import age, manifest, run_of
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.sweeps import state
+from trainer.sweeps.study import FILE, OLD_FILE, Study
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def sweep_in(folder, root, days=90):
         run_of(root, trial.number, days, data)
     at = folder / "sweep-1"
     at.mkdir(parents=True)
-    state.write(replace(sweep, sweep_id=at.name, trials=trials), at)
+    Study(at, replace(sweep, sweep_id=at.name, trials=trials))
     (at / "lock").touch()
     age(folder, days)
     return at
@@ -63,14 +63,21 @@ def test_a_sweep_that_may_go_on_keeps_its_trials(root, tmp_path, what, is_in_wor
             fcntl.flock(lock, fcntl.LOCK_EX)
             assert going(root, workdir) == []
     else:
-        (at / state.FILE).touch()
+        (at / FILE).touch()
         assert going(root, workdir) == []
 
 
 def test_a_damaged_sweep_cannot_go_on_and_is_no_error(root):
     at = sweep_in(root, root)
-    (at / state.FILE).write_text("{")
-    assert going(root) == ["digits-0001", "digits-0002", "datasets/d"]
+    (at / FILE).write_text("{")
+    age(at, 90)
+    assert going(root) == ["sweep-1", "digits-0001", "digits-0002", "datasets/d"]
+
+
+def test_a_sweep_of_an_earlier_version_goes_as_well(root):
+    at = sweep_in(root, root)
+    (at / FILE).rename(at / OLD_FILE)
+    assert going(root) == ["sweep-1", "digits-0001", "digits-0002", "datasets/d"]
 
 
 def test_the_trials_of_a_sweep_on_a_cluster_are_as_young_as_it(root):

@@ -1,10 +1,12 @@
 """A sweep on this machine: which runs it begins, what it keeps, and how it goes on."""
 
 import os
+import shutil
 import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,7 @@ from pipelines.sweeps.plan import SweepOptions
 from tests.pipelines.called import call
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
-from trainer.sweeps import state
+from trainer.sweeps import study
 
 ROOT = Path(__file__).parents[3]
 NINE = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_size=16,64,256")
@@ -37,8 +39,9 @@ class Machine:
         self.begun.append((pipeline, number, run.config.training.steps))
         if pipeline == "run":
             return self.promotion
-        if end := self.ends.get(number):
-            return end(run) if callable(end) else end
+        end = self.ends.get(number)
+        if ended := end(run) if callable(end) else end:
+            return ended
         metrics = {"validation_loss": self.values.get(number, float(number))}
         step = StepRecord(
             step="train_model",
@@ -61,18 +64,21 @@ def machine(monkeypatch):
 def swept(workdir, *, parallel=1, **named):
     options = SweepOptions(config=Config(), **{"settings": NINE, **named})
     begun = local.start(options, workdir)
-    try:
-        return local.execute(begun, parallel)
-    finally:
-        begun.close()
+    return executed(begun, parallel)
 
 
 def resumed(sweep_id, workdir):
-    begun = local.resumed(sweep_id, workdir)
+    return executed(local.resumed(sweep_id, workdir), 1)
+
+
+def executed(begun, parallel):
     try:
-        return local.execute(begun, 1)
+        result = local.execute(begun, parallel)
     finally:
         begun.close()
+    return SimpleNamespace(
+        status=result.status, exit_code=result.exit_code, message=result.message, sweep=begun.sweep
+    )
 
 
 def failed(message):
@@ -86,17 +92,18 @@ def test_of_nine_trials_the_best_alone_is_promoted_once(machine, tmp_path, paral
     assert (result.status, result.exit_code) == ("blessed", 0)
     assert sorted(machine.begun[:9]) == [("train", number, 1500) for number in range(1, 10)]
     assert machine.begun[9:] == [("run", 5, 1500)]
-    kept = state.read(tmp_path / result.sweep.sweep_id)
+    kept = study.read(tmp_path / result.sweep.sweep_id)
     assert (kept.best, kept.verdict) == (5, "blessed")
-    assert "Trial 5 is the best of 9" in (tmp_path / kept.sweep_id / "sweep.html").read_text()
+    assert kept == result.sweep
 
 
 @pytest.mark.slow
 def test_halving_resumes_the_same_runs_with_more_steps(machine, tmp_path):
     swept(tmp_path, halving=True, settings=("training.steps=900", *NINE))
     steps = [(number, steps) for pipeline, number, steps in machine.begun if pipeline == "train"]
-    assert steps[9:] == [(1, 300), (2, 300), (3, 300), (1, 900)]
-    assert {at for _, at in steps[:9]} == {100}
+    assert steps == [
+        (1, 100), (1, 300), (1, 900), *((number, 100) for number in range(2, 10))
+    ]  # fmt: skip
     assert machine.begun[-1] == ("run", 1, 900)
 
 
@@ -115,6 +122,44 @@ def test_where_all_fail_nothing_is_promoted(machine, tmp_path):
     assert (result.status, result.exit_code) == ("failed", 1)
     assert result.message == "all 9 trials failed; trial 1: no data"
     assert len(machine.begun) == 9
+    machine.ends.clear()
+    assert resumed(result.sweep.sweep_id, tmp_path).status == "blessed"
+    assert len(machine.begun) == 19
+
+
+def test_where_none_that_did_not_fail_went_on_the_best_of_them_is_trained_to_the_end(
+    machine, tmp_path
+):
+    def on_the_second_rung(run):
+        return failed("lost") if run.config.training.steps > 100 else None
+
+    machine.ends[1] = on_the_second_rung
+    result = swept(tmp_path, halving=True, settings=("training.steps=900", *NINE))
+    assert [each.error for each in result.sweep.trials if each.error] == ["lost"]
+    assert machine.begun[-1] == ("run", 2, 900)
+
+
+def test_tpe_learns_from_the_trials_before_and_draws_nothing_twice(machine, tmp_path):
+    def best_at_the_bottom(run):
+        machine.values[int(run.run_id.split("-")[1][1:])] = (
+            run.config.training.optimizer.learning_rate
+        )
+
+    machine.ends = dict.fromkeys(range(1, 41), best_at_the_bottom)
+    settings = ["training.optimizer.learning_rate=0.001..1.0"]
+    result = swept(tmp_path, tpe=24, seed=1, settings=settings)
+    rates = [float(*each.settings.values()) for each in result.sweep.trials]
+    assert len(set(rates)) == 24
+    assert sum(rates[12:]) < sum(rates[:12]) / 2
+    assert result.sweep.chosen.settings == {settings[0].split("=")[0]: str(min(rates))}
+
+
+def test_a_sampled_trial_that_is_not_allowed_has_failed(machine, tmp_path):
+    # Each value alone is allowed.
+    keys = ["training.strategy=single,async_parameter_server", "cluster.workers=2,9"]
+    result = swept(tmp_path, tpe=12, settings=keys)
+    assert machine.begun
+    assert {each.status for each in result.sweep.trials} == {"done", "failed"}
 
 
 @pytest.mark.slow
@@ -173,6 +218,42 @@ def test_a_promotion_that_was_interrupted_is_all_that_is_done_again(machine, tmp
     machine.promotion = blessed
     assert resumed(result.sweep.sweep_id, tmp_path).status == "blessed"
     assert machine.begun[10:] == [("run", 1, 1500)]
+
+
+def test_what_a_killed_process_leaves_in_the_journal_is_repaired(machine, tmp_path):
+    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun.close()
+    journal = begun.folder / study.FILE
+    with journal.open("a") as file:
+        file.write('{"op_code":')
+    journal.with_name(f"{study.FILE}.lock").symlink_to(journal)
+    assert resumed(begun.sweep.sweep_id, tmp_path).status == "blessed"
+    assert study.read(begun.folder).verdict == "blessed"
+    assert len(machine.begun) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (study.OLD_FILE, "{}", "start another sweep"),
+        (study.FILE, "{", "is damaged"),
+        (study.FILE, '{"op_code":0}\n', "is damaged"),
+        (study.FILE, "", "is damaged"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read_is_refused(tmp_path, name, text, message):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        local.resumed("s", tmp_path)
+
+
+def test_a_journal_that_cannot_be_written_is_said(tmp_path):
+    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    shutil.rmtree(begun.folder)
+    with pytest.raises(UserError, match="cannot write"):
+        begun.study.end("failed", "", {})
+    begun.close()
 
 
 def test_two_at_once_in_one_place_are_refused(tmp_path):

@@ -65,10 +65,13 @@ def test_halving_is_a_loop_and_a_choice_a_rung(tmp_path):
     assert count_of(spec, "register-model") == 1
 
 
-def test_a_wrong_image_is_refused(tmp_path):
-    options = SweepOptions(config=Config(), settings=BATCHES)
-    with pytest.raises(ConfigError, match="--image"):
-        compile_sweep(options, tmp_path / "sweep.yaml", "Bad Image")
+@pytest.mark.parametrize(
+    ("named", "image", "message"), [({}, "Bad Image", "--image"), ({"tpe": 3}, "a/b:c", "--tpe")]
+)
+def test_what_no_pipeline_can_do_is_refused(tmp_path, named, image, message):
+    options = SweepOptions(config=Config(), settings=BATCHES, **named)
+    with pytest.raises(ConfigError, match=message):
+        compile_sweep(options, tmp_path / "sweep.yaml", image)
 
 
 @pytest.mark.long

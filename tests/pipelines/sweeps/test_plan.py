@@ -23,6 +23,9 @@ def test_each_trial_has_a_run_of_its_own():
     [
         ({"parallel": 0}, "--parallel 0"),
         ({"seed": 3}, "--seed 3 is for --random"),
+        ({"random": 3, "tpe": 3}, "take one"),
+        ({"random": 0}, "--random 0"),
+        ({"tpe": 1001}, "--tpe 1001"),
         ({"better": "up"}, "--better 'up'"),
         ({"random": 1}, "has one trial"),
         ({"settings": ("training.batch_size=16,16",)}, "has one trial"),

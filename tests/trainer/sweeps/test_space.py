@@ -4,8 +4,7 @@ import pytest
 
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.sweeps import space
-from trainer.sweeps.space import config_of, drawn, grid, space_of
+from trainer.sweeps.space import config_of, corners, drawn, grid, space_of
 
 RATE = "training.optimizer.learning_rate"
 
@@ -76,12 +75,10 @@ def test_what_is_wrong_is_said_before_the_first_trial(given, message):
         grid(space_of(Config(), given))
 
 
-@pytest.mark.parametrize("count", [0, -1, space.MOST_TRIALS + 1])
-def test_a_wrong_number_of_draws_is_refused(count):
-    with pytest.raises(ConfigError, match=f"--random {count}"):
-        drawn(space_of(Config(), ["training.steps=1,2"]), count, 0)
-
-
-def test_both_ends_of_a_range_are_checked():
-    with pytest.raises(ConfigError, match="learning_rate"):
-        drawn(space_of(Config(), [f"{RATE}=-1..0.1"]), 1, 0)
+@pytest.mark.parametrize(
+    "given",
+    [f"{RATE}=-1..0.1", "cluster.workers=1..99", "training.optimizer.name=adam,sgd,none_such"],
+)
+def test_every_value_and_both_ends_of_a_range_are_checked(given):
+    with pytest.raises(ConfigError, match=r"the trial .*(=-1.0|=99|=none_such):"):
+        corners(space_of(Config(), [given]))

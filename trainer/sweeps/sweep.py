@@ -1,4 +1,4 @@
-"""The trials of a sweep: what is known of each, which one goes on, and which one is the best.
+"""What is known of a sweep and of its trials, and which of them is the best.
 
 The best is chosen by a metric of validation. The test split is for the one that was chosen: a best
 of many by the test split would be measured by what it was chosen by.
@@ -6,15 +6,20 @@ of many by the test split would be measured by what it was chosen by.
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainer.config.load import override, parse_config
 from trainer.config.schema import Config
 from trainer.config.thresholds import SHARES
 from trainer.errors import ConfigError
 from trainer.json_records import is_number
-from trainer.sweeps.space import Settings, config_of
+from trainer.report import summary
+
+Settings = Mapping[str, str]
 
 #: One of so many trials goes on from each rung.
 REDUCTION = 3
@@ -89,6 +94,88 @@ class Trial:
         return max(self.results, key=lambda each: each.rung, default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A sweep so far.
+
+    Attributes:
+        sweep_id: its name, and that of its folder.
+        config: what all trials share, as JSON keys.
+        source: the file of the configuration as it was given, for the command; or empty.
+        fixed: `section.key=value` texts that were given for all trials, likewise.
+        keys: those that are searched.
+        objective: by which trials are compared.
+        rungs: global steps of each; a single zero without halving.
+        trials: all of them, by number.
+        best: number of the trial that goes through the gate; 0 until it is chosen.
+        verdict: how that ended: `blessed`, `refused`, `failed` and so on; empty before.
+        message: why, in one line.
+        test: metrics of the best trial on the test split.
+        sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`, with its seed.
+        space: the distribution of each searched key, as Optuna writes it in JSON; none on a
+            cluster, where nothing is asked for.
+    """
+
+    sweep_id: str
+    config: Mapping[str, Any]
+    source: str
+    fixed: tuple[str, ...]
+    keys: tuple[str, ...]
+    objective: Objective
+    rungs: tuple[int, ...]
+    trials: tuple[Trial, ...]
+    best: int = 0
+    verdict: str = ""
+    message: str = ""
+    test: Mapping[str, Any] = field(default_factory=dict)
+    sampler: str = "grid"
+    seed: int = 0
+    space: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Config:
+        """The configuration that all trials share; raises `ConfigError` where it is damaged."""
+        return parse_config(self.config)
+
+    @property
+    def chosen(self) -> Trial | None:
+        """The best trial, once it was chosen."""
+        return next((each for each in self.trials if each.number == self.best), None)
+
+    def config_on(self, trial: Trial, rung: int, base: Config) -> Config:
+        """Return the configuration of a trial on a rung, laid over `base`; raises `ConfigError`."""
+        config = config_of(base, trial.settings)
+        if not self.rungs[rung]:
+            return config
+        training = config.training.model_copy(update={"steps": self.rungs[rung]})
+        return config.model_copy(update={"training": training})
+
+    def reached(self, trial: Trial, rung: int, steps: int, value: float) -> Trial:
+        """Return a trial with what it reached on a rung."""
+        before = tuple(each for each in trial.results if each.rung != rung)
+        result = Result(rung=rung, steps=steps, value=value)
+        return replace(trial, status=DONE, error="", rung=rung, results=(*before, result))
+
+    def command(self) -> str:
+        """Return the command that runs the best trial again; empty until it is chosen."""
+        if self.chosen is None:
+            return ""
+        words = ["flotilla", "run", *filter(None, [self.source])]
+        for text in (*self.fixed, *assignments_of(self.chosen.settings)):
+            words += ["--set", text]
+        return shlex.join(words)
+
+
+def config_of(base: Config, settings: Settings) -> Config:
+    """Return the configuration of a trial; raises `ConfigError`."""
+    return override(base, assignments_of(settings))
+
+
+def assignments_of(settings: Settings) -> list[str]:
+    """Return the settings of a trial as `section.key=value` texts."""
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
 def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
     """Return the objective of a sweep.
 
@@ -140,8 +227,12 @@ def _is_measure(known: Mapping[str, Any], name: str) -> bool:
     return name.startswith(_VALIDATION) and is_number(known[name])
 
 
-def rungs_of(base: Config, every: Sequence[Settings], *, halving: bool) -> tuple[int, ...]:
+def rungs_of(
+    base: Config, every: Sequence[Settings], count: int, *, halving: bool
+) -> tuple[int, ...]:
     """Return the global steps of each rung; one rung of zero where each trial has its own steps.
+
+    `every` are settings of trials, of which there are `count` in all.
 
     Raises:
         ConfigError: halving was asked for, and there are too few steps or trials for two rungs.
@@ -156,17 +247,17 @@ def rungs_of(base: Config, every: Sequence[Settings], *, halving: bool) -> tuple
             "each rung of --asha; choose constant, exponential or piecewise"
         )
     steps = base.training.steps
-    if len(every) < REDUCTION:
+    if count < REDUCTION:
         raise ConfigError(
             f"--asha: one of {REDUCTION} trials goes on from each rung, and there are "
-            f"{len(every)}; leave it out"
+            f"{count}; leave it out"
         )
     if steps // REDUCTION < LEAST_STEPS:
         raise ConfigError(
             f"training.steps: {steps} are too few for --asha, whose first rung has a third of "
             f"them: at least {LEAST_STEPS * REDUCTION}"
         )
-    rungs, left = [steps], len(every)
+    rungs, left = [steps], count
     while left >= REDUCTION and rungs[0] // REDUCTION >= LEAST_STEPS:
         rungs.insert(0, rungs[0] // REDUCTION)
         left //= REDUCTION
@@ -176,34 +267,6 @@ def rungs_of(base: Config, every: Sequence[Settings], *, halving: bool) -> tuple
 def most_on(rung: int, trials: int) -> int:
     """Return how many of the trials of a sweep get to a rung, where none fails; at least one."""
     return max(1, trials // int(REDUCTION**rung))
-
-
-def next_job(
-    trials: Sequence[Trial], rungs: Sequence[int], objective: Objective
-) -> tuple[Trial, int] | None:
-    """Return the trial to train next, and its rung; None where there is none until one has ended.
-
-    Asynchronous successive halving (Li et al. 2020): of those that ended on a rung the best third
-    goes on, and no worker waits for the rung to be complete. The trials are known beforehand, so
-    that low rungs come first: fewer of them go on that a later one would have beaten.
-    """
-    if taken := next((each for each in trials if each.status == INTERRUPTED), None):
-        return taken, taken.rung
-    if waiting := next((each for each in trials if each.status == WAITING), None):
-        return waiting, 0
-    for rung in range(1, len(rungs)):
-        below = ranked(trials, rung - 1, objective)
-        for each in below[: len(below) // REDUCTION]:
-            if each.status == DONE and each.rung == rung - 1:
-                return each, rung
-    if any(each.status == RUNNING for each in trials):
-        return None
-    # Of few that did not fail a third is none: the best of them goes on all the same.
-    top = max((each.rung for each in trials if each.status == DONE), default=len(rungs) - 1)
-    if top == len(rungs) - 1:
-        return None
-    best = [each for each in ranked(trials, top, objective) if each.status == DONE]
-    return (best[0], top + 1) if best else None
 
 
 def ranked(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
@@ -217,3 +280,44 @@ def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
     ended = [each for each in trials if each.status == DONE and each.last]
     top = max((each.last.rung for each in ended if each.last), default=0)
     return next(iter(ranked(ended, top, objective)), None)
+
+
+def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Return the table of the trials: its heads, and a row each, whose last cell is the status.
+
+    The best is first; what has reached a higher rung is above the others.
+    """
+    objective = sweep.objective
+
+    def order(trial: Trial) -> tuple[int, float, int]:
+        value = objective.rank(trial.last.value) if trial.last else math.inf
+        return (-trial.last.rung if trial.last else 1, value, trial.number)
+
+    rows = [
+        [
+            str(each.number),
+            *(each.settings.get(key, "") for key in sweep.keys),
+            f"{each.last.value:.4g}" if each.last else "",
+            str(each.last.steps) if each.last else "",
+            f"{each.seconds:.1f}",
+            "best" if each.number == sweep.best else each.status,
+        ]
+        for each in sorted(sweep.trials, key=order)
+    ]
+    keys = [key.rpartition(".")[2] for key in sweep.keys]
+    metric = objective.metric.replace("_", " ")
+    return ["trial", *keys, metric, "steps", "seconds", "status"], rows
+
+
+def as_markdown(sweep: Sweep) -> bytes:
+    """Return the table of the trials as Markdown, with the best one and its command above it."""
+    count, best = len(sweep.trials), sweep.chosen
+    lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
+    if best:
+        lines[0] += f" The same again: {summary.code(sweep.command())}"
+    if sweep.message:
+        lines.append(summary.plain(f"{sweep.verdict}: {sweep.message}"))
+    lines.append("\n".join(summary.table(*table_of(sweep))))
+    lines += [summary.plain(f"trial {x.number}: {x.error}") for x in sweep.trials if x.error]
+    title = f"# {summary.plain(sweep.sweep_id)}: {sweep.verdict or 'running'}"
+    return ("\n\n".join([title, *lines]) + "\n").encode(errors="backslashreplace")

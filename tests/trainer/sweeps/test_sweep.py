@@ -1,0 +1,162 @@
+"""What is known of a sweep: objective, rungs, the best trial, and the tables of all."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+from trainer.sweeps.sweep import (
+    DONE,
+    FAILED,
+    Objective,
+    Result,
+    Sweep,
+    Trial,
+    as_markdown,
+    best_of,
+    objective_of,
+    rungs_of,
+    table_of,
+    value_of,
+)
+
+LOSS = Objective(metric="validation_loss", better="lower")
+NINE = [Trial(number=number, settings={}) for number in range(1, 10)]
+RUNGS = (10, 30, 90)
+RATE = "training.optimizer.learning_rate"
+
+
+def ended(trial, rung, value):
+    result = Result(rung=rung, steps=RUNGS[rung], value=value)
+    return replace(trial, status=DONE, rung=rung, results=(*trial.results, result))
+
+
+def a_sweep(**more):
+    trials = tuple(
+        Trial(number=number, settings={RATE: rate}, run_id=f"r{number}")
+        for number, rate in enumerate(("0.01", "0.003"), start=1)
+    )
+    fields = {
+        "sweep_id": "s",
+        "config": Config().model_dump(mode="json"),
+        "source": "my config.yaml",
+        "fixed": ("training.steps=90",),
+        "keys": (RATE,),
+        "objective": Objective(metric="validation_loss", better="lower"),
+        "rungs": (30, 90),
+        "trials": trials,
+    }
+    return Sweep(**{**fields, **more})
+
+
+def test_the_best_is_that_of_the_highest_rung():
+    trials = [
+        ended(NINE[0], 0, 1),
+        ended(ended(NINE[1], 0, 2), 1, 3),
+        replace(NINE[2], status=FAILED),
+    ]
+    assert best_of(trials, LOSS).number == 2
+    assert best_of(trials[:1], LOSS).number == 1
+    assert best_of(trials[2:], LOSS) is None
+
+
+def test_the_best_is_the_highest_where_higher_is_better():
+    trials = [ended(trial, 0, value) for trial, value in zip(NINE, (3, 1, 2), strict=False)]
+    assert best_of(trials, LOSS).number == 2
+    assert best_of(trials, Objective(metric="x", better="higher")).number == 1
+
+
+def test_the_steps_of_a_trial_are_those_of_its_rung():
+    sweep = a_sweep()
+    config = sweep.config_on(sweep.trials[1], 0, sweep.base)
+    assert config.training.steps == 30
+    assert config.training.optimizer.learning_rate == 0.003
+    alone = a_sweep(rungs=(0,))
+    assert alone.config_on(alone.trials[1], 0, alone.base).training.steps == 1500
+
+
+def test_the_command_of_the_best_is_quoted():
+    assert a_sweep().command() == ""
+    assert a_sweep(best=2).command() == (
+        f"flotilla run 'my config.yaml' --set training.steps=90 --set {RATE}=0.003"
+    )
+
+
+def test_the_rungs_are_thirds_of_the_steps():
+    nine = [{"model.name": "mlp"}] * 9
+    base = parse_config({"training": {"steps": 900}})
+    assert rungs_of(base, nine, 9, halving=True) == (100, 300, 900)
+    assert rungs_of(base, nine[:5], 5, halving=True) == (300, 900)
+    assert rungs_of(base, nine, 9, halving=False) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("tree", "settings", "count", "message"),
+    [
+        ({"steps": 29}, {}, 9, "29 are too few"),
+        ({"steps": 900}, {}, 2, "there are 2"),
+        ({"steps": 900}, {"training.steps": "9"}, 9, "one value"),
+        ({"schedule": {"name": "cosine"}}, {}, 9, "cosine"),
+    ],
+)
+def test_halving_that_is_not_possible_is_refused(tree, settings, count, message):
+    with pytest.raises(ConfigError, match=message):
+        rungs_of(parse_config({"training": tree}), [settings] * count, count, halving=True)
+
+
+def test_the_objective_is_of_validation():
+    assert objective_of(Config(), [], "", "") == LOSS
+    assert objective_of(Config(), [], "validation_accuracy", "").better == "higher"
+    assert objective_of(Config(), [], "mine", "lower").metric == "validation_mine"
+
+
+@pytest.mark.parametrize(
+    ("tree", "keys", "metric", "message"),
+    [
+        ({"data": {"validation": 0}}, [], "", "data.validation"),
+        ({"training": {"validate_every": 0}}, [], "", "training.validate_every"),
+        ({}, ["task.loss"], "", "changes what the loss is"),
+        ({}, [], "mine", "--better"),
+    ],
+)
+def test_an_objective_that_compares_nothing_is_refused(tree, keys, metric, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(parse_config(tree), keys, metric, "")
+
+
+def test_a_metric_that_is_absent_is_named_with_those_there_are():
+    metrics = {"validation_loss": 0.5, "validation_accuracy": 0.9, "loss": 0.1}
+    assert value_of(metrics, LOSS) == 0.5
+    assert value_of({"best_validation_loss": 0.4}, LOSS) == 0.4
+    with pytest.raises(ConfigError, match="no validation_auc: it has accuracy, loss"):
+        value_of(metrics, Objective(metric="validation_auc", better="higher"))
+
+
+def trained():
+    sweep = a_sweep(best=2, verdict="blessed")
+    first, second = (
+        sweep.reached(trial, 0, 30, value)
+        for trial, value in zip(sweep.trials, (0.5, 0.25), strict=True)
+    )
+    return replace(sweep, trials=(first, sweep.reached(second, 1, 90, 0.2)))
+
+
+def test_the_table_has_the_best_first():
+    heads, rows = table_of(trained())
+    assert heads == ["trial", "learning_rate", "validation loss", "steps", "seconds", "status"]
+    assert rows == [
+        ["2", "0.003", "0.2", "90", "0.0", "best"],
+        ["1", "0.01", "0.5", "30", "0.0", "done"],
+    ]
+
+
+def test_the_table_in_markdown_has_the_command_of_the_best_and_every_failure_escaped():
+    sweep = trained()
+    failed = replace(sweep.trials[0], status=FAILED, error="<b>bad</b>", results=())
+    text = as_markdown(replace(sweep, trials=(failed, sweep.trials[1]))).decode()
+    assert f"--set {RATE}=0.003`" in text
+    assert "Trial 2 is the best of 2" in text
+    assert r"trial 1: \<b\>bad\</b\>" in text
+    assert "running" in as_markdown(a_sweep()).decode()
