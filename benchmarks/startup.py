@@ -19,7 +19,7 @@ ROUNDS = 3
 _STEP = ("kfp.dsl.executor_main", "trainer.tensorflow_import")
 # What a step loads in its body, in every run that finds its dataset prepared.
 _BODIES = {
-    "prepare_data": ("trainer.data.prepare", "trainer.data.embedded.digits"),
+    "prepare_data": ("trainer.data.prepare", "trainer.data.embedded.scikit"),
     "validate_data": ("trainer.data_gate.validate",),
     "evaluate_model": ("trainer.evaluation.evaluate",),
     "export_model": ("trainer.export.export",),

@@ -63,7 +63,7 @@ def run_step(
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
         settings = configured(config)
-        from trainer.data.shards.within_disk import streaming_of
+        from trainer.data.shards.shard_store import streaming_of
         from trainer.data.spec import DatasetSpec, require_slices
 
         manifest = storage.read_manifest(dataset)

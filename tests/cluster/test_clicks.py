@@ -12,7 +12,7 @@ from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.config.load import load_config
-from trainer.data.embedded import clicks
+from trainer.data.embedded import generated as clicks
 from trainer.data.prepare import prepare
 from trainer.evaluation.evaluate import evaluate
 from trainer.export.export import export

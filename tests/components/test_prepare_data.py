@@ -10,7 +10,7 @@ from components import locations, prepare_data
 from tests.components.called_steps import artifact_in
 from trainer import storage
 from trainer.config.data import DataConfig
-from trainer.data.embedded.digits import Digits
+from trainer.data.embedded.scikit import Digits
 from trainer.events import NewestVersion
 
 

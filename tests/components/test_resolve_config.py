@@ -11,7 +11,7 @@ from trainer.cluster import fitting
 from trainer.config.data import DataConfig
 from trainer.config.run_parameters import run_parameters, to_parameters
 from trainer.config.schema import Config
-from trainer.data.embedded.digits import Digits
+from trainer.data.embedded.scikit import Digits
 from trainer.data.key import dataset_key
 from trainer.errors import ConfigError
 from trainer.promotion import trained

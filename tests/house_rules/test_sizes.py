@@ -62,7 +62,6 @@ ALONE = {
     "pipelines/doctor/fit.py": "the one check that takes seconds, which tests replace",
     "trainer/cluster/rejoin.py": "settings of gRPC, which have nothing to do with a role",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
-    "trainer/data/embedded/digits.py": "a TFDS builder, which TFDS imports by name",
 }
 
 

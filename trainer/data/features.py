@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,15 +198,17 @@ def _roles(
     A length is an input where it is named as one.
     """
     by_keys = _by_keys(keys, list(leaves))
-    targets = _configured("label", name, config.label, leaves)
-    weight, group = (_one(key, name, config, leaves) for key in ("weight", "group"))
+    targets = find("label", config.label, leaves, name)
+    weight, group = (
+        find_one(key, getattr(config, key), leaves, name) for key in ("weight", "group")
+    )
     if not targets:
         targets = by_keys.targets or ((DEFAULT_LABEL,) if DEFAULT_LABEL in leaves else ())
     if not targets:
         what = f"its supervised_keys {keys} name none" if keys else "it does not say which"
         raise ConfigError(f"data.label: {name} has no label ({what}); {_another_label(leaves)}")
     weight = weight or by_keys.weight
-    inputs = _configured("inputs", name, config.inputs, {**leaves, **of_lengths})
+    inputs = find("inputs", config.inputs, [*leaves, *of_lengths], name)
     if keys and not (inputs or by_keys.inputs):
         raise ConfigError(
             f"data.inputs: the supervised_keys {keys} of {name} name no input; set data.inputs to "
@@ -230,26 +232,38 @@ def _by_keys(keys: Any, leaves: list[str]) -> Roles:
     return Roles(inputs=inputs, targets=targets, weight=weights[0] if len(weights) == 1 else "")
 
 
-def _configured(
-    key: str, name: str, wanted: Sequence[str], leaves: Mapping[str, Leaf]
+def find(
+    key: str, wanted: Sequence[str], names: Iterable[str], where: str, what: str = "feature"
 ) -> tuple[str, ...]:
-    """Return the features that a key names; an outer one is all below it."""
+    """Return the features that `data.KEY` names; an outer one is all below it."""
+    known = list(names)
     found: dict[str, None] = {}
-    for feature in wanted:
-        below = _below(feature, list(leaves))
+    for each in wanted:
+        below = _below(each, known)
         if not below:
-            hint = nearest(feature, leaves) or f" (one of {named(leaves)})"
-            raise ConfigError(f"data.{key}: there is no feature {feature!r} in {name}{hint}")
+            hint = nearest(each, known) or f" (one of {named(known)})"
+            raise ConfigError(f"data.{key}: there is no {what} {each!r} in {where}{hint}")
         found.update(dict.fromkeys(below))
     return tuple(found)
 
 
-def _one(key: str, name: str, config: DataConfig, leaves: Mapping[str, Leaf]) -> str:
-    wanted = getattr(config, key)
-    found = _configured(key, name, [wanted] if wanted else [], leaves)
+def find_one(key: str, wanted: str, names: Iterable[str], where: str, what: str = "feature") -> str:
+    """Return the one feature that `data.KEY` names; empty where it is."""
+    found = find(key, [wanted] if wanted else [], names, where, what)
     if len(found) > 1:
-        raise ConfigError(f"data.{key}: {wanted!r} of {name} is {named(found)}; name one of them")
+        raise ConfigError(f"data.{key}: {wanted!r} of {where} is {named(found)}; name one of them")
     return found[0] if found else ""
+
+
+def require_apart(name: str, roles: Roles) -> None:
+    """Refuse a label that has another role as well."""
+    others = {"inputs": roles.inputs, "weight": (roles.weight,), "group": (roles.group,)}
+    for key, features in others.items():
+        if both := [each for each in roles.targets if each in features]:
+            raise ConfigError(
+                f"data.{key}: {both[0]!r} of {name} is its label as well; set data.label to "
+                "another feature, or take it out of one of the two"
+            )
 
 
 def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
@@ -267,13 +281,7 @@ def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
             f"data.inputs: nothing but {named(leaves)} is in {name}, so that no input is left; "
             f"{_OWN_BUILDER} with features to predict from"
         )
-    others = {"inputs": roles.inputs, "weight": (roles.weight,), "group": (roles.group,)}
-    for key, features in others.items():
-        if both := [each for each in roles.targets if each in features]:
-            raise ConfigError(
-                f"data.{key}: {both[0]!r} of {name} is its label as well; set data.label to "
-                "another feature, or take it out of one of the two"
-            )
+    require_apart(name, roles)
     texts = [each for each in roles.targets if leaves[each].dtype == "string"]
     if texts:
         raise ConfigError(

@@ -23,7 +23,7 @@ from trainer.data.shards.fed_records import (
     on_own_threads,
     training_records,
 )
-from trainer.data.shards.within_disk import AT_ONCE, Streaming
+from trainer.data.shards.shard_store import AT_ONCE, Streaming
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 

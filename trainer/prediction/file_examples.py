@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data import listing
-from trainer.data.files.broken_rows import BrokenRows
+from trainer.data.files.scan import BrokenRows
 from trainer.data.files.file_pieces import FilePieces, of_listing
 from trainer.data.files.formats.class_folders import PATH, ClassFolderReader, ImageFilesReader
 from trainer.data.files.formats.raw_rows import Piece, Rows

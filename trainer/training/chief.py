@@ -29,7 +29,7 @@ from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.data.random_access import by_number
 from trainer.data.read import evaluation_batches, training_batches
-from trainer.data.shards.within_disk import Streaming
+from trainer.data.shards.shard_store import Streaming
 from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError, UserError, without_memory
 from trainer.evaluation import evaluate

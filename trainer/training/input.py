@@ -8,7 +8,7 @@ from trainer.config.data import DYNAMIC
 from trainer.data.random_access import write_index
 from trainer.data.read import fits_in_memory, stage_shards
 from trainer.data.shards.shard_feed import ShardFeed
-from trainer.data.shards.within_disk import (
+from trainer.data.shards.shard_store import (
     TRAIN,
     VALIDATION,
     Streaming,

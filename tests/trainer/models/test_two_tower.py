@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.trainer.objectives import cross_entropy
 from trainer.config.load import parse_config
 from trainer.config.model import ModelConfig
-from trainer.data.embedded import clicks
+from trainer.data.embedded import generated as clicks
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec

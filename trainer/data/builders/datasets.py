@@ -19,15 +19,15 @@ from trainer.errors import ConfigError, nearest
 # By name, so that a builder's packages are loaded only when it is used.
 _HERE = "trainer.data.embedded"
 EMBEDDED = {
-    "brackets": f"{_HERE}.brackets:Brackets",
-    "breast_cancer": f"{_HERE}.tables:BreastCancer",
-    "clicks": f"{_HERE}.clicks:Clicks",
+    "brackets": f"{_HERE}.generated:Brackets",
+    "breast_cancer": f"{_HERE}.scikit:BreastCancer",
+    "clicks": f"{_HERE}.generated:Clicks",
     "clicks_large": f"{_HERE}.clicks_large:ClicksLarge",
-    "diabetes": f"{_HERE}.tables:Diabetes",
-    "digit_properties": f"{_HERE}.tables:DigitProperties",
-    "digits": f"{_HERE}.digits:Digits",
-    "linnerud": f"{_HERE}.tables:Linnerud",
-    "wine": f"{_HERE}.tables:Wine",
+    "diabetes": f"{_HERE}.scikit:Diabetes",
+    "digit_properties": f"{_HERE}.scikit:DigitProperties",
+    "digits": f"{_HERE}.scikit:Digits",
+    "linnerud": f"{_HERE}.scikit:Linnerud",
+    "wine": f"{_HERE}.scikit:Wine",
 }
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trainer.data.files import text_values
 from trainer.data.files.column_scan import is_list
-from trainer.data.files.column_types import Column
+from trainer.data.files.columns import Column
 from trainer.data.spec import FeatureSpec
 
 _DTYPES = {

@@ -16,15 +16,20 @@ from trainer import cores
 from trainer.config.data import DataConfig
 from trainer.data.features import Selection
 from trainer.data.files import drawing
-from trainer.data.files.broken_rows import BrokenRows
-from trainer.data.files.column_roles import LABELS, ColumnRoles, assign
-from trainer.data.files.column_types import Column, Request, decide, described
+from trainer.data.files.columns import (
+    LABELS,
+    Column,
+    ColumnRoles,
+    assign,
+    decide,
+    described,
+)
 from trainer.data.files.conversion import Values, converted, spec_of
 from trainer.data.files.file_pieces import of_listing
 from trainer.data.files.formats.class_folders import IMAGE
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
-from trainer.data.files.scan import PieceScan, Scan, Wanted
+from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS
 from trainer.errors import UserError
@@ -61,7 +66,14 @@ class FileSource(Source):
         if not scan.broken.rows:
             raise UserError(f"{self.name} has no row in any file; name files that have some")
         self._columns = {
-            name: decide(name, scan.columns[name], self._request(name, roles))
+            name: decide(
+                self._config,
+                self._files,
+                scan.columns[name],
+                name,
+                said=self._said.get(name, ""),
+                is_label=name in roles.targets,
+            )
             for name in roles.kept
         }
         self._verify(roles, scan)
@@ -140,17 +152,6 @@ class FileSource(Source):
                     broken.rows += len(bad)
                     broken.check(self.name, 0, self._files.place)
                 yield (piece, rows.numbers), columns, bad
-
-    def _request(self, name: str, roles: ColumnRoles) -> Request:
-        return Request(
-            place=self._files.place,
-            said=self._said.get(name, ""),
-            shape=self._config.shapes.get(name),
-            is_label=name in roles.targets,
-            tolerates=self._config.bad_rows > 0,
-            lists=self._files.reader.lists,
-            image=self._config.image,
-        )
 
     def _over_pieces(self, work: Any) -> Iterator[Any]:
         # Arrow and Pillow let go of the lock of Python while they parse.

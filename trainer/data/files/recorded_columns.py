@@ -15,7 +15,7 @@ from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.storage import Manifest
 
 if TYPE_CHECKING:
-    from trainer.data.files.column_types import Column
+    from trainer.data.files.columns import Column
 
 # Height, width and channels.
 _PICTURE = 3
@@ -57,7 +57,7 @@ def inputs_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]
 
 def _column(name: str, spec: FeatureSpec, said: str) -> Column:
     # It loads Arrow, which an export does not need.
-    from trainer.data.files.column_types import Column  # noqa: PLC0415
+    from trainer.data.files.columns import Column  # noqa: PLC0415
 
     kind = said or _type_of(spec)
     return Column(

@@ -26,8 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.shards.shard_store import ShardStore
-from trainer.data.shards.within_disk import ASK, FAILED, FOLDER, SHARDS, TRAIN
+from trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
 from trainer.storage.errors import reported
 
 # The names of an epoch's shards, by seed and number of the epoch.

@@ -8,8 +8,8 @@ import pytest
 from tests.trainer.data import made_builders as builders
 from trainer.config.data import DataConfig
 from trainer.data.builders import datasets
-from trainer.data.embedded.clicks import Clicks
-from trainer.data.embedded.digits import Digits
+from trainer.data.embedded.generated import Clicks
+from trainer.data.embedded.scikit import Digits
 from trainer.errors import ConfigError
 
 OWN = "tests.trainer.data.made_builders"

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
 from trainer import storage
 from trainer.data.shards.shard_feed import ShardFeed
-from trainer.data.shards.within_disk import (
+from trainer.data.shards.shard_store import (
     SHARDS,
     TRAIN,
     VALIDATION,

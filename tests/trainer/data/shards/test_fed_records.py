@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.trainer.data.shards.numbered import BATCH, EXAMPLES, MEASURED, SPEC, drawn
 from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.shards.fed_records import no_seed_of_the_graph
-from trainer.data.shards.within_disk import Streaming
+from trainer.data.shards.shard_store import Streaming
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.trainer.data.shards.numbered import BATCH, EXAMPLES, SPEC, drawn
 from trainer.data.read import training_batches
 from trainer.data.shards.shard_feed import ShardFeed
-from trainer.data.shards.within_disk import FOLDER, TRAIN, Streaming
+from trainer.data.shards.shard_store import FOLDER, TRAIN, Streaming
 from trainer.errors import UserError
 from trainer.storage.local import FileStore
 

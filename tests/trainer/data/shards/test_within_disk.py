@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.objectives import NO_ROLES
 from trainer.config.load import parse_config
-from trainer.data.shards.within_disk import AT_ONCE, order_of, part_range, streaming_of
+from trainer.data.shards.shard_store import AT_ONCE, order_of, part_range, streaming_of
 from trainer.data.spec import KIND, SCHEMA, FeatureSpec, shard_name
 from trainer.errors import ConfigError
 from trainer.storage import Manifest

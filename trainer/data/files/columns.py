@@ -1,17 +1,102 @@
-"""What the columns of files hold, inferred over all rows and not over the first ones."""
+"""The columns of files: what they are for, by the configuration and by their names; what they hold.
+
+That is inferred over all rows, and not over the first ones.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config.data import ImageConfig
+from trainer.config.data import DataConfig
+from trainer.data.features import Roles, find, find_one, require_apart
 from trainer.data.files import text_values
 from trainer.data.files.column_scan import ColumnScan
+from trainer.data.files.file_pieces import FilePieces
 from trainer.data.files.pictures import spec_for
-from trainer.errors import UserError
+from trainer.data.shapes import named
+from trainer.errors import ConfigError, UserError
+
+LABELS = ("label", "target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRoles(Roles):
+    """Roles, and what splits are drawn by; `kept` are all columns that are read."""
+
+    kept: tuple[str, ...]
+    split: str = ""
+    time: str = ""
+    split_group: str = ""
+
+
+def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
+    """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
+
+    Raises:
+        ConfigError: a key names no column, or no label can be told.
+    """
+    where, column = config.source, "column"
+    by = {
+        key: find_one(f"splits.{key}", getattr(config.splits, key), names, where, column)
+        for key in ("column", "time", "group")
+    }
+    dropped = find("drop", config.drop, names, where, column)
+    left = [name for name in names if name not in dropped]
+    if config.map:
+        split = {"split": by["column"], "time": by["time"], "split_group": by["group"]}
+        return ColumnRoles(inputs=(), targets=(), kept=tuple(left), **split)
+    one = {
+        key: find_one(key, getattr(config, key), names, where, column)
+        for key in ("weight", "group")
+    }
+    find("types", list(config.types), names, where, column)
+    targets = find("label", config.label, names, where, column) or _by_name(config, left)
+    inputs = find("inputs", config.inputs, names, where, column)
+    if not inputs:
+        taken = {*targets, *one.values(), *by.values()}
+        inputs = tuple(name for name in left if name not in taken)
+    used = [*inputs, *targets, *one.values(), *by.values()]
+    found = ColumnRoles(
+        inputs=inputs,
+        targets=targets,
+        **one,
+        split=by["column"],
+        time=by["time"],
+        split_group=by["group"] or ("" if by["time"] or by["column"] else one["group"]),
+        kept=tuple(name for name in names if name in left or name in used),
+    )
+    _check(config, found, dropped)
+    return found
+
+
+def _by_name(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
+    found = [name for word in LABELS for name in left if name.lower() == word]
+    if found:
+        return (found[0],)
+    raise ConfigError(
+        f"data.label: {config.source} has no column 'label' or 'target'; set data.label to the "
+        f"column that is to be predicted, perhaps {left[-1] if left else ''!r} (one of "
+        f"{named(left)})"
+    )
+
+
+def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> None:
+    if not roles.inputs:
+        raise ConfigError(f"data.inputs: nothing is left of {config.source} to predict from")
+    require_apart(config.source, roles)
+    used = {
+        "inputs": roles.inputs, "label": roles.targets,
+        "weight": (roles.weight,), "group": (roles.group,),
+    }  # fmt: skip
+    for key, names in used.items():
+        if both := [name for name in names if name in dropped and getattr(config, key)]:
+            raise ConfigError(
+                f"data.drop: {both[0]!r} is in data.{key}; take it out of one of the two"
+            )
+
 
 #: Ints of a label with at most so many different values are classes.
 FEW_VALUES = 20
@@ -49,47 +134,33 @@ class Column:
     hint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked of a column.
-
-    Attributes:
-        said: its type by `data.types`, or empty.
-        shape: its shape by `data.shapes`; None for none.
-        is_label: whether it is predicted.
-        tolerates: whether rows may be broken.
-        lists: whether a single value is a list of one.
-        image: how images are decoded.
-        place: returns file and row of a place of `ColumnScan.texts`.
-    """
-
-    place: Callable[[Any, int], str]
-    image: ImageConfig
-    said: str = ""
-    shape: tuple[int, ...] | None = None
-    is_label: bool = False
-    tolerates: bool = False
-    lists: bool = False
-
-
-def decide(name: str, scan: ColumnScan, request: Request) -> Column:
-    """Return what a column holds.
+def decide(  # noqa: PLR0913
+    config: DataConfig,
+    files: FilePieces,
+    scan: ColumnScan,
+    name: str,
+    *,
+    said: str,
+    is_label: bool,
+) -> Column:
+    """Return what a column holds; `said` is its type where that is not inferred, or empty.
 
     Raises:
         UserError: the values are of several types or shapes, or too many for classes.
     """
-    kind, why = request.said, "data.types"
+    kind, why = said, "data.types"
     if not kind:
-        kind, why = _inferred(name, scan, request)
-    single = request.lists and kind == "tensor" and scan.shapes <= {(0,), (1,)}
+        kind, why = _inferred(name, scan, files, tolerates=config.bad_rows > 0)
+    # A single value may be a list of one.
+    single = files.reader.lists and kind == "tensor" and scan.shapes <= {(0,), (1,)}
     if single:
         kind = scan.tensor or "text"
-    if request.is_label:
+    if is_label:
         if not scan.kinds:
             raise UserError(f"data.label: {name!r} has no value in any row; name another column")
-        kind, why = _as_label(kind, why, scan, said=bool(request.said))
+        kind, why = _as_label(kind, why, scan, said=bool(said))
     if kind == "image":
-        spec = spec_for(name, request.image, scan.shapes)
+        spec = spec_for(name, config.image, scan.shapes)
         return Column(
             name=name, type=kind, why=why, shape=spec.sizes, dtype=spec.dtype, stored=spec.stored
         )
@@ -98,22 +169,17 @@ def decide(name: str, scan: ColumnScan, request: Request) -> Column:
             f"data.types: {name!r} has more than {scan.most} different values, too many for "
             f"classes; set data.types: {{{name}: float}} if it is a number"
         )
-    return Column(
-        name=name,
-        type=kind,
-        why=why,
-        gaps=not request.is_label
-        and (bool(scan.empty + scan.words) or (single and (0,) in scan.shapes)),
-        shape=_shape(name, scan, request) if kind == "tensor" else (),
-        dtype=_TENSORS[scan.tensor or "float"] if kind == "tensor" else "",
-        classes=sorted_classes(scan) if kind == "class" else (),
-        hint=_hint(scan, kind),
+    missing = bool(scan.empty + scan.words) or (single and (0,) in scan.shapes)
+    column = Column(
+        name=name, type=kind, why=why, gaps=missing and not is_label, hint=_hint(scan, kind)
     )
+    if kind == "tensor":
+        shape = config.shapes[name] if name in config.shapes else _shape(name, scan)
+        return replace(column, shape=shape, dtype=_TENSORS[scan.tensor or "float"])
+    return replace(column, classes=sorted_classes(scan)) if kind == "class" else column
 
 
-def _shape(name: str, scan: ColumnScan, request: Request) -> tuple[int, ...]:
-    if request.shape is not None:
-        return request.shape
+def _shape(name: str, scan: ColumnScan) -> tuple[int, ...]:
     if len(scan.shapes) > 1:
         ranks = {len(each) for each in scan.shapes}
         largest = (
@@ -136,7 +202,9 @@ def sorted_classes(scan: ColumnScan) -> tuple[str, ...]:
     return tuple(sorted(values))
 
 
-def _inferred(name: str, scan: ColumnScan, request: Request) -> tuple[str, str]:
+def _inferred(
+    name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool
+) -> tuple[str, str]:
     kinds = scan.kinds
     total = sum(kinds.values())
     if not total:
@@ -151,9 +219,9 @@ def _inferred(name: str, scan: ColumnScan, request: Request) -> tuple[str, str]:
         return "text", "numbers, some with leading zeros"
     if counted < _NEARLY_ALL * total:
         return "text", "texts"
-    if request.tolerates:
+    if tolerates:
         return "float" if "float" in kinds else "int", f"{counted} of {total} values are numbers"
-    places = ", ".join(f"{request.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
+    places = ", ".join(f"{files.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
     raise UserError(
         f"data.types: the column {name!r} has mixed types: {counted} numbers and "
         f"{total - counted} other values ({places}); set data.types: {{{name}: text}}, or "

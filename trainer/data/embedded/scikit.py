@@ -1,6 +1,6 @@
 """Small tables and images of scikit-learn: every learning task has a dataset that is always there.
 
-Inputs are standardized by the training examples, which are the same in every run.
+Inputs of tables are standardized by the training examples, which are the same in every run.
 """
 
 from __future__ import annotations
@@ -11,11 +11,76 @@ from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
-from sklearn import datasets as source
 
 # Not the seed of the configuration: train and test have to be the same in every run.
 SEED = 20
+TRAINING = 1437
 TEST_SHARE = 0.2
+PROPERTIES = {
+    "even": (0, 2, 4, 6, 8),
+    "prime": (2, 3, 5, 7),
+    "looped": (0, 6, 8, 9),
+    "above_four": (5, 6, 7, 8, 9),
+}
+_IMAGE = tfds.features.Image(shape=(8, 8, 1))
+_Examples = Iterator[tuple[int, dict[str, Any]]]
+
+
+class Digits(tfds.core.GeneratorBasedBuilder):
+    """1,437 training and 360 test examples of digits (E. Alpaydin, C. Kaynak, UCI, 1998)."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self) -> Any:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Handwritten digits of 43 people, scanned and reduced to 8 by 8 pixels.",
+            features=tfds.features.FeaturesDict(
+                {"image": _IMAGE, "label": tfds.features.ClassLabel(num_classes=10)}
+            ),
+            supervised_keys=("image", "label"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        images, digits = _digits()
+        order = np.random.RandomState(SEED).permutation(len(digits))
+        return {
+            "train": self._generate_examples(images, digits, order[:TRAINING]),
+            "test": self._generate_examples(images, digits, order[TRAINING:]),
+        }
+
+    def _generate_examples(self, images: Any, labels: Any, chosen: Any) -> _Examples:
+        for index in chosen:
+            yield int(index), {"image": images[index], "label": int(labels[index])}
+
+
+class DigitProperties(tfds.core.GeneratorBasedBuilder):
+    """What is true of a handwritten digit: a set of properties, of 1,797 images of `digits`."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self) -> Any:
+        names = tfds.features.ClassLabel(names=list(PROPERTIES))
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict(
+                {"image": _IMAGE, "properties": tfds.features.Sequence(names)}
+            ),
+            supervised_keys=("image", "properties"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        train, test = _shares(len(_digits()[1]))
+        return {"train": self._generate_examples(train), "test": self._generate_examples(test)}
+
+    def _generate_examples(self, chosen: Any) -> _Examples:
+        images, digits = _digits()
+        for index in chosen:
+            true = [name for name, having in PROPERTIES.items() if int(digits[index]) in having]
+            yield int(index), {"image": images[index], "properties": true}
 
 
 class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -44,8 +109,7 @@ class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager
         inputs, labels = self.load()
-        order = np.random.RandomState(SEED).permutation(len(inputs))
-        test, train = np.split(order, [round(TEST_SHARE * len(inputs))])
+        train, test = _shares(len(inputs))
         mean, std = inputs[train].mean(axis=0), inputs[train].std(axis=0)
         scaled = ((inputs - mean) / std).astype(np.float32)
         return {
@@ -53,9 +117,7 @@ class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: 
             "test": self._generate_examples(scaled, labels, test),
         }
 
-    def _generate_examples(
-        self, inputs: Any, labels: Mapping[str, Any], chosen: Any
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(self, inputs: Any, labels: Mapping[str, Any], chosen: Any) -> _Examples:
         for index in chosen:
             values = {name: each[index].item() for name, each in labels.items()}
             yield int(index), {"features": inputs[index], **values}
@@ -68,7 +130,7 @@ class Diabetes(_Table):
 
     def load(self) -> tuple[Any, Mapping[str, Any]]:
         """Return ten measurements of each patient, and the progression."""
-        found = source.load_diabetes(scaled=False)
+        found = _source().load_diabetes(scaled=False)
         return found.data, {"progression": found.target.astype(np.float32)}
 
 
@@ -81,7 +143,7 @@ class Linnerud(_Table):
 
     def load(self) -> tuple[Any, Mapping[str, Any]]:
         """Return chins, sit-ups and jumps of each man, and what was measured of him."""
-        found = source.load_linnerud()
+        found = _source().load_linnerud()
         columns = found.target.astype(np.float32).T
         return found.data, dict(zip(self.LABELS, columns, strict=True))
 
@@ -95,7 +157,7 @@ class Wine(_Table):
 
     def load(self) -> tuple[Any, Mapping[str, Any]]:
         """Return thirteen measurements of each wine, and its grower."""
-        found = source.load_wine()
+        found = _source().load_wine()
         return found.data, {"grower": found.target}
 
 
@@ -108,48 +170,26 @@ class BreastCancer(_Table):
 
     def load(self) -> tuple[Any, Mapping[str, Any]]:
         """Return thirty measurements of each tumour, and the diagnosis."""
-        found = source.load_breast_cancer()
+        found = _source().load_breast_cancer()
         return found.data, {"diagnosis": found.target}
 
 
-PROPERTIES = {
-    "even": (0, 2, 4, 6, 8),
-    "prime": (2, 3, 5, 7),
-    "looped": (0, 6, 8, 9),
-    "above_four": (5, 6, 7, 8, 9),
-}
+def _source() -> Any:
+    # It takes a second to load, and is not needed to find a dataset that is published.
+    from sklearn import datasets  # noqa: PLC0415
+
+    return datasets
 
 
-class DigitProperties(tfds.core.GeneratorBasedBuilder):
-    """What is true of a handwritten digit: a set of properties, of 1,797 images of `digits`."""
+def _digits() -> tuple[Any, Any]:
+    """Return the images of bytes [n, 8, 8, 1], and the digits."""
+    found = _source().load_digits()
+    # The source counts 0 to 16.
+    return np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis], found.target
 
-    VERSION = tfds.core.Version("1.0.0")
 
-    def _info(self) -> Any:
-        names = tfds.features.ClassLabel(names=list(PROPERTIES))
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description=self.__doc__,
-            features=tfds.features.FeaturesDict(
-                {
-                    "image": tfds.features.Image(shape=(8, 8, 1)),
-                    "properties": tfds.features.Sequence(names),
-                }
-            ),
-            supervised_keys=("image", "properties"),
-        )
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        del dl_manager
-        order = np.random.RandomState(SEED).permutation(len(source.load_digits().target))
-        test, train = np.split(order, [round(TEST_SHARE * len(order))])
-        return {"train": self._generate_examples(train), "test": self._generate_examples(test)}
-
-    def _generate_examples(self, chosen: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        found = source.load_digits()
-        # The source counts 0 to 16.
-        images = np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis]
-        for index in chosen:
-            digit = int(found.target[index])
-            true = [name for name, digits in PROPERTIES.items() if digit in digits]
-            yield int(index), {"image": images[index], "properties": true}
+def _shares(count: int) -> tuple[Any, Any]:
+    """Return the places of the examples for training, and for the test."""
+    order = np.random.RandomState(SEED).permutation(count)
+    test, train = np.split(order, [round(TEST_SHARE * count)])
+    return train, test

@@ -1,6 +1,8 @@
-"""The tables of scikit-learn and the generated sequences: what is in them, always the same."""
+"""The data that is always there: what is in it, the same everywhere, with something to find."""
 
 from __future__ import annotations
+
+import hashlib
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from trainer.config.data import DataConfig
 from trainer.config.load import load_config
 from trainer.data import prepare
 from trainer.data.builders import datasets
-from trainer.data.embedded import brackets, tables
+from trainer.data.embedded import generated, scikit
+from trainer.data.features import select
 from trainer.data.read import evaluation_batches
 from trainer.data.spec import DatasetSpec
 from trainer.tasks import registry
@@ -69,7 +72,7 @@ def test_inputs_are_standardized_by_the_training_examples(prepared, name):
 
 def test_a_digit_has_its_properties(prepared):
     spec, _ = prepared("digit_properties")
-    assert spec.features["properties"].labels == tuple(tables.PROPERTIES)
+    assert spec.features["properties"].labels == tuple(scikit.PROPERTIES)
     _, labels = split(prepared, "digit_properties", "test")
     even, _, looped, _ = np.mean(labels.numpy(), axis=0)
     assert 0.4 < even < 0.6
@@ -84,8 +87,53 @@ def test_places_are_as_deep_as_brackets_are_open(tmp_path):
     deepest = set()
     for each in builder.as_dataset(split="test").as_numpy_iterator():
         tokens, depths = each["tokens"], each["depths"]
-        steps = np.select([tokens == brackets.OPENS, tokens == brackets.CLOSES], [1, -1], 0)
+        steps = np.select([tokens == generated.OPENS, tokens == generated.CLOSES], [1, -1], 0)
         np.testing.assert_array_equal(np.minimum(np.cumsum(steps), 3), depths)
         assert each["end"] == (steps.sum() > 0)
         deepest.add(depths.max())
     assert deepest == {0, 1, 2, 3}
+
+
+def rate_by(column, count):
+    """Return how often each user, or item, of the training examples saw a click."""
+    _, _, labels = generated.draw()
+    train = slice(0, generated.TRAINING)
+    seen = np.bincount(column[train], minlength=count)
+    return (np.bincount(column[train], labels[train], count) + 0.5) / (seen + 1)
+
+
+def accuracy_by(column, count):
+    """Return how often one is right who goes by one column alone."""
+    _, _, labels = generated.draw()
+    test = slice(generated.TRAINING, None)
+    return ((rate_by(column, count)[column[test]] > 0.5) == labels[test]).mean()
+
+
+def test_they_are_the_same_everywhere():
+    drawn = b"".join(column.tobytes() for column in generated.draw())
+    assert hashlib.sha256(drawn).hexdigest()[:16] == "65349d118813665a"
+
+
+def test_ids_fit_their_tables():
+    users, items, labels = generated.draw()
+    assert {len(users), len(items), len(labels)} == {generated.EXAMPLES}
+    assert set(users) == set(range(generated.USERS))
+    assert set(items) == set(range(generated.ITEMS))
+
+
+def test_both_answers_are_as_frequent():
+    assert 0.48 < generated.draw()[2].mean() < 0.52
+
+
+def test_one_column_alone_tells_next_to_nothing():
+    users, items, _ = generated.draw()
+    assert accuracy_by(users, generated.USERS) < 0.54
+    assert accuracy_by(items, generated.ITEMS) < 0.54
+
+
+def test_the_pair_is_the_input_and_the_click_the_label(tmp_path):
+    config = DataConfig(dataset="clicks")
+    chosen = select(config, datasets.builder(config, tmp_path).info)
+    assert set(chosen.inputs) == {"user", "item"}
+    assert (chosen.targets, chosen.specs["label"].labels) == (("label",), ("no_click", "click"))
+    assert {spec.stored for spec in chosen.specs.values()} == {"int"}
