@@ -23,7 +23,7 @@ from trainer.data.builders import datasets
 from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
 from trainer.data.key import dataset_key
-from trainer.data.preparation.pipeline_options import require_reachable
+from trainer.data.preparation.beam import map_parts_by_beam, require_reachable
 from trainer.data.source import Part, Source
 from trainer.data.spec import KIND, SCHEMA
 from trainer.storage import Manifest
@@ -194,9 +194,6 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
         _log.info("%s: part %d of %d is done", source.name, part.number + 1, len(parts))
 
     if by_beam:
-        # An extra package.
-        from trainer.data.preparation.beam_parts import map_parts_by_beam  # noqa: PLC0415
-
         map_parts_by_beam(source, left, places, config=config, uri=finished)
     else:
         map_parts(source, left, places, config=config, done=keep)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
@@ -19,6 +19,7 @@ from trainer.statistics.statistics import (
     TENSOR,
     TEXT,
     UNKNOWN_KIND,
+    Feature,
     FeatureStatistics,
     Learnt,
 )
@@ -72,22 +73,6 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
 Shape = tuple[int, ...]
 # The size of an axis along which examples differ is None.
 InputShape = tuple[int | None, ...]
-
-
-class Feature(Protocol):
-    """What the dataset says of a feature, without the batch axis."""
-
-    @property
-    def shape(self) -> Sequence[int | None]:
-        """Sizes of its axes; empty for a single value."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of its type, such as uint8."""
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes its values name; 0 where they are none."""
 
 
 @dataclass(frozen=True, kw_only=True)

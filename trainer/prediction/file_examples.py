@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data import listing
-from trainer.data.files.scan import BrokenRows
 from trainer.data.files.file_pieces import FilePieces, of_listing
 from trainer.data.files.formats.class_folders import PATH, ClassFolderReader, ImageFilesReader
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.recorded_columns import RecordedInput
+from trainer.data.files.scan import BrokenRows
 from trainer.data.spec import length_name
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.prediction.batch import Batch, Examples

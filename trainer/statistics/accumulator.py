@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from trainer.statistics.statistics import (
     TENSOR,
     TEXT,
     ExampleSketch,
+    Feature,
     FeatureStatistics,
     SplitStatistics,
 )
@@ -33,30 +34,6 @@ _PROJECTIONS = 4
 # As Keras's TextVectorization leaves out: all of it, and what is between words.
 PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
 _PUNCTUATION = re.compile(PUNCTUATION.encode())
-
-
-class Feature(Protocol):
-    """What the dataset says of a feature."""
-
-    @property
-    def shape(self) -> Sequence[int | None]:
-        """Sizes of its axes; empty for a single value."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of its type; "string" for texts."""
-
-    @property
-    def stored(self) -> str:
-        """The form in a record; "image" for an encoded one."""
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes its values name."""
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """The names of the classes."""
 
 
 def kind_of(feature: Feature) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from trainer import user_code
 from trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
 from trainer.errors import ConfigError, nearest
+from trainer.statistics.statistics import Feature
 from trainer.tasks.base import Array, Target, Task
 from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.objective import Objective
@@ -21,26 +22,6 @@ MULTI_OUTPUT = MultiOutput.name
 # The argument of a task that takes `data.group`.
 _GROUP = "group"
 _log = logging.getLogger(__name__)
-
-
-class Feature(Protocol):
-    """What a dataset says of a feature."""
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Sizes of its axes; None for one along which examples differ."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of its type."""
-
-    @property
-    def num_classes(self) -> int:
-        """Classes that its values name."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of these classes."""
 
 
 class Dataset(Protocol):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from trainer import user_code
 from trainer.errors import ConfigError, nearest
+from trainer.statistics.statistics import Feature
 from trainer.tasks.base import Array, Direction, Part, Target, Task
 from trainer.tasks.objective import LOSS, Objective
 
@@ -35,18 +36,6 @@ _SHAPES = {
 }
 
 
-class Column(Protocol):
-    """A feature that a task asks for."""
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Sizes of its axes."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of its type."""
-
-
 @dataclass(frozen=True)
 class _MadeUp:
     """Examples in two parts, of which an evaluation has any number."""
@@ -60,7 +49,7 @@ class _MadeUp:
             yield _at(self.whole, rows)
 
 
-def require(task: Task, features: Mapping[str, Column]) -> None:
+def require(task: Task, features: Mapping[str, Feature]) -> None:
     """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it.
 
     Args:
@@ -82,7 +71,7 @@ def _named(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error.__cause__
 
 
-def require_kept(task: Task, features: Mapping[str, Column]) -> None:
+def require_kept(task: Task, features: Mapping[str, Feature]) -> None:
     """Raise `ConfigError` where a task of one output does not keep to its contract."""
     _require_said(task)
     examples = _MadeUp(_examples(task, features))
@@ -231,7 +220,7 @@ def _called(what: str, call: Callable[[], Any]) -> Any:
         raise ConfigError(f"{what}() fails: {user_code.line_of(error)}") from error
 
 
-def _examples(task: Task, features: Mapping[str, Column]) -> Part:
+def _examples(task: Task, features: Mapping[str, Feature]) -> Part:
     random = np.random.default_rng(0)
     labels = _labels(task.target, random)
     # An axis of any size is as long as the label's.

@@ -13,7 +13,7 @@ from trainer.data.builders import datasets
 from trainer.data.builders.download import download
 from trainer.data.builders.png import quicken
 from trainer.data.features import Selection
-from trainer.data.preparation.pipeline_options import pipeline_options
+from trainer.data.preparation.beam import pipeline_options
 from trainer.data.source import Batch, Part, Source
 from trainer.data.splits import Plan, plan
 

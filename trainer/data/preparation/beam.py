@@ -1,0 +1,208 @@
+"""Map the parts of a source by Apache Beam: its workers publish them, and they are fetched here.
+
+A worker needs this package, and where `data.map` or a builder of your own is used that module too,
+which it fetches where the run has a bundle of code. The options of the pipeline, and what its
+workers reach, are checked before anything is made. Beam is an extra, and loaded where it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import storage, user_code
+from trainer.code import delivery
+from trainer.config.data import DataConfig, RunnerConfig
+from trainer.data.source import Part, Source
+from trainer.errors import ConfigError, TransientError, UserError, nearest
+
+_FAILED = "failed part"
+_SUFFIX = ".failed"
+
+
+def map_parts_by_beam(
+    source: Source, parts: Sequence[Part], folder: Path, *, config: DataConfig, uri: str
+) -> None:
+    """Map parts by a pipeline that publishes each below `uri`; fetch them into `folder`.
+
+    Raises:
+        UserError: a part cannot be read, or the pipeline failed.
+    """
+    # It has no types for what is called here.
+    beam: Any = importlib.import_module("apache_beam")
+    for name in storage.names(uri):
+        if name.endswith(_SUFFIX):
+            storage.delete(storage.join(uri, name))
+    if parts:
+        work = PartMapper(pickle.dumps(source), uri, config.vocabulary)
+        try:
+            options = pipeline_options(config.runner)
+            with _quiet(), beam.Pipeline(options=options) as pipeline:
+                # What is created is one bundle otherwise, which one worker takes.
+                made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
+                _ = made | "map" >> beam.Map(work)
+        # A runner raises whatever it likes.
+        except Exception as error:
+            _raise_failure(uri)
+            raise UserError(
+                f"data.runner: the Beam pipeline failed: {user_code.line_of(error)}; finished "
+                "parts are kept"
+            ) from error
+    for part in parts:
+        storage.fetch(storage.join(uri, part.folder), folder / part.folder)
+
+
+class PartMapper:
+    """Maps one part, and publishes it; what a worker runs."""
+
+    def __init__(self, source: bytes, uri: str, vocabulary: int) -> None:
+        """Take a pickled source."""
+        self._source, self._uri, self._vocabulary = source, uri, vocabulary
+        # A worker on another machine has none of the user's modules.
+        self._code = user_code.bundle()
+        self._opened: tuple[Source, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a worker opens."""
+        return {**vars(self), "_opened": None}
+
+    def __call__(self, part: Part) -> int:
+        """Return the number of the part.
+
+        Why it is not mapped is published as well: a runner hands on the text of an error alone.
+        """
+        # TensorFlow takes seconds to load.
+        from trainer.data.preparation.parts import map_part  # noqa: PLC0415
+
+        uri = storage.join(self._uri, part.folder)
+        with tempfile.TemporaryDirectory(prefix="part-") as name:
+            place = Path(name) / part.folder
+            try:
+                if self._opened is None:
+                    delivery.enter(self._code)
+                    source = pickle.loads(self._source)
+                    self._opened = source, source.select()
+                map_part(*self._opened, part, place, vocabulary=self._vocabulary)
+                storage.publish(place, uri, kind="part")
+            except TransientError:
+                raise
+            except UserError as error:
+                empty, fields = Path(name) / "empty", {"message": str(error)}
+                empty.mkdir()
+                with contextlib.suppress(UserError):
+                    storage.publish(empty, f"{uri}{_SUFFIX}", kind=_FAILED, fields=fields)
+                raise
+        return part.number
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Beam says of its channels, and its traceback of an error that is raised."""
+    levels = {"apache_beam": logging.WARNING, "apache_beam.runners.common": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in levels}
+    try:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _raise_failure(uri: str) -> None:
+    failures = storage.published(uri, _FAILED)
+    for place, _ in failures:
+        storage.delete(place)
+    if failures:
+        raise UserError(failures[0][1].fields["message"])
+
+
+# Beam's own name for it may take another runner, which it downloads.
+_DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
+_HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}
+
+
+def pipeline_options(runner: RunnerConfig) -> Any:
+    """Return Beam's `PipelineOptions` of `data.runner`; raises `ConfigError`."""
+    beam = _beam()
+    given = _parsed(beam, runner.options)
+    name = given["runner"] or ""
+    if name.lower().removesuffix("runner") in ("", "direct"):
+        name = _DIRECT
+    try:
+        kind = _kind_of_runner(name)
+    # A class of any module is created.
+    except Exception as error:
+        raise ConfigError(
+            f"data.runner.options: --runner={name}: {user_code.line_of(error)}"
+        ) from error
+    unknown = sorted(given.keys() - _parsed(beam, ()).keys())
+    # Others have options that only their job server knows.
+    if kind in _HERE and unknown:
+        hint = nearest(unknown[0], sorted(_parsed(beam, ())))
+        raise ConfigError(f"data.runner.options: Beam has no option --{unknown[0]}{hint}")
+    options = beam.PipelineOptions([*runner.options, f"--runner={name}"])
+    # Types are inferred from hints otherwise, which differ from what is handed on.
+    options.view_as(beam.TypeOptions).pipeline_type_check = False
+    return options
+
+
+def require_reachable(config: DataConfig, root: str) -> None:
+    """Refuse what workers on other machines do not reach; raises `ConfigError`.
+
+    Args:
+        config: the data section.
+        root: `storage.root`.
+    """
+    if config.runner.name != "beam":
+        return
+    beam = _beam()
+    options = pipeline_options(config.runner)
+    name = options.view_as(beam.StandardOptions).runner
+    loopback = options.view_as(beam.PortableOptions).environment_type == "LOOPBACK"
+    if _kind_of_runner(name) in _HERE or loopback:
+        return
+    workers = f"data.runner: the workers of {name} do not reach"
+    if storage.local_path(root):
+        raise ConfigError(f"{workers} {root}; set storage.root to a bucket, or leave --runner out")
+    named = [str(each) for each in vars(config.splits).values() if "://" in str(each)]
+    for place in filter(None, [config.source, *named]):
+        if "://" not in place or place.startswith("file:"):
+            raise ConfigError(f"{workers} {place}; set data.source to a URI of a bucket")
+    if not config.source and not os.environ.get("TFDS_DATA_DIR"):
+        raise ConfigError(
+            f"{workers} what TFDS makes of {config.dataset} here; set TFDS_DATA_DIR to a folder "
+            "that they mount at the same path"
+        )
+
+
+def _beam() -> Any:
+    try:
+        return importlib.import_module("apache_beam.options.pipeline_options")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"data.runner: beam needs {error.name}: pip install 'flotilla[beam]'"
+        ) from None
+
+
+def _kind_of_runner(name: str) -> str:
+    return type(importlib.import_module("apache_beam.runners.runner").create_runner(name)).__name__
+
+
+def _parsed(beam: Any, flags: tuple[str, ...]) -> dict[str, Any]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            found = beam.PipelineOptions(list(flags)).get_all_options(retain_unknown_options=True)
+    except SystemExit:
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"data.runner.options: {reason}") from None
+    return dict(found)
