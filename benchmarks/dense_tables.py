@@ -29,7 +29,7 @@ from trainer.data.prepare import prepare
 from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.evaluate import evaluate
-from trainer.models import two_tower_ranker
+from trainer.models import two_tower
 from trainer.models.spec import InputSpec
 
 FILE = Path(__file__).parents[1] / "configs" / "clicks_large.yaml"
@@ -108,8 +108,8 @@ def dense_ranker(spec: InputSpec, *, ids: str, **arguments: Any) -> keras.Model:
         )
         return lambda ids: rows(places(ids))
 
-    with mock.patch.object(two_tower_ranker, "growing", dense):
-        return two_tower_ranker.two_tower_ranker(spec, **arguments)
+    with mock.patch.object(two_tower, "growing", dense):
+        return two_tower.two_tower_ranker(spec, **arguments)
 
 
 def _zeros_first(shape: Sequence[int], dtype: Any = None) -> Any:

@@ -14,7 +14,7 @@ from trainer.data.embedded.clicks_large import PART, Clickstream
 from trainer.data.prepare import prepare
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.models.spec import InputSpec
-from trainer.models.two_tower_ranker import two_tower_ranker
+from trainer.models.two_tower import two_tower_ranker
 
 IDS = {"user": [-5, 7, 2**51], "item": [1, 2]}
 TRUTH = [each.name for each in fields(Clickstream) if each.name != "seed"]

@@ -28,7 +28,7 @@ MODELS = {
     "mlp": "trainer.models.classifiers:mlp",
     "cnn": "trainer.models.classifiers:cnn",
     "two_tower": "trainer.models.two_tower:two_tower",
-    "two_tower_ranker": "trainer.models.two_tower_ranker:two_tower_ranker",
+    "two_tower_ranker": "trainer.models.two_tower:two_tower_ranker",
     "gru": "trainer.models.classifiers:gru",
     "tabular": "trainer.models.tabular:tabular",
 }

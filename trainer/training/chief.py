@@ -33,8 +33,7 @@ from trainer.data.shards.shard_store import Streaming
 from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError, UserError, without_memory
 from trainer.evaluation import evaluate
-from trainer.models.freezing import freeze
-from trainer.models.registry import refused_input
+from trainer.models.registry import freeze, refused_input
 from trainer.monitoring.exporter import exported
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number

@@ -30,7 +30,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.evaluation import evaluate
 from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
-from trainer.models.freezing import freeze
+from trainer.models.registry import freeze
 from trainer.strategies import placement
 from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks

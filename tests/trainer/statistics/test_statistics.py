@@ -1,4 +1,7 @@
-"""The files beside the shards: what is written is read again, and damage is named."""
+"""The files beside the shards: what is written is read again, and damage is named.
+
+Statistics are read once, and only where a model asks.
+"""
 
 import numpy as np
 import pytest
@@ -6,8 +9,10 @@ import pytest
 from trainer.errors import UserError
 from trainer.statistics import statistics
 from trainer.statistics.statistics import (
+    NOTHING,
     ExampleSketch,
     FeatureStatistics,
+    Learnt,
     SplitStatistics,
     Statistics,
 )
@@ -65,3 +70,28 @@ def test_a_damaged_file_is_named(length):
 def test_the_same_sketches_are_the_same_bytes():
     first, second = (statistics.sketches_to_bytes({"train": SKETCH}) for _ in range(2))
     assert first == second
+
+
+AGE = FeatureStatistics(kind="number", examples=1, mean=1.0)
+DATA = statistics.to_bytes(
+    Statistics(splits={"train": SplitStatistics(examples=1, features={"age": AGE})})
+)
+
+
+def test_nothing_is_read_before_it_is_asked_for():
+    read = []
+    learnt = Learnt(lambda: read.append(1) or (DATA, "file:///d"))
+    assert not learnt.data
+    assert not read
+    assert learnt.features == learnt.features == {"age": AGE}
+    assert learnt.data == DATA
+    assert len(read) == 1
+
+
+def test_a_file_of_another_version_is_named():
+    with pytest.raises(UserError, match=r"file:///d/statistics\.json"):
+        _ = Learnt(lambda: (b"{}x", "file:///d")).features
+
+
+def test_without_a_dataset_nothing_is_known():
+    assert NOTHING.features == {}

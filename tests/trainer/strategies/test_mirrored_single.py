@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, problem_of
 from trainer.config.load import parse_config
 from trainer.errors import ConfigError
-from trainer.models.freezing import freeze
+from trainer.models.registry import freeze
 from trainer.strategies.strategy import create
 from trainer.topology import Cluster, Task
 

@@ -12,7 +12,7 @@ from tests.trainer.counting import Run
 from tests.trainer.plain import Plain, dense, problem_of
 from trainer import storage
 from trainer.errors import UserError
-from trainer.models.freezing import freeze
+from trainer.models.registry import freeze
 
 HIDDEN = ("dense/hidden/*",)
 NORM = ("dense/norm/*",)

@@ -3,7 +3,7 @@
     label     as of `ranking`: taken or not
     outputs   [n, 1 + 2 size]: the logit of "taken", the vector of the user, the vector of the item
     loss      binary cross entropy of the logit; a model adds that of its vectors, as
-              `trainer.models.two_tower_ranker` does
+              `trainer.models.two_tower` does
     metrics   those of `ranking`, and in an evaluation `recall_at_<k>`, which
               `trainer.tasks.retrieval.recall` defines; all of them in slices too
     answers   `logit`, `probability`, `user_vector`, `item_vector`: the items of the largest dot
