@@ -253,12 +253,11 @@ def two_tower_ranker(  # noqa: PLR0913
     names[item] = _names("item_attributes", item, item_attributes)
     _check(spec, tables, [*names[user], *names[item]], popularity)
     dimension, shards = size("dimension", dimension), size("shards", shards)
-    given = spec.symbols()
-
-    def rows(name: str) -> Any:
-        return growing(spec, name, dimension, (tables or {})[name], shards)(given[name])
-
-    known = {side: [rows(name) for name in of_side] for side, of_side in names.items()}
+    given, of = spec.symbols(), tables or {}
+    known = {
+        side: [growing(spec, name, dimension, of[name], shards)(given[name]) for name in of_side]
+        for side, of_side in names.items()
+    }
     if popularity:
         column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
         known[item].append(_logarithm(column))
@@ -268,14 +267,20 @@ def two_tower_ranker(  # noqa: PLR0913
     }
     vectors, match = _matched(joined, hidden_units, dimension)
     answer = FoundAndRanked(_weight(retrieval), item, popularity, name=_ANSWER)
-    x = keras.layers.Concatenate(name="both")([*vectors, *joined.values()])
-    x = _hidden("ranking_units", ranking_units, x, "ranking")
-    logit = keras.layers.Add(name="logit")([match, keras.layers.Dense(1, name="ranking")(x)])
-    liked = keras.layers.Dense(1, name="liked")(joined[item])
-    # The last number of each vector.
-    ends = zip(vectors, (keras.ops.ones_like(liked), liked), strict=True)
-    parts = [logit, *(keras.ops.concatenate(each, axis=1) for each in ends)]
+    parts = _parts(vectors, match, joined[user], joined[item], ranking_units)
     return Recommender(given, answer(parts), name="two_tower_ranker")
+
+
+def _parts(
+    vectors: list[Any], match: Any, of_user: Any, of_item: Any, units: Sequence[int]
+) -> list[Any]:
+    """Return the logit, and both vectors with their last number."""
+    x = keras.layers.Concatenate(name="both")([*vectors, of_user, of_item])
+    x = _hidden("ranking_units", units, x, "ranking")
+    logit = keras.layers.Add(name="logit")([match, keras.layers.Dense(1, name="ranking")(x)])
+    liked = keras.layers.Dense(1, name="liked")(of_item)
+    ends = zip(vectors, (keras.ops.ones_like(liked), liked), strict=True)
+    return [logit, *(keras.ops.concatenate(each, axis=1) for each in ends)]
 
 
 def _logarithm(popularity: Any) -> Any:

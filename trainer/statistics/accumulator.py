@@ -154,10 +154,9 @@ class Accumulator:
         rest = json.loads(str(arrays["rest"]))
         self.examples, self._missing = rest["examples"], rest["missing"]
         self._moments = {name: Moments(*state) for name, state in rest["moments"].items()}
-        for name, counter in self._counts.items():
-            counter.restore(rest["counts"][name])
-        for name, counter in self._words.items():
-            counter.restore(rest["words"][name])
+        for counters, states in ((self._counts, rest["counts"]), (self._words, rest["words"])):
+            for name, counter in counters.items():
+                counter.restore(states[name])
         self._hashes.restore(arrays)
         self._sample.restore(arrays)
 
@@ -172,11 +171,10 @@ class Accumulator:
         self._missing[name] += len(wide) - len(present)
         self._moments[name].add(present)
         if name in self._counts:
-            names = self._features[name].labels
+            names = dict(enumerate(self._features[name].labels))
             found, counts = np.unique(present.astype(np.int64), return_counts=True)
-            for value, count in zip(found.tolist(), counts.tolist(), strict=True):
-                text = names[value] if 0 <= value < len(names) else str(value)
-                self._counts[name].add_counts({text.encode(): count})
+            texts = [names.get(value, str(value)).encode() for value in found.tolist()]
+            self._counts[name].add_counts(dict(zip(texts, counts.tolist(), strict=True)))
         return wide
 
     def _add_texts(self, name: str, values: Any, chosen: NDArray[np.intp]) -> NDArray[np.float64]:
