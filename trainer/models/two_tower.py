@@ -261,14 +261,17 @@ def two_tower_ranker(  # noqa: PLR0913
     if popularity:
         column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
         known[item].append(_logarithm(column))
-    joined = {
-        side: keras.layers.Concatenate(name=f"{side}_known")(parts) if len(parts) > 1 else parts[0]
-        for side, parts in known.items()
-    }
+    joined = {side: _joined(side, parts) for side, parts in known.items()}
     vectors, match = _matched(joined, hidden_units, dimension)
     answer = FoundAndRanked(_weight(retrieval), item, popularity, name=_ANSWER)
     parts = _parts(vectors, match, joined[user], joined[item], ranking_units)
     return Recommender(given, answer(parts), name="two_tower_ranker")
+
+
+def _joined(side: str, known: list[Any]) -> Any:
+    if len(known) == 1:
+        return known[0]
+    return keras.layers.Concatenate(name=f"{side}_known")(known)
 
 
 def _parts(
