@@ -39,7 +39,7 @@ def resolve_config(
     training_schedule_args: str, training_pull_every: int,
     training_replicas_to_aggregate: int,
     training_checkpoint_every: int, training_checkpoint_seconds: float,
-    training_checkpoint_parts_mb: int, training_checkpoint_differences: float, training_keep: int,
+    training_checkpoint_parts_mb: int, training_keep: int,
     training_validate_every: int, training_patience: int, training_stall_timeout: float,
     training_mixed_precision: str, training_jit_compile: bool, training_warm_start: str,
     training_ema: float, training_freeze: str, training_hand_on: str, training_class_weights: str,

@@ -173,14 +173,12 @@ def _draw(found: Contents) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("variable", overflow="fold")
     table.add_column("type", no_wrap=True)
-    for title in ("rows", "size", "part", *(["changed rows"] if found.base else [])):
+    for title in ("rows", "size", "part"):
         table.add_column(title, justify="right", no_wrap=True)
     for path, each in sorted(found.variables.items()):
         shape = ", ".join(str(size) for size in each.shape)
         kind = f"{each.dtype} [{shape}]"
         row = [f"{each.rows:,}", sized(each.bytes), str(each.part)]
-        if found.base:
-            row.append("all" if each.changed is None else f"{each.changed:,}")
         table.add_row(escape(path), escape(kind), *row)
     parts = ", ".join(sized(each) for each in found.parts)
     with output():
@@ -188,8 +186,6 @@ def _draw(found: Contents) -> None:
         terminal.print(found.uri, markup=False)
         line = f"global step {found.global_step}, {sized(found.bytes)}, published {found.created}"
         terminal.print(line, markup=False)
-        if found.base:
-            terminal.print(f"rows that changed since {found.base}, which it needs", markup=False)
         terminal.print(f"{len(found.parts)} parts: {parts}", markup=False)
         older = "its manifest names no variables: an older version wrote it"
         terminal.print(table if found.variables else older)

@@ -11,7 +11,6 @@ from pathlib import Path
 from components.table import EVALUATE, EXIT_STEP, REGISTER, TRAIN
 from pipelines.replay.recorded import RecordedStep
 from trainer import mirror, storage
-from trainer.checkpoints import bases
 from trainer.checkpoints.index import list_checkpoints
 from trainer.errors import UserError
 from trainer.mirror import Snapshot
@@ -90,11 +89,11 @@ def inputs_of(recorded: RecordedStep, snapshot: Snapshot) -> tuple[list[Input], 
     found, remarks = [], []
     for name, uri in _named(recorded):
         try:
-            found += _inputs(name, uri, recorded, snapshot)
+            found.append(_input(name, uri, recorded, snapshot))
         except (storage.NotPublished, storage.Corrupt) as error:
             remarks.append(_missing(name, uri, recorded, error))
     for name, uri in _looked_up(recorded, snapshot):
-        found += _inputs(name, uri, recorded, snapshot)
+        found.append(_input(name, uri, recorded, snapshot))
         remarks.append(f"the {name} is {storage.name_of(uri)}, the newest of that time")
     return found, remarks
 
@@ -120,13 +119,6 @@ def _missing(name: str, uri: str, recorded: RecordedStep, error: UserError) -> s
     raise UserError(
         f"the {name} of {recorded.step} is not there as it was: {error}; a replay needs it"
     )
-
-
-def _inputs(name: str, uri: str, recorded: RecordedStep, snapshot: Snapshot) -> list[Input]:
-    """Return an input, and the base of a checkpoint that is a difference."""
-    own = _input(name, uri, recorded, snapshot)
-    base = bases.uri_of(uri, own.manifest.fields)
-    return [own, *([_input(name, base, recorded, snapshot)] if base else [])]
 
 
 def _input(name: str, uri: str, recorded: RecordedStep, snapshot: Snapshot) -> Input:

@@ -15,7 +15,6 @@ import psutil
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
 from trainer import storage
-from trainer.checkpoints import bases
 from trainer.checkpoints.contents import is_data
 from trainer.storage.manifest import MANIFEST, Manifest
 
@@ -136,17 +135,11 @@ def _full_disk(fault: Fault, target: Target) -> None:
 
 
 def _torn_file(_fault: Fault, target: Target) -> str:
-    """Damage the newest checkpoint, and kill the leader, which has to find another one.
-
-    Of a difference it is that, or its base.
-    """
+    """Damage the newest checkpoint, and kill the leader, which has to find another one."""
     published = target.checkpoints()
     if not published:
         raise MissedError("there was no checkpoint")
     checkpoint = published[-1]
-    base = bases.uri_of(checkpoint, target.manifest_of(checkpoint).fields)
-    if base and target.draw.random() < 0.5:
-        checkpoint = base
     files = [each for each in target.manifest_of(checkpoint).files if is_data(each.path)]
     name = target.name_of(checkpoint, target.draw.choice(files).stored_at)
     data = bytearray(target.store.read(name))
@@ -158,7 +151,7 @@ def _torn_file(_fault: Fault, target: Target) -> str:
     target.torn.add(checkpoint)
     with suppress(MissedError):
         target.leader().kill()
-    return f"{storage.name_of(checkpoint)}{', a base' if checkpoint == base else ''}"
+    return storage.name_of(checkpoint)
 
 
 def _kill_launcher(_fault: Fault, target: Target) -> None:

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.checkpoints import bases
+from trainer import storage
 from trainer.checkpoints.contents import PREFIX, is_variable, path_of
-from trainer.checkpoints.tensor_bundle import CHANGED_ROWS, CHANGED_VALUES
 from trainer.models.table_shard import EVICTED, GIVEN
 
 # Of a table's name and the number of a shard, its rows.
@@ -63,11 +62,11 @@ def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
     """Return the shards of tables in a checkpoint, of which `created` says which one it is.
 
     Raises:
-        UserError: it is damaged, or its base is.
+        UserError: it is damaged.
     """
     del created
     with tempfile.TemporaryDirectory(prefix="flotilla-rows-") as folder:
-        bases.fetch(uri, Path(folder, "checkpoint"))
+        storage.fetch(uri, Path(folder, "checkpoint"))
         values = _values_of(Path(folder, "checkpoint"))
     found = {}
     for table in tables:
@@ -80,18 +79,10 @@ def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
 
 
 def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
-    """Return all values by path: those of a difference over those of its base."""
+    """Return all values by path."""
     own = tf.train.load_checkpoint(str(folder / PREFIX))
     keys = own.get_variable_to_shape_map()
-    values = {path_of(key): own.get_tensor(key) for key in keys if is_variable(key)}
-    changed = [key.removeprefix(CHANGED_ROWS) for key in keys if key.startswith(CHANGED_ROWS)]
-    if changed:
-        base = tf.train.load_checkpoint(str(folder / bases.FOLDER / PREFIX))
-        for key in changed:
-            value = base.get_tensor(key)
-            value[own.get_tensor(f"{CHANGED_ROWS}{key}")] = own.get_tensor(f"{CHANGED_VALUES}{key}")
-            values[path_of(key)] = value
-    return values
+    return {path_of(key): own.get_tensor(key) for key in keys if is_variable(key)}
 
 
 def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:

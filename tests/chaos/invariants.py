@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from tests.chaos.grown import Shards, faults_of, grown, lost_between
 from trainer import storage
-from trainer.checkpoints import bases
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
 from trainer.events import (
@@ -109,18 +108,13 @@ def no_try_fails_for_what_is_survived(outcome: Outcome) -> Iterator[str]:
 
 
 def no_checkpoint_is_torn(outcome: Outcome) -> Iterator[str]:
-    """Every published checkpoint is whole, with its base, unless a fault has torn one of them."""
+    """Every published checkpoint is whole, unless a fault has torn it."""
     for uri, _ in list_checkpoints(outcome.checkpoints):
         try:
-            bases.verify(uri)
+            storage.verify(uri)
         except UserError as error:
-            if not _is_torn(outcome, uri):
+            if uri not in outcome.torn:
                 yield f"a checkpoint is torn: {error}"
-
-
-def _is_torn(outcome: Outcome, uri: str) -> bool:
-    """Say whether a fault has torn a checkpoint, or the base of it."""
-    return not {uri, bases.uri_of(uri, storage.read_manifest(uri).fields)}.isdisjoint(outcome.torn)
 
 
 def a_green_end_has_all_steps(outcome: Outcome) -> Iterator[str]:
@@ -250,7 +244,7 @@ def rows_of(outcome: Outcome) -> dict[str, Shards]:
     """Return the rows in each checkpoint that no fault has torn, oldest first."""
     found = {}
     for uri, _ in list_checkpoints(outcome.checkpoints) if outcome.tables else ():
-        if not _is_torn(outcome, uri):
+        if uri not in outcome.torn:
             created = storage.read_manifest(uri).created
             try:
                 found[uri] = grown(uri, created, outcome.tables)

@@ -31,8 +31,7 @@ CLICKS = {
     "users": 6000, "items": 12_000, "new_users": 100, "new_items": 20, "segments": 64,
     "categories": 64, "zipf": 0.2, "events": 60_000, "test_events": 4000,
 }  # fmt: skip
-# Slots of a shard, of users and of items: for all of them, or so few that rows are given away. Of
-# fewer than 512 a difference has none.
+# Slots of a shard, of users and of items: for all of them, or so few that rows are given away.
 ROOM, LITTLE_ROOM = (2048, 8192), (600, 2400)
 TABLES = ("user", "item", "segment", "category")
 
@@ -43,7 +42,6 @@ class TablePlan(Plan):
 
     Attributes:
         parts_mb: from how much on servers write their own parts.
-        differences: `training.checkpoint_differences`.
         snapshots: `cluster.snapshot_seconds`.
         little_room: whether rows are given away.
         min_count: how often an id has to come before it gets a row.
@@ -55,7 +53,6 @@ class TablePlan(Plan):
     steps: int = STEPS
     every: int = EVERY
     parts_mb: int = 0
-    differences: float = 0.0
     snapshots: int = 0
     little_room: bool = False
     min_count: int = 1
@@ -68,7 +65,6 @@ class TablePlan(Plan):
         parts = {
             super().__str__(): True,
             "by parts": self.by_parts,
-            "differences": self.differences,
             "snapshots": self.snapshots,
             "little room": self.little_room,
             f"min_count {self.min_count}": self.min_count > 1,
@@ -117,7 +113,6 @@ class TablePlan(Plan):
             "training.batch_size": BATCH,
             "training.keep": self.keep,
             "training.checkpoint_parts_mb": self.parts_mb,
-            "training.checkpoint_differences": self.differences,
             "cluster.snapshot_seconds": self.snapshots,
             # At least one for each server.
             "model.args.shards": max(2, self.servers),
@@ -157,7 +152,6 @@ def draw_table_plan(seed: int) -> TablePlan:
         evaluator=draw.random() < 0.15,
         faults=(),
         parts_mb=0 if by_parts else 64,
-        differences=0.9 if draw.random() < 0.5 and by_parts else 0.0,
         snapshots=int(draw.random() < 0.4 and is_asynchronous),
         little_room=draw.random() < 0.4,
         min_count=draw.randint(1, 2),

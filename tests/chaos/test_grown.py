@@ -33,18 +33,14 @@ def shard(number, ids, *, given=None, evicted=0, **changed):
     }
 
 
-def keep(folder, step, *shards, base=None):
-    """Publish a checkpoint of a table; with a base, rows of it that have changed, by their path."""
+def keep(folder, step, *shards):
+    """Publish a checkpoint of a table."""
     source = folder / f"source-{step}"
     source.mkdir()
     names, tensors = [], []
     for path, value in {name: each for own in shards for name, each in own.items()}.items():
         key = f"variables/{path.replace('.', '..').replace('/', '.S')}/.ATTRIBUTES/VARIABLE_VALUE"
-        if isinstance(value, dict):
-            names += [f"changed/rows/{key}", f"changed/values/{key}"]
-            tensors += [np.array(list(value)), np.array(list(value.values()))]
-        else:
-            names, tensors = [*names, key], [*tensors, value]
+        names, tensors = [*names, key], [*tensors, value]
     tf.raw_ops.SaveV2(
         prefix=f"{source}/variables",
         tensor_names=names,
@@ -52,10 +48,7 @@ def keep(folder, step, *shards, base=None):
         tensors=tensors,
     )
     uri = storage.uri_of(folder / "checkpoints" / f"step-{step:08d}")
-    fields = {"global_step": step}
-    if base:
-        fields["base"] = {"uri": base, "created": storage.read_manifest(base).created}
-    storage.publish(source, uri, kind="checkpoint", fields=fields)
+    storage.publish(source, uri, kind="checkpoint", fields={"global_step": step})
     return uri
 
 
@@ -161,39 +154,12 @@ def test_a_step_that_ended_halfway_may_leave_rows(grown_run):
     assert violations_of(outcome) == []
 
 
-def test_a_difference_is_read_over_its_base(grown_run):
-    outcome, publishes = grown_run
-    base = f"{outcome.checkpoints}/step-00000100"
-    own = "model/user_embedding/shard_0_"
-    # The second slot has another id, and a row was taken back for it.
-    changed = shard(0, [3, 7], evicted=1) | {f"{own}ids": {1: 7}, f"{own}rows": {1: [2.0, 2.0]}}
-    publishes(300, changed, shard(1, [4]), base=base)
-    assert violations_of(outcome) == []
-    assert [set(each["user", 0].ids) for each in rows_of(outcome).values()] == [{3, 5}, {3, 7}]
-
-
-def test_a_difference_whose_base_is_damaged_is_torn(grown_run):
-    outcome, publishes = grown_run
-    base = f"{outcome.checkpoints}/step-00000100"
-    publishes(300, shard(0, [3, 5]), shard(1, [4]), base=base)
-    path = next(storage.local_path(base).glob("variables.data-*"))
-    path.write_bytes(b"")
-    found = violations_of(outcome)
-    assert [each.total for each in found] == ["torn", "torn"]
-    outcome.torn.add(base)
-    assert violations_of(outcome) == []
-    outcome.torn.clear()
-    storage.delete(base)
-    (violation,) = violations_of(outcome)
-    assert "which is not published any more" in violation.words
-
-
 def test_a_seed_is_a_plan_of_tables():
     plans = [draw_table_plan(seed) for seed in range(200)]
     assert plans == [draw_table_plan(seed) for seed in range(200)]
     assert {plan.strategy for plan in plans} == set(table_plan.STRATEGIES)
     assert {plan.servers for plan in plans} == {1, 2, 3}
-    for name in ("by_parts", "differences", "snapshots", "little_room", "in_bucket"):
+    for name in ("by_parts", "snapshots", "little_room", "in_bucket"):
         assert {bool(getattr(plan, name)) for plan in plans} == {True, False}
     faults = [(plan, fault) for plan in plans for fault in plan.faults]
     kinds = {kind for kind, _ in table_plan.TURNS} - {"outage"}

@@ -61,37 +61,6 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
         assert [each.name for each in left if each.parent.name != "replies"] == ["ready.json"]
 
 
-@pytest.mark.long
-def test_training_resumes_from_a_difference(dataset, tmp_path, monkeypatch):
-    monkeypatch.setenv("DIES_AFTER", "difference")
-    # Steps so small that they change nothing: of a large variable no row differs.
-    still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}, "checkpoint_differences": 0.9}
-    large = {**settings(200, **still), "model": {"args": {"hidden_units": [600]}}}
-    with (
-        held_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,
-        by_hand(tmp_path, dataset, cluster, large) as tasks,
-    ):
-        tasks.start(SECOND, module="tests.cluster.dying_server")
-        for task in (PS, WORKER, CHIEF):
-            tasks.start(task)
-        assert tasks.end_of(SECOND) == -signal.SIGKILL
-        assert tasks.end_of(CHIEF) == BEGIN_AGAIN, tasks.log(CHIEF)
-        found = contents(tasks.checkpoints)
-        assert found.base
-        assert 0 in {each.changed for each in found.variables.values()}
-        before = values(found.base)
-        for task in (SECOND, CHIEF):
-            tasks.start(task)
-        assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
-        last = contents(tasks.checkpoints)
-    assert (last.global_step, last.base) == (200, "")
-    assert "passed over" not in tasks.log(CHIEF)
-    after = values(last.uri)
-    for key, value in before.items():
-        # A bias begins with zeros, which even such a step moves.
-        np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-20)
-
-
 def values(uri: str) -> dict[str, np.ndarray]:
     reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
     keys = [each for each in reader.get_variable_to_shape_map() if "model" in each]

@@ -21,19 +21,18 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
-from trainer.checkpoints import bases
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
 from trainer.checkpoints.index import (
-    KIND,
     index_of,
     list_checkpoints,
     outdated,
     publish_anew,
+    read_checkpoint,
 )
 from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.servers import PartServers
-from trainer.checkpoints.tensor_bundle import BundleWriter, Layout, Layouts, assign_changed
+from trainer.checkpoints.tensor_bundle import BundleWriter, Layout, Layouts, assign
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
@@ -133,13 +132,13 @@ class Checkpoints:
 
     def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
         """Fetch a checkpoint; of one that servers read by parts, verify the data where it is."""
-        manifest = storage.read_manifest(uri)
-        whole = bases.manifest_of(uri, manifest.fields) or manifest
-        values = sum(each.bytes for each in whole.files if is_data(each.path))
+        manifest = read_checkpoint(uri)
+        values = sum(each.bytes for each in manifest.files if is_data(each.path))
         if not self.parts or values < self.parts.least or not self._is_shared(uri):
-            return bases.fetch(uri, folder).fields, False
-        bases.verify(uri)
-        bases.fetch(uri, folder, only=lambda path: not is_data(path))
+            storage.fetch(uri, folder, manifest=manifest)
+            return manifest.fields, False
+        storage.verify(uri)
+        storage.fetch(uri, folder, only=lambda path: not is_data(path), manifest=manifest)
         return manifest.fields, True
 
     def _is_shared(self, uri: str) -> bool:  # noqa: ARG002
@@ -154,16 +153,9 @@ class Checkpoints:
         """Return the servers that read what they hold themselves."""
         return self.parts.servers if self.parts else None
 
-    def by_parts(
-        self, servers: PartServers, least: int, *, share: float = 0.0, last_step: int = 0
-    ) -> None:
-        """Have servers write their own variables, where they hold `least` bytes or more.
-
-        Before `last_step` a checkpoint is a difference, where that has at most this share of the
-        bytes of a whole one.
-        """
+    def by_parts(self, servers: PartServers, least: int) -> None:
+        """Have servers write their own variables, where they hold `least` bytes or more."""
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
-        self.parts.share, self.parts.last_step = share, last_step
 
     def without_lost(self) -> None:
         """Publish what servers wrote that needs none that is gone; give up the rest of it."""
@@ -174,7 +166,7 @@ class Checkpoints:
                 ended()
         # What has failed would end the next save, and what was given up is to be saved again.
         self.uploads, self.last = UploadQueue(), ""
-        self.by_parts(parts.servers, parts.least, share=parts.share, last_step=parts.last_step)
+        self.by_parts(parts.servers, parts.least)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
@@ -228,10 +220,7 @@ class Checkpoints:
         """Write all values on this machine, and publish them."""
         values = self._writer.read(variables, io_device)
         _require_finite(values.not_finite, fields["global_step"], self.last)
-        stored = {
-            path: StoredVariable(dtype=each.dtype.name, shape=tuple(each.shape.as_list()))
-            for path, each in variables.items()
-        }
+        stored = {path: StoredVariable.of(each) for path, each in variables.items()}
         self.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
             self._writer.write(values, Path(folder, PREFIX), io_device)
@@ -261,10 +250,8 @@ class Checkpoints:
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # A later one was passed over, and must not replace one that can be read.
         readable = [each for each in index_of(self.uri) if each.global_step <= step]
-        needed = self.parts.bases() if self.parts else set()
-        for old in reversed(outdated(readable, keep=self._keep, awaited=self._awaited)):
-            if old not in needed:
-                storage.delete(old)
+        for old in outdated(readable, keep=self._keep, awaited=self._awaited):
+            storage.delete(old)
 
     @property
     def logs(self) -> Path | None:
@@ -334,34 +321,20 @@ def restore(
     apart and they can, and by this process otherwise. What a checkpoint may lack stays as it is.
     """
     try:
-        layout = Layout.of_checkpoint(found.folder, found.fields)
+        layout = Layout.read(found.folder / PREFIX)
         variables = layout.fitting(variables)
         if found.apart and servers and servers.are_ready():
-            servers.restore(found.folder, found.uri, found.fields, variables)
+            servers.restore(found.uri, layout, variables)
             return
         if found.apart:
-            bases.fetch(found.uri, found.folder)
-        below = {path: each for path, each in variables.items() if path in layout.changed}
-        if below:
-            _read(found.folder / bases.FOLDER / PREFIX, below, io_device)
-        whole = {path: each for path, each in variables.items() if path not in below}
-        _read(found.folder / PREFIX, whole, io_device)
-        for path, variable in below.items():
-            with tf.device(io_device):
-                assign_changed(variable, str(found.folder / PREFIX), layout.keys[path])
-    except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
+            storage.fetch(found.uri, found.folder)
+        assign(variables, layout, str(found.folder / PREFIX), io_device)
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
             f"({reason}); train the same ones, or begin a new run"
         ) from None
-
-
-def _read(prefix: Path, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-    checkpoint = tf.train.Checkpoint(variables=dict(variables))
-    # The checkpoint may hold more, such as the optimizer's part.
-    checkpoint.read(str(prefix), options).expect_partial().assert_existing_objects_matched()
 
 
 def resumed(
@@ -404,14 +377,12 @@ def resumed(
 
 def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
     """Return the shapes of all variables in a checkpoint by path."""
-    return dict(Layout.of_checkpoint(found.folder, found.fields).shapes)
+    return dict(Layout.read(found.folder / PREFIX).shapes)
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
     """Fetch and verify one checkpoint; raises `UserError` where it is missing, damaged or none."""
-    if (kind := storage.read_manifest(uri).kind) != KIND:
-        raise UserError(f"{uri} is of kind {kind!r} and not a checkpoint")
-    fields = bases.fetch(uri, folder).fields
+    fields = storage.fetch(uri, folder, manifest=read_checkpoint(uri)).fields
     step = int(fields["global_step"])
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
 

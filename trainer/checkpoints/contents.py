@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import storage
-from trainer.checkpoints import bases
-from trainer.checkpoints.index import KIND, newest_checkpoint
-from trainer.errors import UserError
+from trainer.checkpoints.index import newest_checkpoint, read_checkpoint
 from trainer.json_records import from_tree
 
 PREFIX = "variables"
@@ -32,15 +30,16 @@ _MOST_NUMBERS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVariable:
-    """One variable: its type by TensorFlow's name, its shape, and the number of its part.
-
-    Of a difference, `changed` says how many of its rows are here; None where it is whole.
-    """
+    """One variable: its type by TensorFlow's name, its shape, and the number of its part."""
 
     dtype: str
     shape: tuple[int, ...]
     part: int = 0
-    changed: int | None = None
+
+    @classmethod
+    def of(cls, variable: Any, *, part: int = 0) -> StoredVariable:
+        """Describe a variable of TensorFlow's."""
+        return cls(dtype=variable.dtype.name, shape=tuple(variable.shape.as_list()), part=part)
 
     @property
     def rows(self) -> int:
@@ -82,7 +81,6 @@ class Contents:
         uri: where it is.
         global_step: its own.
         created: when it was published.
-        base: the checkpoint since which it has what changed; empty where it is whole.
         parts: the bytes of the data of each part.
         variables: by path; empty where the manifest does not say.
     """
@@ -90,7 +88,6 @@ class Contents:
     uri: str
     global_step: int
     created: str
-    base: str
     bytes: int
     parts: tuple[int, ...]
     variables: Mapping[str, StoredVariable]
@@ -120,12 +117,7 @@ def path_of(key: str) -> str:
 def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
     """Return the field `variables` of a manifest."""
     return {
-        path: {
-            "dtype": each.dtype,
-            "shape": list(each.shape),
-            "part": each.part,
-            **({} if each.changed is None else {"changed": each.changed}),
-        }
+        path: {"dtype": each.dtype, "shape": list(each.shape), "part": each.part}
         for path, each in variables.items()
     }
 
@@ -164,17 +156,11 @@ def contents(uri: str) -> Contents:
     """
     if not storage.is_published(uri):
         uri, _ = newest_checkpoint(uri)
-    manifest = storage.read_manifest(uri)
-    if manifest.kind != KIND:
-        raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
-    step = manifest.fields.get("global_step")
-    if type(step) is not int:
-        raise storage.Corrupt(f"the manifest of {uri} names no global step: take another one")
+    manifest = read_checkpoint(uri)
     return Contents(
         uri=uri,
-        global_step=step,
+        global_step=manifest.fields["global_step"],
         created=manifest.created,
-        base=bases.uri_of(uri, manifest.fields),
         bytes=manifest.total_bytes,
         parts=tuple(each.bytes for each in manifest.files if is_data(each.path)),
         variables=of_field(manifest.fields),

@@ -6,13 +6,12 @@ The newest ones are kept, and the best by validation loss.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer import events, storage
-from trainer.checkpoints import bases
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
 from trainer.config.model import CHAMPION, KERAS, initial_weights
 from trainer.errors import UserError
@@ -26,6 +25,25 @@ log = logging.getLogger(__name__)
 def list_checkpoints(uri: str) -> list[tuple[str, int]]:
     """Return URI and global step of every published checkpoint below `uri`, oldest first."""
     return [(at, step) for at, step, _ in _readable(uri)]
+
+
+def read_checkpoint(uri: str) -> Manifest:
+    """Return the manifest of the checkpoint at `uri`.
+
+    Raises:
+        UserError: it is missing, damaged or no checkpoint, or has changed rows alone.
+    """
+    manifest = storage.read_manifest(uri)
+    if manifest.kind != KIND:
+        raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
+    if type(manifest.fields.get("global_step")) is not int:
+        raise storage.Corrupt(f"the manifest of {uri} names no global step: take another one")
+    if "base" in manifest.fields:
+        raise storage.UnknownSchema(
+            f"{uri} has only the rows that changed since another checkpoint, as versions before "
+            "0.2 wrote them: take a checkpoint that is whole"
+        )
+    return manifest
 
 
 def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
@@ -77,12 +95,11 @@ MAX_AWAITED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """One published checkpoint, its validation loss where it was measured, and what it needs."""
+    """One published checkpoint, and its validation loss where it was measured."""
 
     uri: str
     global_step: int
     loss: float | None
-    base: str = ""
 
 
 def index_of(uri: str) -> list[IndexEntry]:
@@ -92,8 +109,8 @@ def index_of(uri: str) -> list[IndexEntry]:
     for at, step, manifest in _readable(uri):
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
         loss = measured.get(VALIDATION_LOSS) if isinstance(measured, dict) else None
-        loss, base = loss if is_number(loss) else None, bases.uri_of(at, manifest.fields)
-        found.append(IndexEntry(uri=at, global_step=step, loss=loss, base=base))
+        loss = loss if is_number(loss) else None
+        found.append(IndexEntry(uri=at, global_step=step, loss=loss))
     return found
 
 
@@ -120,23 +137,7 @@ def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[s
         stay.add(lowest.uri)
     if awaited:
         stay |= {each.uri for each in [each for each in found if each.loss is None][-MAX_AWAITED:]}
-    if keep > 1:
-        stay |= _apart(found, stay)
-    stay |= {each.base for each in found if each.uri in stay}
     return [each.uri for each in found if each.uri not in stay]
-
-
-def _apart(found: Sequence[IndexEntry], stay: Set[str]) -> set[str]:
-    """Return the newest checkpoint on another base, where all that stay hang on one.
-
-    One damaged block of that base would leave nothing to resume from.
-    """
-    there = {each.uri for each in found}
-    on = {each.uri: each.base or each.uri for each in found}
-    own = {on[uri] for uri in stay}
-    if len(own & there) > 1:
-        return set()
-    return set([uri for uri, base in on.items() if base in there - own][-1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,8 @@ def handed_on(uri: str, choice: str) -> HandedOn:
 
 def _handed_on(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> HandedOn:
     # It may have been damaged since it was published.
-    fields = bases.verify(entry.uri).fields
+    read_checkpoint(entry.uri)
+    fields = storage.verify(entry.uri).fields
     step, trained = entry.global_step, found[-1].global_step
     events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))
     return HandedOn(

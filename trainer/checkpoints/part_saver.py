@@ -15,13 +15,12 @@ reader of checkpoints reads it as it reads one with a single file.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,17 +28,12 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from trainer import storage
-from trainer.checkpoints import bases, contents, part_server
+from trainer.checkpoints import contents, part_server
 from trainer.checkpoints.contents import StoredVariable
 from trainer.checkpoints.index import KIND
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.checkpoints.servers import (
-    Marked,
     PartServers,
-    bytes_of,
-    changed_rows,
-    fingerprints,
-    is_large,
     lost,
     merge,
     operating_on,
@@ -47,23 +41,10 @@ from trainer.checkpoints.servers import (
     side_by_side,
     size_of,
 )
-from trainer.checkpoints.tensor_bundle import (
-    CHANGED_ROWS,
-    CHANGED_VALUES,
-    GRAPH,
-    WRITE,
-    Layout,
-    Layouts,
-    Variables,
-)
+from trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Layouts, Variables
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage.errors import reported
-from trainer.storage.retry import shorter_retry
-
-# While a store does not answer, the next save must not wait for this one.
-ASK_SECONDS = 5.0
-log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
@@ -87,24 +68,21 @@ class _Save:
     """
 
     uri: str
-    step: int
     fields: Mapping[str, Any]
-    stored: Mapping[str, StoredVariable]
     files: Mapping[str, bytes]
     servers: Mapping[str, int]
     parts: Mapping[int, int]
     layout: Layout
     token: str
     snapshot: dict[str, tf.Tensor] = field(default_factory=dict)
-    base: Marked | None = None
-    # Of all large variables, and of those of which it holds changed rows alone.
-    marks: dict[str, tf.Tensor] = field(default_factory=dict)
-    rows: dict[str, tf.Tensor] = field(default_factory=dict)
     draft: str = ""
     opened: ExitStack = field(default_factory=ExitStack)
     replies: dict[int, Reply] = field(default_factory=dict)
-    running: bool = False
-    over: bool = False
+
+    @property
+    def step(self) -> int:
+        """Return the global step."""
+        return int(self.fields["global_step"])
 
     def prefix(self, server: int) -> str:
         """Return where a server writes: straight to the draft where it has it as a folder."""
@@ -115,11 +93,6 @@ class _Save:
 
 class PartSaver:
     """Saves checkpoints by parts; what fails behind training is raised by its next call."""
-
-    #: A difference of more than this share of a whole checkpoint is not written; 0: none is.
-    share = 0.0
-    #: From this step on checkpoints are whole.
-    last_step = 0
 
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
@@ -132,16 +105,9 @@ class PartSaver:
         self._scratch = scratch
         self._written = threading.Event()
         self._written.set()
-        self._mutex = threading.Lock()
-        self._last: _Save | None = None
-        # Those in whose place a newer one is published.
-        self._replaced: list[_Save] = []
-        # The newest whole checkpoint, and all that are not published yet.
-        self._base: Marked | None = None
-        self._pending: list[_Save] = []
+        # Those whose parts are not wanted any more, and not removed yet.
+        self._unwanted: list[_Save] = []
         self._failure: BaseException | None = None
-        # Why the newest one is not going to be published.
-        self._dropped = ""
         self._layouts = Layouts(scratch)
 
     def takes(self, variables: Variables) -> bool:
@@ -157,21 +123,16 @@ class PartSaver:
         Raises:
             UserError: an earlier checkpoint could not be published.
         """
-        self._written.wait()
-        self.require()
+        self.settle()
         servers = {path: server_of(each) or 0 for path, each in variables.items()}
         parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}
         stored = {
-            path: StoredVariable(
-                dtype=each.dtype.name, shape=tuple(each.shape.as_list()), part=parts[servers[path]]
-            )
+            path: StoredVariable.of(each, part=parts[servers[path]])
             for path, each in variables.items()
         }
         save = _Save(
             uri=uri,
-            step=fields["global_step"],
-            fields=fields,
-            stored=stored,
+            fields={**fields, "variables": contents.to_field(stored)},
             files=files,
             servers=servers,
             parts=parts,
@@ -189,19 +150,7 @@ class PartSaver:
 
     def is_busy(self) -> bool:
         """Say whether a save is not published yet, or has failed."""
-        with self._mutex:
-            left = [each for each in self._pending if not each.over]
-        return bool(left or self._failure or not self._written.is_set())
-
-    def without_base(self) -> None:
-        """Save the next one whole: fingerprints of the last one are gone with a server."""
-        with self._mutex:
-            self._base = None
-
-    def bases(self) -> set[str]:
-        """Return the URIs of what differences need that are still on their way."""
-        with self._mutex:
-            return {each.base.uri for each in self._pending if each.base and not each.over}
+        return bool(self._failure or not self._written.is_set() or not self._uploads.is_idle())
 
     def require(self) -> None:
         """Raise what has failed behind training, if anything has."""
@@ -225,112 +174,38 @@ class PartSaver:
                 self._uploads.flush()
             raise
         self._uploads.flush()
-        if self._dropped:
-            raise UserError(self._dropped)
 
     def _write(self, save: _Save) -> None:
         try:
             save.draft = save.opened.enter_context(storage.draft(save.uri))
-            with self._mutex:
-                self._pending = [*(each for each in self._pending if not each.over), save]
-                save.base = self._base if save.step < self.last_step else None
-            if save.base:
-                self._require_base(save, save.base)
-            side_by_side(save.parts, partial(self._compare, save))
-            self._choose(save)
+            side_by_side(save.parts, partial(self._require_finite, save))
             side_by_side(save.parts, partial(self._write_part, save))
             save.snapshot.clear()
-            with self._mutex:
-                older, self._last, self._dropped = self._last, save, ""
-                if older and not (older.running or older.over):
-                    older.over = True
-                    self._replaced.append(older)
-            self._uploads.put("checkpoint", partial(self._publish, save))
+            publish, discard = partial(self._publish, save), partial(self._discard, save)
+            self._uploads.put("checkpoint", publish, discard)
         # The thread that trains has to end, as if it had saved itself.
         except BaseException as error:
             self._failure = error
-            save.marks.clear()
-            save.rows = {}
-        save.snapshot.clear()
-        try:
-            # What is replaced and cannot be removed now is, before the next one is published.
-            with suppress(UserError):
-                if self._failure:
-                    self._discard(save)
-                self._discard_replaced()
+            save.snapshot.clear()
+            self._discard(save)
         finally:
             self._written.set()
 
-    def _require_base(self, save: _Save, base: Marked) -> None:
-        """Make a save whole whose base was deleted, as long as there is a snapshot to write."""
-        try:
-            with shorter_retry(ASK_SECONDS):
-                if bases.is_there(base.uri, base.created):
-                    return
-        except UserError:
-            # It is asked for again before the save is published.
-            return
-        log.warning("%s will be whole: its base %s was deleted", save.uri, base.uri)
-        with self._mutex:
-            save.base = None
-            if self._base is base:
-                self._base = None
-
-    def _compare(self, save: _Save, server: int) -> None:
-        """Find out on a server which rows of its large variables changed since the base."""
-        own = {path: save.snapshot[path] for path, at in save.servers.items() if at == server}
+    def _require_finite(self, save: _Save, server: int) -> None:
         with lost(server), operating_on(server):
-            self._require_finite(own, save.step)
-            if not self.share or save.step >= self.last_step:
-                return
-            for path in (path for path, value in own.items() if is_large(value)):
-                save.marks[path] = fingerprints(own[path])
-                before = save.base.marks.get(path) if save.base else None
-                if before is not None and before.shape == save.marks[path].shape:
-                    save.rows[path] = changed_rows(save.marks[path], before)
-
-    def _choose(self, save: _Save) -> None:
-        """Decide whether this is a difference, and which variables it holds rows of."""
-        size = bytes_of
-        gains = {
-            path: size(save.snapshot[path]) - size(save.snapshot[path], rows)
-            for path, rows in save.rows.items()
-        }
-        whole = sum(map(size, save.snapshot.values()))
-        gained = sum(gain for gain in gains.values() if gain > 0)
-        if gained and whole - gained <= self.share * whole:
-            save.rows = {path: rows for path, rows in save.rows.items() if gains[path] > 0}
-            save.marks.clear()
-        else:
-            with self._mutex:
-                save.rows, save.base = {}, None
-        stored = {
-            path: replace(each, changed=int(save.rows[path].shape[0]))
-            if path in save.rows
-            else each
-            for path, each in save.stored.items()
-        }
-        fields = {**save.fields, "variables": contents.to_field(stored)}
-        if save.base:
-            fields[bases.FIELD] = {"uri": save.base.uri, "created": save.base.created}
-        save.fields = fields
+            for path, value in save.snapshot.items():
+                if save.servers[path] != server or not value.dtype.is_floating:
+                    continue
+                if not bool(tf.reduce_all(tf.math.is_finite(value))):
+                    raise self._owner.not_finite(path, save.step)
 
     def _write_part(self, save: _Save, server: int) -> None:
-        names: list[str] = []
-        values: list[tf.Tensor] = []
-        with operating_on(server):
-            for path in (path for path, at in save.servers.items() if at == server):
-                key, rows = save.layout.keys[path], save.rows.get(path)
-                # Of a difference, no more than one whole value is there next to its rows.
-                value = save.snapshot.pop(path)
-                if rows is None:
-                    names, values = [*names, key], [*values, value]
-                    continue
-                names += [f"{CHANGED_ROWS}{key}", f"{CHANGED_VALUES}{key}"]
-                with lost(server):
-                    values += [rows, tf.gather(value, rows)]
-            # The first has what belongs to no variable.
-            if save.parts[server] == 0:
+        own = [path for path, at in save.servers.items() if at == server]
+        names = [save.layout.keys[path] for path in own]
+        values = [save.snapshot.pop(path) for path in own]
+        # The first has what belongs to no variable.
+        if save.parts[server] == 0:
+            with operating_on(server):
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
         written = partial(
             tf.raw_ops.SaveV2,
@@ -341,58 +216,18 @@ class PartSaver:
         )
         self.servers.on_files(server, WRITE, save.prefix(server), written)
 
-    def _require_finite(self, values: Mapping[str, tf.Tensor], step: int) -> None:
-        for path, value in values.items():
-            if value.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(value))):
-                raise self._owner.not_finite(path, step)
-
     def _publish(self, save: _Save) -> None:
-        with self._mutex:
-            if save.over:
-                return
-            save.running = True
-        try:
-            self._discard_replaced()
-            self._owner.before_publication()
-            if save.base and not bases.is_there(save.base.uri, save.base.created):
-                self._drop(save, save.base)
-                return
-            if not save.replies and storage.is_published(save.uri):
-                # A valid one would have been resumed.
-                storage.delete(save.uri)
-            side_by_side(save.parts, partial(self._publish_part, save))
-            small = self._add_small(save)
-            self._owner.before_publication()
-            entries = [*small, *(each.entry for each in save.replies.values())]
-            made = storage.commit(
-                save.draft, save.uri, kind=KIND, files=entries, fields=save.fields
-            )
-            with self._mutex:
-                if save.marks:
-                    self._base = Marked(uri=save.uri, created=made.created, marks=save.marks)
-                save.running, save.over = False, True
-            save.opened.close()
-        except BaseException:
-            with self._mutex:
-                # At once: a newer one leaves what still runs to its end, and removes all else.
-                save.running = False
-                # A newer one was waiting for its end.
-                save.over = self._last is not save
-            if save.over:
-                self._discard(save)
-            raise
+        self._owner.before_publication()
+        if not save.replies and storage.is_published(save.uri):
+            # A valid one would have been resumed.
+            storage.delete(save.uri)
+        side_by_side(save.parts, partial(self._publish_part, save))
+        small = self._add_small(save)
+        self._owner.before_publication()
+        entries = [*small, *(each.entry for each in save.replies.values())]
+        storage.commit(save.draft, save.uri, kind=KIND, files=entries, fields=save.fields)
+        save.opened.close()
         self._owner.published(save.uri, save.step)
-
-    def _discard_replaced(self) -> None:
-        """Remove the parts of those in whose place a newer one is published."""
-        while replaced := self._next_replaced():
-            self._discard(replaced)
-            with self._mutex, suppress(ValueError):
-                self._replaced.remove(replaced)
-
-    def _next_replaced(self) -> _Save | None:
-        with self._mutex:
-            return self._replaced[0] if self._replaced else None
 
     def _publish_part(self, save: _Save, server: int) -> None:
         if server not in save.replies:
@@ -414,19 +249,16 @@ class PartSaver:
             merge([save.replies[server] for server in save.parts], folder, self.servers)
             return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
 
-    def _drop(self, save: _Save, base: Marked) -> None:
-        """Do not publish a difference that nobody could read; what is saved next is whole."""
-        reason = f"{save.uri} is not published: its base {base.uri} was deleted"
-        log.warning("%s", reason)
-        with self._mutex:
-            save.running, save.over = False, True
-            if self._base is base:
-                self._base = None
-            if self._last is save:
-                self._dropped = f"{reason}; start again to go on from the newest one that is whole"
-        self._discard(save)
-
     def _discard(self, save: _Save) -> None:
+        """Remove the parts of a save, and of earlier ones that could not be removed then."""
+        self._unwanted.append(save)
+        for each in list(self._unwanted):
+            # Another thread may have removed it meanwhile.
+            with suppress(UserError, ValueError):
+                self._remove(each)
+                self._unwanted.remove(each)
+
+    def _remove(self, save: _Save) -> None:
         save.opened.close()
         if save.draft and not storage.local_path(save.draft):
             side_by_side(

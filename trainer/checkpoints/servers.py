@@ -2,26 +2,19 @@
 
 An operation that is placed on a server reads and writes files in the server's working folder. What
 needs more than an operation is asked for; see `trainer.checkpoints.part_server`.
-
-A part may have only the rows that changed since the base of a checkpoint. Of each row of the base
-its server keeps a fingerprint of 64 bits: a difference needs no hook in any update, and is exact
-for every optimizer and layer. That a changed row keeps its fingerprint has a probability of 2^-64
-at each save.
 """
 
 from __future__ import annotations
 
 import base64
 import logging
-import math
 import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +22,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from trainer import storage
-from trainer.checkpoints import bases, contents, part_server
+from trainer.checkpoints import contents, part_server
 from trainer.checkpoints.contents import INDEX_FILE, PREFIX
 from trainer.checkpoints.part_server import Reply, Request
 from trainer.checkpoints.tensor_bundle import (
@@ -37,7 +30,7 @@ from trainer.checkpoints.tensor_bundle import (
     WRITE,
     Layout,
     Variables,
-    assign_changed,
+    assign,
     of_files,
 )
 from trainer.errors import ClusterLostError, UserError
@@ -45,9 +38,6 @@ from trainer.json_records import parse_mapping
 from trainer.storage.retry import until_deadline
 from trainer.strategies.placement import fetched, operating_at, server_device
 
-# A variable with fewer rows is written whole.
-FEWEST_ROWS = 512
-_ROW_BYTES = 8
 # Between two looks for an answer: first and last; and until a server is probed.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
 Result = TypeVar("Result")
@@ -124,20 +114,16 @@ class PartServers:
         """Return the words for the folder of a file that a server writes."""
         return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
-    def restore(self, folder: Path, uri: str, fields: Mapping[str, Any], wanted: Variables) -> None:
-        """Assign values of the checkpoint at `uri`, whose index is in `folder`, on the servers.
+    def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
+        """Assign values of the checkpoint at `uri` on the servers that hold the variables.
 
         Raises:
             UserError: a server cannot fetch a part.
         """
-        layout = Layout.of_checkpoint(folder, fields)
         places = {path: server_of(each) or 0 for path, each in wanted.items()}
 
         def of_server(server: int) -> None:
             own = {path: each for path, each in wanted.items() if places[path] == server}
-            if below := {path: each for path, each in own.items() if path in layout.changed}:
-                base = bases.uri_of(uri, fields)
-                self._restore(server, base, below, replace(layout, changed=frozenset()))
             self._restore(server, uri, own, layout)
 
         side_by_side(sorted(set(places.values())), of_server)
@@ -153,7 +139,7 @@ class PartServers:
         if not shared:
             self.ask(server, Request(action="fetch", uri=uri, prefix=fetched, files=files))
         prefix = f"{shared or fetched}/{PREFIX}"
-        self.on_files(server, READ, prefix, partial(_assign, own, layout, prefix))
+        self.on_files(server, READ, prefix, partial(assign, own, layout, prefix))
         if not shared:
             self.ask(server, Request(action="discard", prefix=fetched))
 
@@ -197,22 +183,6 @@ def _once(server: int, action: str, where: Callable[[], str], work: Callable[[],
         return work()
 
 
-def _assign(own: Variables, layout: Layout, prefix: str) -> None:
-    # One after the other: no more than one value is there twice.
-    for path, variable in own.items():
-        if path in layout.changed:
-            assign_changed(variable, prefix, layout.keys[path])
-            continue
-        (value,) = tf.raw_ops.RestoreV2(
-            prefix=prefix,
-            tensor_names=[layout.keys[path]],
-            shape_and_slices=[""],
-            dtypes=[variable.dtype],
-        )
-        with tf.device(variable.device):
-            variable.assign(value)
-
-
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
     """Return what `work` returns for each of these servers.
 
@@ -252,38 +222,6 @@ def lost(server: int) -> Iterator[None]:
     except tf.errors.OpError as error:
         line, *_ = str(error.message).strip().splitlines() or [type(error).__name__]
         raise ClusterLostError(f"a task of the cluster is gone: ps-{server}: {line}") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Marked:
-    """A whole checkpoint that is published, and the fingerprints of its rows by path."""
-
-    uri: str
-    created: str
-    marks: Mapping[str, tf.Tensor]
-
-
-def is_large(value: tf.Tensor) -> bool:
-    """Say whether a difference may hold rows of a value."""
-    return bool(value.shape.rank) and value.shape[0] >= FEWEST_ROWS
-
-
-def fingerprints(value: tf.Tensor) -> tf.Tensor:
-    """Return the fingerprint of each row: int64 [rows]."""
-    return tf.bitcast(tf.raw_ops.Fingerprint(data=value, method="farmhash64"), tf.int64)
-
-
-def changed_rows(now: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-    """Return the rows [n] whose fingerprints differ."""
-    return tf.where(tf.not_equal(now, before))[:, 0]
-
-
-def bytes_of(value: tf.Tensor, rows: tf.Tensor | None = None) -> int:
-    """Return the size of a value, or of some rows of it with their numbers."""
-    if rows is None:
-        return int((value.shape.num_elements() or 0) * value.dtype.size)
-    row = math.prod(value.shape[1:]) * value.dtype.size
-    return int(rows.shape[0] * (row + _ROW_BYTES))
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:

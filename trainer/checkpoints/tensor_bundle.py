@@ -10,18 +10,17 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from trainer import storage
-from trainer.checkpoints import bases, contents
+from trainer.checkpoints import contents
 from trainer.checkpoints.contents import PREFIX
 from trainer.errors import UserError
 from trainer.models.embedding_table import may_lack
@@ -29,8 +28,6 @@ from trainer.storage.errors import PASSING
 from trainer.storage.retry import until_deadline
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-# In front of the key of a variable, of which a difference holds rows: int64 [n], and their values.
-CHANGED_ROWS, CHANGED_VALUES = "changed/rows/", "changed/values/"
 # A full disk, a folder that may not be written, a file over the limit of its size.
 _UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
@@ -83,31 +80,12 @@ def _reason(error: tf.errors.OpError, action: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects.
-
-    Of the variables in `changed` it has rows alone; the others are whole.
-    """
+    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects."""
 
     keys: Mapping[str, str]
     shapes: Mapping[str, list[int]]
     types: Mapping[str, tf.DType]
     graph: bytes = b""
-    changed: frozenset[str] = frozenset()
-
-    @classmethod
-    def of_checkpoint(cls, folder: Path, fields: Mapping[str, Any]) -> Layout:
-        """Read the indexes of a checkpoint, and of its base where the fields name one."""
-        own = cls.read(folder / PREFIX)
-        if not fields.get(bases.FIELD):
-            return own
-        base = cls.read(folder / bases.FOLDER / PREFIX)
-        below = own.changed & base.keys.keys()
-        return replace(
-            own,
-            keys={**{path: base.keys[path] for path in below}, **own.keys},
-            shapes={**{path: base.shapes[path] for path in below}, **own.shapes},
-            types={**{path: base.types[path] for path in below}, **own.types},
-        )
 
     @classmethod
     def read(cls, prefix: Path) -> Layout:
@@ -119,11 +97,6 @@ class Layout:
             keys=keys,
             shapes={path: shapes[key] for path, key in keys.items()},
             types={path: types[key] for path, key in keys.items()},
-            changed=frozenset(
-                contents.path_of(key.removeprefix(CHANGED_ROWS))
-                for key in shapes
-                if key.startswith(CHANGED_ROWS)
-            ),
         )
 
     @classmethod
@@ -161,16 +134,22 @@ class Layout:
         return there
 
 
-def assign_changed(variable: tf.Variable, prefix: str, key: str) -> None:
-    """Assign the rows that a difference has to a variable that has the values of the base."""
-    rows, values = tf.raw_ops.RestoreV2(
-        prefix=prefix,
-        tensor_names=[f"{CHANGED_ROWS}{key}", f"{CHANGED_VALUES}{key}"],
-        shape_and_slices=["", ""],
-        dtypes=[tf.int64, variable.dtype],
-    )
-    # A scatter into the variable would make each later read of it a copy.
-    variable.assign(tf.tensor_scatter_nd_update(variable.read_value(), rows[:, None], values))
+def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
+    """Assign the values of a bundle to variables, wherever they are.
+
+    `io_device` is whose file system is read, which is that of the scope by default. One variable
+    comes after the other: no more than one value is there twice.
+    """
+    for path, variable in variables.items():
+        with tf.device(io_device) if io_device else nullcontext():
+            (value,) = tf.raw_ops.RestoreV2(
+                prefix=prefix,
+                tensor_names=[layout.keys[path]],
+                shape_and_slices=[""],
+                dtypes=[variable.dtype],
+            )
+        with tf.device(variable.device):
+            variable.assign(value)
 
 
 def write(variables: Variables, prefix: Path, io_device: str | None) -> None:

@@ -9,12 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from trainer import events, storage
 from trainer.errors import UserError
 
-Upload = Callable[[], None]
 log = logging.getLogger(__name__)
+
+
+class _Upload(NamedTuple):
+    """An upload, and what is called where a newer one takes its place before it succeeds."""
+
+    run: Callable[[], None]
+    replaced: Callable[[], None]
 
 
 class UploadQueue:
@@ -22,15 +29,19 @@ class UploadQueue:
 
     def __init__(self) -> None:
         """Begin empty; the first upload starts the thread, which ends with the process."""
-        self._waiting: dict[str, Upload] = {}
-        self._failed: dict[str, tuple[Upload, UserError]] = {}
+        self._waiting: dict[str, _Upload] = {}
+        self._failed: dict[str, tuple[_Upload, UserError]] = {}
         self._broken: BaseException | None = None
         self._busy = False
         self._change = threading.Condition()
         self._begun = False
 
-    def put(self, slot: str, upload: Upload) -> None:
-        """Queue `upload`, in place of one that waits in the same slot.
+    def put(
+        self, slot: str, run: Callable[[], None], replaced: Callable[[], None] = lambda: None
+    ) -> None:
+        """Queue an upload, in place of one that waits, or has failed, in the same slot.
+
+        `replaced` is called, on any thread, where a newer upload takes its place.
 
         Raises:
             UserError: an earlier upload failed for a reason that retries cannot fix.
@@ -40,8 +51,17 @@ class UploadQueue:
             if not self._begun:
                 self._begun = True
                 threading.Thread(target=self._run, name="uploads", daemon=True).start()
-            self._waiting[slot] = upload
+            older = [self._waiting.get(slot), self._failed.get(slot, (None,))[0]]
+            self._waiting[slot] = _Upload(run, replaced)
             self._change.notify_all()
+        for each in older:
+            if each:
+                each.replaced()
+
+    def is_idle(self) -> bool:
+        """Say whether all uploads are done, and none has failed."""
+        with self._change:
+            return not (self._waiting or self._busy or self._failed)
 
     def flush(self) -> None:
         """Wait until all uploads are done; those that failed are tried once more.
@@ -79,17 +99,21 @@ class UploadQueue:
                 self._busy = True
             failure = self._attempt(upload)
             with self._change:
-                self._busy = False
                 # A newer upload of the slot will show whether it still fails.
-                if failure and slot not in self._waiting:
+                is_replaced = failure is not None and slot in self._waiting
+                if failure and not is_replaced:
                     self._failed[slot] = (upload, failure)
                 elif not failure:
                     self._failed.pop(slot, None)
+            if is_replaced:
+                upload.replaced()
+            with self._change:
+                self._busy = False
                 self._change.notify_all()
 
-    def _attempt(self, upload: Upload) -> UserError | None:
+    def _attempt(self, upload: _Upload) -> UserError | None:
         try:
-            upload()
+            upload.run()
         except UserError as error:
             log.warning("%s", error)
             events.emit(events.UploadFailed(reason=str(error)))

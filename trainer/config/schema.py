@@ -122,12 +122,6 @@ class TrainingConfig(Section):
     checkpoint_parts_mb: int = key(
         64, "megabytes on parameter servers from which each writes its own part", ge=0, le=MOST
     )
-    checkpoint_differences: float = key(
-        0,
-        "largest share of a whole checkpoint by parts, of changed rows alone; 0: all whole",
-        ge=0,
-        le=1,
-    )
     keep: int = key(3, "retention: newest checkpoints, besides the best", ge=1, le=MOST)
     validate_every: int = key(500, "global steps between validations; 0: none", ge=0, le=MOST)
     patience: int = key(0, "stop after this many validations without gain; 0: never", ge=0, le=MOST)

@@ -84,8 +84,6 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         checkpoints.by_parts(
             PartServers(servers, strategy.io_device),
             training.checkpoint_parts_mb * 10**6,
-            share=training.checkpoint_differences,
-            last_step=training.steps,
         )
     streaming = streaming_to(job, cluster)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested, streaming)

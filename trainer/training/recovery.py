@@ -332,8 +332,6 @@ class Recovery:
         parts = self._checkpoints.parts
         if parts and parts.is_busy():
             self._checkpoints.without_lost()
-        elif parts:
-            parts.without_base()
         others = {
             path: each
             for server in lost - copies.keys()

@@ -50,7 +50,6 @@ def test_the_newest_is_listed_with_its_variables_and_parts(checkpoints, capsys):
         "dtype": "float32",
         "shape": [1000, 16],
         "part": 1,
-        "changed": None,
         "rows": 1000,
         "bytes": 64_000,
     }
@@ -91,36 +90,6 @@ def test_a_manifest_without_a_step_is_one_line(checkpoints, tmp_path, capsys, st
 def test_bytes_are_those_of_the_type():
     sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "complex128": 16, "bool": 1, "string": 0}
     assert {each: StoredVariable(dtype=each, shape=()).bytes for each in sizes} == sizes
-
-
-def test_a_difference_is_listed_with_its_base_and_the_rows_that_changed(
-    checkpoints, tmp_path, capsys
-):
-    base = f"{checkpoints}/step-00000020"
-    table = {**FIELDS["variables"]["model/table"], "changed": 37}
-    fields = {
-        "global_step": 30,
-        "variables": {**FIELDS["variables"], "model/table": table},
-        "base": {"uri": base, "created": storage.read_manifest(base).created},
-    }
-    storage.publish(
-        tmp_path / "20", f"{checkpoints}/step-00000030", kind="checkpoint", fields=fields
-    )
-    code, out, _ = show(capsys, checkpoints, "--json")
-    assert code == 0
-    found = json.loads(out.splitlines()[-1])["checkpoint"]
-    assert found["base"] == base
-    assert [found["variables"][path]["changed"] for path in ("model/table", "global_step")] == [
-        37,
-        None,
-    ]
-    _, out, _ = show(capsys, checkpoints)
-    assert "changed rows" in out
-    assert "37" in out
-    assert "rows that changed since" in out
-    # It is listed without its base too: the manifest is enough.
-    storage.delete(base)
-    assert show(capsys, checkpoints)[0] == 0
 
 
 def test_of_an_older_one_the_manifest_says_less(checkpoints, capsys):

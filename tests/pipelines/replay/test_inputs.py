@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from pipelines.replay import inputs
 from pipelines.replay.recorded import RecordedStep
 from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated, published
 from trainer import mirror, storage
-from trainer.checkpoints import bases
 from trainer.code import bundle
 from trainer.config.load import parse_config
 from trainer.errors import UserError
@@ -143,24 +141,3 @@ def test_training_begins_where_its_last_attempt_has_begun(root, tmp_path):
     assert first(task="chief-0", time=1772323290.0) == ["step-200"]
     # One that did not lead has begun again in the midst of an attempt.
     assert first(task="worker-0", time=1772323290.0) == []
-
-
-def test_a_checkpoint_that_is_a_difference_comes_with_its_base(root, tmp_path):
-    at = [storage.join(root, RUN, "checkpoints", f"step-{step}") for step in (100, 200)]
-    published(tmp_path, at[0], "checkpoint", {"variables.index": 1}, global_step=100)
-    base = {"uri": at[0], "created": storage.read_manifest(at[0]).created}
-    files = {"variables.index": 22}
-    published(tmp_path, at[1], "checkpoint", files, global_step=200, base=base)
-    step = step_of(root, "evaluate_model", began=time.time(), checkpoint=at[1])
-    ones, _ = found(step)
-    assert [(each.name, each.uri) for each in ones] == [("checkpoint", each) for each in at[::-1]]
-    size = inputs.fetch(ones, tmp_path, inputs.snapshot_of(step))
-    assert size == sum(each.bytes for each in ones) == 3
-    # The copy is read as the original is.
-    copy = storage.uri_of(tmp_path / mirror.STORAGE / RUN / "checkpoints" / "step-200")
-    assert bases.fetch(copy, tmp_path / "read").fields["global_step"] == 200
-    assert (tmp_path / "read" / bases.FOLDER / "variables.index").read_text() == "1"
-    storage.delete(at[0])
-    with pytest.raises(UserError, match="the checkpoint of evaluate_model is not there") as e:
-        found(step)
-    assert at[0] in str(e.value)

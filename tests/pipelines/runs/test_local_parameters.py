@@ -80,7 +80,6 @@ TREE = {
         "checkpoint_every": 11,
         "checkpoint_seconds": 12.5,
         "checkpoint_parts_mb": 7,
-        "checkpoint_differences": 0.25,
         "keep": 4,
         "validate_every": 13,
         "patience": 2,

@@ -77,10 +77,10 @@ def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..
     bucket = bucket_name()
     gcs.create_bucket(bucket)
 
-    def make(scratch: str = "chief", **settings: Any) -> Checkpoints:
+    def make(scratch: str = "chief") -> Checkpoints:
         uri = f"gs://{bucket}/run/checkpoints"
         made = checkpoints_of(uri, keep=3, scratch=tmp_path / scratch, alone=True)
-        made.by_parts(two_servers, 0, **settings)
+        made.by_parts(two_servers, 0)
         return made
 
     return make

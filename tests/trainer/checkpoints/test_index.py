@@ -7,6 +7,8 @@ import json
 import pytest
 
 from trainer import events, storage
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.contents import contents
 from trainer.checkpoints.history import (
     VALIDATIONS_FILE,
     Validations,
@@ -25,8 +27,8 @@ from trainer.checkpoints.index import (
 from trainer.errors import UserError
 
 
-def row(step, loss=None, base=""):
-    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss, base=base)
+def row(step, loss=None):
+    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss)
 
 
 def left(found, **how):
@@ -47,25 +49,6 @@ def left(found, **how):
 )
 def test_the_newest_and_the_best_stay(losses, keep, expected):
     assert left([row(step, loss) for step, loss in losses.items()], keep=keep) == expected
-
-
-@pytest.mark.parametrize(
-    ("on", "keep", "expected"),
-    [
-        ({10: 0, 20: 10, 30: 10, 40: 10}, 3, [10, 20, 30, 40]),
-        # The newest on another base stays, with its base.
-        ({10: 0, 20: 10, 30: 10, 40: 0, 50: 40, 60: 40}, 2, [10, 30, 40, 50, 60]),
-        ({10: 0, 20: 0, 40: 0, 50: 40, 60: 40}, 2, [20, 40, 50, 60]),
-        ({10: 0, 20: 10, 40: 0, 50: 40}, 1, [40, 50]),
-        ({10: 0, 20: 0, 40: 0, 50: 40}, 3, [20, 40, 50]),
-        # Nobody reads those whose base is gone.
-        ({10: 0, 30: 20, 40: 0, 50: 40}, 2, [10, 40, 50]),
-        ({10: 0, 30: 20, 40: 0}, 2, [10, 20, 30, 40]),
-    ],
-)
-def test_not_all_hang_on_one_base(on, keep, expected):
-    found = [row(step, base=f"file:///step-{base}" if base else "") for step, base in on.items()]
-    assert left(found, keep=keep) == [step for step in expected if step in on]
 
 
 def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
@@ -144,6 +127,21 @@ def test_damage_to_the_file_of_the_evaluator_reaches_nobody(tmp_path, line):
         file.write(f"{line}\n".encode() + b"\xff\x00")
     assert [row["global_step"] for row in read_validations(uri)] == [10]
     assert best_of(index_of(uri)).loss == 0.5
+
+
+def test_one_of_changed_rows_alone_is_passed_over(tmp_path, caplog):
+    folder = tmp_path / "checkpoints"
+    whole, made = publish(folder, 10)
+    base = {"uri": whole, "created": made.created}
+    changed, _ = publish(folder, 20, base=base, metrics={"validation_loss": 0.1})
+    run = Checkpoints(storage.uri_of(folder), keep=3, scratch=tmp_path / "scratch")
+    assert run.newest().uri == whole
+    line = f"{changed} has only the rows that changed since another checkpoint, as versions before"
+    assert line in caplog.text
+    with pytest.raises(UserError, match=r"take a checkpoint that is whole$"):
+        handed_on(run.uri, "last")
+    with pytest.raises(UserError, match=r"take a checkpoint that is whole$"):
+        contents(run.uri)
 
 
 class TestFirstWeights:

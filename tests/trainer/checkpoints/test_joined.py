@@ -20,7 +20,7 @@ from tests.trainer.checkpoints.by_parts import (
     variables,
 )
 from trainer import storage
-from trainer.checkpoints import bases, joined
+from trainer.checkpoints import joined
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.contents import RECOVERED, contents, older_of
 from trainer.checkpoints.remote import checkpoints_of
@@ -278,25 +278,6 @@ def test_what_was_copied_is_saved_at_the_step_of_a_save_that_is_not_published(tm
     done = save(made, variables(30, 3.0), {1}, copies={1: copied(20, 2.0)})
     assert storage.names(made.uri) == ["step-00000010", "step-00000030"]
     assert storage.verify(done.uri).fields[RECOVERED]["ps-1"]["global_step"] == 20
-
-
-def test_after_a_difference_it_is_whole(tmp_path, by_name):
-    held, made = variables(10, 1.0), opened(tmp_path, by_name)
-    made.by_parts(by_name, 0, share=0.5, last_step=100)
-    for step in (10, 20):
-        held["global_step"].assign(step)
-        with made.flushed():
-            made.save(held, io_device=None, fields={})
-        held[ON_FIRST].scatter_update(tf.IndexedSlices(tf.fill([1, 4], 2.0), [7]))
-    assert bases.FIELD in made.newest().fields
-    held[ON_FIRST].assign(tf.fill([1000, 4], 3.0))
-    save(made, held, {0})
-    found, fields = values(opened(tmp_path, by_name))
-    assert bases.FIELD not in fields
-    # The difference had one row that the base has otherwise.
-    expected = np.full([1000, 4], 1.0)
-    expected[7] = 2.0
-    np.testing.assert_array_equal(found[ON_FIRST], expected)
 
 
 class Held:

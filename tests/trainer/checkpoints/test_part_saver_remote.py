@@ -164,10 +164,10 @@ def test_a_save_that_fails_does_not_stop_an_upload(in_bucket, gcs, monkeypatch, 
             free.set()
             flush()
 
-        def put(slot, upload, put=made.uploads.put):
+        def put(slot, *called, put=made.uploads.put):
             if (slot, history) == ("history", "refused"):
                 raise UserError("an upload has failed for good")
-            put(slot, upload)
+            put(slot, *called)
 
         monkeypatch.setattr(made.uploads, "flush", flush)
         monkeypatch.setattr(made.uploads, "put", put)
@@ -177,37 +177,15 @@ def test_a_save_that_fails_does_not_stop_an_upload(in_bucket, gcs, monkeypatch, 
         assert storage.names(made.uri) == ["step-00000010"]
 
 
-class Watched:
-    """A mutex that does something each time that it is free again."""
-
-    def __init__(self, freed):
-        self._mutex = threading.Lock()
-        self._freed = freed
-
-    def __enter__(self):
-        return self._mutex.__enter__()
-
-    def __exit__(self, *raised):
-        self._mutex.__exit__(*raised)
-        self._freed()
-
-
 def test_one_that_fails_while_a_newer_one_is_saved_is_removed(in_bucket, tmp_path, monkeypatch):
     made = in_bucket()
-    refused = []
 
     def refuse(*_, add_file=storage.add_file):
-        refused.append(1)
         monkeypatch.setattr(storage, "add_file", add_file)
+        made.save(variables(20), io_device=None, fields={})
+        made.parts.settle()
         raise storage.Unavailable("the store does not answer")
 
-    def save_newer():
-        if refused and threading.current_thread().name == "uploads":
-            refused.clear()
-            made.save(variables(20), io_device=None, fields={})
-            made.parts.settle()
-
-    made.parts._mutex = Watched(save_newer)
     monkeypatch.setattr(storage, "add_file", refuse)
     saved(made, 10)
     assert storage.names(made.uri)[-1] == "step-00000020"

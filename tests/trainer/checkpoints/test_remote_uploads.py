@@ -47,6 +47,30 @@ def test_of_uploads_that_wait_the_newest_replaces_the_others() -> None:
     assert done == [4, -4]
 
 
+def test_what_a_newer_one_takes_the_place_of_is_reported() -> None:
+    uploads, gate, reported = UploadQueue(), Gate(), []
+
+    def fail() -> None:
+        gate()
+        raise storage.Unavailable("away")
+
+    uploads.put("a", fail, lambda: reported.append("ran"))
+    assert gate.begun.wait(60)
+    uploads.put("a", lambda: None, lambda: reported.append("waited"))
+    assert reported == []
+    uploads.put("a", failing(storage.Unavailable("away")), lambda: reported.append("failed"))
+    assert reported == ["waited"]
+    assert not uploads.is_idle()
+    gate.opened.set()
+    with pytest.raises(storage.Unavailable):
+        uploads.flush()
+    assert reported == ["waited", "ran"]
+    uploads.put("a", lambda: None)
+    uploads.flush()
+    assert reported == ["waited", "ran", "failed"]
+    assert uploads.is_idle()
+
+
 def test_there_is_one_upload_at_a_time() -> None:
     uploads, at_once, most = UploadQueue(), [], []
 
