@@ -1,7 +1,7 @@
 """Yes or no: one logit an example.
 
 label     true or false, 0 or 1, or one of two named classes; the second one is "yes"
-outputs   logits [n, 1] of "yes"; the sigmoid is part of the loss
+outputs   logits [n, 1] of "yes"
 loss      binary cross entropy
 metrics   accuracy, precision, recall and f1 of "yes" at a probability of 0.5, auc, pr_auc,
 log_loss, brier_score, calibration_error
@@ -10,7 +10,6 @@ answers   `logit` and `probability` of "yes"
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,50 +18,32 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks import classification_metrics as measured
-from trainer.tasks import row_metrics
-from trainer.tasks.base import (
-    Array,
-    Direction,
-    Examples,
-    Floats,
-    Shape,
-    Target,
-    Task,
-    drawn,
-    refuse_labels,
-)
+from trainer.tasks import metrics
+from trainer.tasks.base import Direction, Examples, Shape, Target, drawn
+from trainer.tasks.links import Sigmoid
 
 _TWO = 2
 
 
-class BinaryClassification(Task):
+class BinaryClassification(Sigmoid):
     """See the module."""
 
     name = "binary_classification"
     main_metric = "auc"
-    link = "sigmoid"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
-        "accuracy": "higher",
-        "precision": "higher",
-        "recall": "higher",
-        "f1": "higher",
-        "auc": "higher",
-        "pr_auc": "higher",
-        "log_loss": "lower",
-        "brier_score": "lower",
-        "calibration_error": "lower",
+        **dict.fromkeys(("accuracy", "precision", "recall", "f1", "auc", "pr_auc"), "higher"),
+        **dict.fromkeys(("log_loss", "brier_score", "calibration_error"), "lower"),
     }
     output_shape: ClassVar[Shape] = (1,)
 
     def __init__(self, target: Target) -> None:
         """Take one of two values."""
-        takes = "it takes true or false, 0 or 1, or one of two classes"
-        if target.shape or target.dtype == "string" or np.dtype(target.dtype).kind not in "iub":
-            raise ConfigError(f"{takes}, not {target}")
-        if target.num_classes not in {0, _TWO}:
-            raise ConfigError(f"{takes}, not {target}")
+        is_number = target.dtype != "string" and np.dtype(target.dtype).kind in "iub"
+        if target.shape or not is_number or target.num_classes not in {0, _TWO}:
+            raise ConfigError(
+                f"it takes true or false, 0 or 1, or one of two classes, not {target}"
+            )
         super().__init__(target)
 
     @property
@@ -71,30 +52,18 @@ class BinaryClassification(Task):
         plain = ("false", "true") if self.target.dtype == "bool" else ("0", "1")
         return self.target.labels or plain
 
-    def loss(self) -> keras.losses.Loss:
-        """Return the cross entropy."""
-        return keras.losses.BinaryCrossentropy(from_logits=True)
-
-    def chance_loss(self) -> float:
-        """Return that of a coin."""
-        return math.log(2)
-
     def metrics(self) -> list[keras.Metric]:
         """Return all of `directions`."""
         return [
-            row_metrics.BinaryAccuracy(name="accuracy"),
-            row_metrics.Precision(name="precision"),
-            row_metrics.Recall(name="recall"),
-            row_metrics.F1("f1"),
-            row_metrics.Areas(),
-            row_metrics.BinaryCrossentropy(name="log_loss"),
-            row_metrics.MeanSquaredError(name="brier_score"),
-            row_metrics.CalibrationError(),
+            metrics.BinaryAccuracy(name="accuracy"),
+            metrics.Precision(name="precision"),
+            metrics.Recall(name="recall"),
+            metrics.F1("f1"),
+            metrics.Areas(),
+            metrics.BinaryCrossentropy(name="log_loss"),
+            metrics.MeanSquaredError(name="brier_score"),
+            metrics.CalibrationError(),
         ]
-
-    def predictions(self, outputs: Any) -> Any:
-        """Return the probabilities [n, 1] of "yes"."""
-        return tf.sigmoid(outputs)
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
         """Return `logit` and `probability`, one of an example."""
@@ -104,12 +73,6 @@ class BinaryClassification(Task):
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
         """Return the logits."""
         return np.asarray(answers["logit"])[..., np.newaxis]
-
-    def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy [n] in nats."""
-        logits = outputs[:, 0].astype(np.float64)
-        result: Floats = np.logaddexp(0, np.where(labels.astype(bool), -logits, logits))
-        return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the names of label and prediction, and the probability of the label."""
@@ -122,26 +85,23 @@ class BinaryClassification(Task):
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the confusion matrix, ROC and precision over recall, and calibration."""
-        matrix = np.zeros((_TWO, _TWO), np.int64)
-        for part in examples.parts():
-            cells = _TWO * part.labels.astype(np.int64) + (part.outputs[:, 0] > 0)
-            matrix += np.bincount(cells, minlength=_TWO**2).reshape(_TWO, _TWO)
+        matrix = sum(
+            metrics.confusion(part.labels.astype(np.int64), part.outputs[:, 0] > 0, _TWO)
+            for part in examples.parts()
+        )
         part = drawn(examples)
         labels = part.labels.astype(np.int64)
         # The softmax of [0, logit] is the sigmoid.
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
-        names = list(self.labels)
+        names, calibration = list(self.labels), metrics.CalibrationError("float64")
+        calibration.update_state(*metrics.likeliest(labels, logits))
         return {
-            "confusion_matrix": matrix.tolist(),
+            "confusion_matrix": np.asarray(matrix).tolist(),
             "labels": names,
-            "roc": measured.roc(labels, logits),
-            "calibration": measured.calibration(labels, logits)["bins"],
-            "curves": measured.curves(labels, logits, names)[1:],
+            "roc": metrics.roc(labels, logits),
+            "calibration": calibration.curve(),
+            "curves": metrics.curves(labels, logits, names)[1:],
         }
-
-    def check_labels(self, labels: Any) -> None:
-        """Refuse other values than 0 and 1."""
-        refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
 
     def check(self) -> None:
         """Refuse a split in which only one of both occurs: it cannot be told how well they part."""

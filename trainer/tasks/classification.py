@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks import classification_metrics as measured
+from trainer.tasks import metrics
 from trainer.tasks.base import (
     Array,
     Direction,
     Examples,
-    Floats,
     Part,
     Shape,
     Tally,
     Target,
-    Task,
     drawn,
     refuse_labels,
 )
-
-# Of a label without names the number of classes is known once the dataset is prepared.
-_SOME_CLASSES = 2
-_SHARES = ("precision", "recall", "f1")
+from trainer.tasks.links import Softmax
 
 
-class Classification(Task):
-    """Outputs are logits [n, classes]; the softmax is part of the loss."""
+class Classification(Softmax):
+    """Outputs are logits [n, classes]."""
 
     name = "classification"
     main_metric = "accuracy"
-    link = "softmax"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         "accuracy": "higher",
         "top_3_accuracy": "higher",
-        **{f"{a}_{b}": "higher" for a in ("macro", "weighted") for b in _SHARES},
+        **dict.fromkeys(metrics.AVERAGES, "higher"),
         "auc": "higher",
         "pr_auc": "higher",
         "calibration_error": "lower",
@@ -52,7 +44,6 @@ class Classification(Task):
         if target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it takes one whole number that names a class, not {target}")
         super().__init__(target)
-        self.num_classes = target.num_classes or _SOME_CLASSES
 
     def check(self) -> None:
         """Refuse numbers below zero, and splits of which no metric would say anything."""
@@ -89,42 +80,13 @@ class Classification(Task):
         """One logit a class."""
         return (self.num_classes,)
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers where they have none."""
-        return self.target.labels or tuple(map(str, range(self.num_classes)))
-
-    def loss(self) -> keras.losses.Loss:
-        """Return the cross entropy."""
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def chance_loss(self) -> float:
-        """Return that of equal probabilities."""
-        return math.log(max(2, self.num_classes))
-
     def metrics(self) -> list[keras.Metric]:
         """Return the accuracy; all others are in `details`, where their intervals are as well."""
         return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
 
-    def predictions(self, outputs: Any) -> Any:
-        """Return probabilities [n, classes]."""
-        return tf.nn.softmax(outputs)
-
-    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logits` and `probabilities`, one column a class."""
-        return {"logits": outputs, "probabilities": tf.nn.softmax(outputs)}
-
-    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the logits."""
-        return answers["logits"]
-
-    def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy [n] in nats."""
-        return measured.losses(labels.astype(np.int64), outputs)
-
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the names of label and prediction, and the probability of the label."""
-        names, probabilities = self.labels, measured.softmax(output[np.newaxis])[0]
+        names, probabilities = self.labels, metrics.softmax(output[np.newaxis])[0]
         return {
             "label": names[int(label)],
             "predicted": names[int(output.argmax())],
@@ -137,41 +99,38 @@ class Classification(Task):
         A row of `confusion_matrix` is a true class; `per_class` has zeros for one that is absent.
         Areas are exact for as many examples as `drawn` returns, from fine steps for more.
         """
-        cells = np.zeros((self.num_classes, self.num_classes))
-        means, calibration = measured.Means(), measured.Calibration()
+        classes, cells, means = self.num_classes, np.zeros((1, 1)), metrics.Means()
+        calibration = metrics.CalibrationError("float64")
         some = drawn(examples)
-        areas = None if len(some.labels) == examples.count else measured.Areas(self.num_classes)
+        areas = None if len(some.labels) == examples.count else metrics.Areas.fine(classes)
         for part in examples.parts():
-            labels, logits, weights = _arrays(part)
-            places = labels * self.num_classes + logits.argmax(axis=1)
-            cells += np.bincount(places, weights, cells.size).reshape(cells.shape)
-            means.add(labels, logits, weights)
-            calibration.add(labels, logits, weights)
+            labels, logits, weights = arrays = _arrays(part)
+            cells = cells + metrics.confusion(labels, logits.argmax(axis=1), classes, weights)
+            means.add(*arrays)
+            calibration.update_state(*metrics.likeliest(labels, logits), weights)
             if areas:
-                areas.add(labels, logits, weights)
+                own = labels[:, np.newaxis] == np.arange(classes)
+                areas.update_state(own, np.exp(metrics.log_softmax(logits)), weights)
         labels, logits, weights = _arrays(some)
-        found = areas.result() if areas else measured.exact_areas(labels, logits, weights)
-        names = list(self.labels)
-        counts = (np.diag(cells), cells.sum(axis=1), cells.sum(axis=0))
-        of_classes = measured.per_class(counts, found, names)
+        found = areas.of_each() if areas else metrics.exact_areas(labels, logits, weights)
+        names, counts = list(self.labels), metrics.by_class(cells)
         return {
             "metrics": {
                 **means.metrics(),
-                **measured.averages(*counts),
-                "auc": measured.mean_area(of_classes, "auc"),
-                "pr_auc": measured.mean_area(of_classes, "pr_auc"),
-                "calibration_error": calibration.result()["error"],
+                **metrics.averages(*counts),
+                **{name: metrics.mean_area(found, name) for name in metrics.NO_AREA},
+                "calibration_error": float(calibration.result()),
             },
             "intervals": {
                 **means.intervals(),
-                **measured.intervals_of_averages(cells, means.examples),
+                **metrics.intervals_of_averages(cells, means.examples),
             },
-            "per_class": of_classes,
-            "confusion_matrix": [[measured.plain(each) for each in row] for row in cells],
-            "roc": measured.roc(labels, logits),
+            "per_class": metrics.per_class(counts, found, names),
+            "confusion_matrix": [[metrics.plain(each) for each in row] for row in cells],
+            "roc": metrics.roc(labels, logits),
             "labels": names,
-            "calibration": calibration.result()["bins"],
-            "curves": measured.curves(labels, logits, names),
+            "calibration": calibration.curve(),
+            "curves": metrics.curves(labels, logits, names),
         }
 
     def tally(self) -> Tally:
@@ -183,7 +142,7 @@ class _OfSlice(Tally):
     """Counts by class, and means."""
 
     def __init__(self, classes: int) -> None:
-        self._means = measured.Means()
+        self._means = metrics.Means()
         self._hits, self._support, self._predicted = np.zeros((3, classes))
 
     def add(self, part: Part) -> None:
@@ -198,9 +157,11 @@ class _OfSlice(Tally):
 
     def result(self) -> dict[str, Any]:
         """Return both."""
-        averages = measured.averages(self._hits, self._support, self._predicted)
-        metrics = {**self._means.metrics(), **averages}
-        return {"metrics": metrics, "intervals": self._means.intervals()}
+        averages = metrics.averages(self._hits, self._support, self._predicted)
+        return {
+            "metrics": {**self._means.metrics(), **averages},
+            "intervals": self._means.intervals(),
+        }
 
 
 def _arrays(part: Part) -> tuple[Array, Array, Array]:

@@ -10,27 +10,51 @@ from typing import Any
 
 import keras
 from keras.src.backend.common import global_state
-from keras.src.losses import ALL_OBJECTS_DICT as LOSSES
-from keras.src.losses.losses import LossFunctionWrapper
-from keras.src.metrics import ALL_OBJECTS_DICT as METRICS
-from keras.src.trainers.compile_utils import get_metric
-from keras.src.utils.naming import to_snake_case
 
 from trainer import user_code
 from trainer.errors import ConfigError, nearest
 from trainer.tasks.base import Direction
 
-_MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 # Keras's list of variables without a value.
 _WAITING = "uninitialized_variables"
 # Keras chooses among its own by the shapes of labels and outputs.
 _BY_SHAPE = ("accuracy", "acc")
-_BASES = ("Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper")
-_NOT_OFFERED = {*_BASES, *map(to_snake_case, _BASES)}
+_SHORT = ("bce", "mse", "mae", "mape", "msle")
+_BASES = {"Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper"}
 _LOWER = re.compile(r"error|loss|crossentropy|hinge|divergence|poisson|log_cosh|^(ms|ma|bc|kl)")
 _HIGHER = re.compile(
     r"acc|auc|precision|recall|sensitivity|specificity|f1|f_beta|r2_score|io_u|cosine|correlation"
 )
+# The class of all of Keras's losses of a function, which it does not export.
+_LossFunctionWrapper = keras.losses.MeanSquaredError.__base__
+
+
+def _snake_case(name: str) -> str:
+    """Return the name of a class in lower case, as Keras does."""
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+
+
+def _losses() -> Iterator[tuple[str, Any]]:
+    for name, each in vars(keras.losses).items():
+        is_function = inspect.isfunction(each) and name not in {"get", "serialize", "deserialize"}
+        if is_function or (inspect.isclass(each) and name not in _BASES):
+            yield name, each
+    for name in (*_SHORT, "kld"):
+        yield from ((each, keras.losses.get(each)) for each in (name, name.upper()))
+
+
+def _metrics() -> Iterator[tuple[str, Any]]:
+    for name, each in vars(keras.metrics).items():
+        if inspect.isclass(each) and name not in _BASES:
+            yield from ((name, each), (_snake_case(name), each))
+    for name in _SHORT:
+        yield from ((each, type(keras.metrics.get(each))) for each in (name, name.upper()))
+
+
+#: Keras's own by name: functions and classes of losses, classes of metrics.
+LOSSES, METRICS = dict(_losses()), dict(_metrics())
+_MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 
 
 @contextmanager
@@ -62,7 +86,7 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     if inspect.isclass(found):
         found = _made(key, name, lambda: found(**given))
     elif callable(found) and not isinstance(found, keras.losses.Loss):
-        found = LossFunctionWrapper(found, name=name.rpartition(":")[2], **given)
+        found = _LossFunctionWrapper(found, name=name.rpartition(":")[2], **given)
     if not isinstance(found, keras.losses.Loss):
         raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a loss")
     return found
@@ -77,7 +101,7 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
         ConfigError: there is none of this name, or it cannot be made.
     """
     if name in _BY_SHAPE:
-        return get_metric(name, labels, predictions)
+        return _accuracy(labels, predictions)(name=name)
     found = _found("metric", name, key)
     called = name_of(name)
     if inspect.isclass(found):
@@ -95,9 +119,19 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     return found
 
 
+def _accuracy(labels: Any, predictions: Any) -> Any:
+    """Return the accuracy that Keras takes for labels and predictions of these shapes."""
+    *more, classes = predictions.shape
+    if classes == 1:
+        return keras.metrics.BinaryAccuracy
+    if len(labels.shape) <= len(more) or labels.shape[-1] == 1:
+        return keras.metrics.SparseCategoricalAccuracy
+    return keras.metrics.CategoricalAccuracy
+
+
 def name_of(name: str) -> str:
     """Return by which name a metric of Keras's, or a function, is reported: in snake case."""
-    return to_snake_case(name) if name in METRICS else name.rpartition(":")[2]
+    return _snake_case(name) if name in METRICS else name.rpartition(":")[2]
 
 
 def direction_of(metric: keras.Metric) -> Direction | None:
@@ -115,7 +149,7 @@ def kind_of(metric: keras.Metric) -> str:
     function = getattr(metric, "_fn", None)
     if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
         return str(getattr(function, "__name__", ""))
-    return str(to_snake_case(type(metric).__name__))
+    return _snake_case(type(metric).__name__)
 
 
 def sparse_in_place_of(losses: Iterable[keras.losses.Loss]) -> str:
@@ -134,7 +168,7 @@ def _found(kind: str, name: str, key: str) -> Any:
             return getattr(own, attribute)
         hint = nearest(attribute, vars(own))
         raise ConfigError(f"{key}: {place} has no {kind} {attribute!r}{hint}")
-    if name in known and name not in _NOT_OFFERED:
+    if name in known:
         return known[name]
     hint = nearest_to(kind, name) or f" (a name of {_MODULES[kind][0]}, or package.module:name)"
     raise ConfigError(f"{key}: no {kind} {name!r}{hint}")
@@ -142,7 +176,7 @@ def _found(kind: str, name: str, key: str) -> Any:
 
 def nearest_to(kind: str, name: str) -> str:
     """Return a hint at the loss or the metric of Keras's that is meant; empty if none is near."""
-    return nearest(name, [each for each in _MODULES[kind][1] if each not in _NOT_OFFERED])
+    return nearest(name, _MODULES[kind][1])
 
 
 def _made(key: str, name: str, make: Callable[[], Any]) -> Any:

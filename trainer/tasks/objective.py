@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
 from tensorflow.python.autograph.impl import api
 
 from trainer import user_code
+from trainer.config.schema import OutputConfig
 from trainer.errors import ConfigError, UserError
 from trainer.tasks import named
 from trainer.tasks.base import (
@@ -50,18 +50,6 @@ _BUILT_IN = "trainer.tasks."
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 
 
-class Named(Protocol):
-    """Loss and metrics of one output by name: see `trainer.config.schema.OutputConfig`."""
-
-    @property
-    def loss(self) -> str:
-        """In place of that of its task; empty where it has that."""
-
-    @property
-    def metrics(self) -> Sequence[str]:
-        """Further ones."""
-
-
 class Objective:
     """The loss and the metrics of one task, as configuration and compiled model say them."""
 
@@ -71,7 +59,7 @@ class Objective:
         *,
         loss: str = "",
         metrics: Sequence[str] = (),
-        outputs: Mapping[str, Named] | None = None,
+        outputs: Mapping[str, OutputConfig] | None = None,
         weights: Mapping[str, Array] | None = None,
     ) -> None:
         """Measure nothing yet; metrics are made when the first model is measured.
@@ -142,7 +130,8 @@ class Objective:
         labels = labels.get("", labels)
         what = "its loss does not fit"
         try:
-            compute_output_spec(self._loss, labels, outputs)
+            with tf.Graph().as_default():
+                self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "its metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
             # Of as many examples as there are classes, what does not fit might be broadcast.
@@ -391,6 +380,10 @@ def has_own(model: keras.Model, method: str) -> bool:
 def _path(name: str) -> tuple[str, ...]:
     """Return the path of an output; that of a single one, which has no name, is empty."""
     return (name,) if name else ()
+
+
+def _placeholder(spec: Any) -> tf.Tensor:
+    return tf.compat.v1.placeholder(spec.dtype, spec.shape)
 
 
 def _label(target: Target) -> keras.KerasTensor:

@@ -22,9 +22,7 @@ import numpy as np
 
 from trainer.tasks.base import Array, Direction, Examples, Floats, Target
 from trainer.tasks.binary_classification import BinaryClassification
-
-# Of the normal distribution, for an interval of 95 %.
-_Z = 1.96
+from trainer.tasks.metrics import NORMAL
 
 
 class Ranking(BinaryClassification):
@@ -33,9 +31,7 @@ class Ranking(BinaryClassification):
     name = "ranking"
     directions: ClassVar[Mapping[str, Direction]] = {
         **BinaryClassification.directions,
-        "ndcg": "higher",
-        "mrr": "higher",
-        "query_auc": "higher",
+        **dict.fromkeys(("ndcg", "mrr", "query_auc"), "higher"),
     }
 
     def __init__(self, target: Target, *, group: str = "") -> None:
@@ -92,10 +88,12 @@ def by_query(groups: Array, labels: Array, scores: Array) -> dict[str, Floats]:
     best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(rank)) + 2))])
     first: Array = np.full(count, np.inf)
     np.minimum.at(first, sorted_query[hit], rank[hit])
+    # The area by the ranks of what was taken, of which equal scores share the mean (Mann, Whitney).
+    tie = np.cumsum((rank == 0) | (np.diff(scores[order], prepend=np.nan) != 0)) - 1
+    shared = (np.bincount(tie, rank) / np.bincount(tie))[tie]
+    behind = (taken + left)[sorted_query] - 1 - shared
+    pairs = np.bincount(sorted_query, hit * behind, count) - taken * (taken - 1) / 2
     some, both = taken > 0, (taken > 0) & (left > 0)
-    favourable = np.lexsort((~labels, -scores.astype(np.float64), query))
-    worst, luckiest = (_pairs(query[each], labels[each], left) for each in (order, favourable))
-    pairs = (worst + luckiest) / 2
     return {
         "ndcg": gained[some] / best[taken[some].astype(np.int64)],
         "mrr": 1 / (first[some] + 1),
@@ -110,16 +108,7 @@ def _places(query: Array) -> Array:
     return np.arange(len(query)) - np.repeat(begins, lengths)
 
 
-def _pairs(query: Array, hit: Array, left: Array) -> Array:
-    """Return how many pairs of each query have the taken one first, of ranked examples."""
-    hits_before = np.cumsum(hit) - hit
-    begins = np.flatnonzero(np.diff(query, prepend=-1))
-    before_query = np.repeat(hits_before[begins], np.diff(np.append(begins, len(query))))
-    others_before = _places(query) - (hits_before - before_query)
-    return np.bincount(query, hit * (left[query] - others_before), len(left))
-
-
 def interval(values: Floats) -> list[float]:
     """Return the 95 % interval of the mean over the queries, by the normal distribution."""
-    mean, spread = values.mean(), _Z * values.std() / np.sqrt(len(values))
+    mean, spread = values.mean(), NORMAL * values.std() / np.sqrt(len(values))
     return [float(np.clip(mean - spread, 0, 1)), float(np.clip(mean + spread, 0, 1))]

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks import row_metrics
+from trainer.tasks import metrics
 from trainer.tasks.base import (
     Array,
     Direction,
@@ -34,7 +34,7 @@ from trainer.tasks.base import (
     drawn,
     refuse_labels,
 )
-from trainer.tasks.row_metrics import rows
+from trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
@@ -102,10 +102,10 @@ class Regression(Task):
         """Return the errors in the label's units, and the share of variance explained."""
         numbers = math.prod(self.output_shape)
         return [
-            row_metrics.MeanAbsoluteError(name="mean_absolute_error"),
-            row_metrics.MeanSquaredError(name="mean_squared_error"),
-            row_metrics.RootMeanSquaredError(name="root_mean_squared_error"),
-            row_metrics.R2Score(numbers, self.target.moments.get("mean", 0.0)),
+            metrics.MeanAbsoluteError(name="mean_absolute_error"),
+            metrics.MeanSquaredError(name="mean_squared_error"),
+            metrics.RootMeanSquaredError(name="root_mean_squared_error"),
+            metrics.R2Score(numbers, self.target.moments.get("mean", 0.0)),
         ]
 
     def predictions(self, outputs: Any) -> Any:
@@ -145,41 +145,26 @@ class Regression(Task):
         part = drawn(examples)
         true = _flat(part.labels)
         predicted = _flat(self.predictions(part.outputs))
-        errors = np.abs(predicted - true)
-        quantiles = np.quantile(errors, _QUANTILES)
-        least_to_most = [_binned(true, predicted), _binned(predicted, predicted - true)]
-        return {
-            "tables": [
-                {
-                    "title": "Quantiles of the absolute error",
-                    "columns": ["Share of the numbers", "Error at most"],
-                    "rows": [
-                        [f"{share:.0%}", float(value)]
-                        for share, value in zip(_QUANTILES, quantiles, strict=True)
-                    ],
-                }
-            ],
-            "charts": [
-                {
-                    "title": "Predictions over labels",
-                    "x": "label",
-                    "y": "prediction",
-                    "series": {
-                        "mean prediction": least_to_most[0],
-                        "exact": [[x, x] for x, _ in least_to_most[0]],
-                    },
-                },
-                {
-                    "title": "Residuals over predictions",
-                    "x": "prediction",
-                    "y": "prediction - label",
-                    "series": {
-                        "mean residual": least_to_most[1],
-                        "none": [[x, 0.0] for x, _ in least_to_most[1]],
-                    },
-                },
-            ],
+        quantiles = np.quantile(np.abs(predicted - true), _QUANTILES)
+        means, residuals = _binned(true, predicted), _binned(predicted, predicted - true)
+        table = {
+            "title": "Quantiles of the absolute error",
+            "columns": ["Share of the numbers", "Error at most"],
+            "rows": [[f"{s:.0%}", float(q)] for s, q in zip(_QUANTILES, quantiles, strict=True)],
         }
+        over_labels = {
+            "title": "Predictions over labels",
+            "x": "label",
+            "y": "prediction",
+            "series": {"mean prediction": means, "exact": [[x, x] for x, _ in means]},
+        }
+        over_predictions = {
+            "title": "Residuals over predictions",
+            "x": "prediction",
+            "y": "prediction - label",
+            "series": {"mean residual": residuals, "none": [[x, 0.0] for x, _ in residuals]},
+        }
+        return {"tables": [table], "charts": [over_labels, over_predictions]}
 
     def check_labels(self, labels: Any) -> None:
         """Refuse what is no finite number."""

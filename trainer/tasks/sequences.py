@@ -25,20 +25,11 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks import classification_metrics as measured
-from trainer.tasks.base import (
-    Array,
-    Direction,
-    Examples,
-    Floats,
-    Shape,
-    Target,
-    Task,
-    refuse_labels,
-)
+from trainer.tasks import metrics
+from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, refuse_labels
 from trainer.tasks.classification import Classification
+from trainer.tasks.links import Softmax
 
-_SOME_CLASSES = 2
 _MOST_PLACES = 12
 
 
@@ -138,12 +129,11 @@ class PlaceMetrics(keras.Metric):
         }
 
 
-class SequenceLabelling(Task):
+class SequenceLabelling(Softmax):
     """See the module."""
 
     name = "sequence_labelling"
     main_metric = "accuracy"
-    link = "softmax"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         "accuracy": "higher",
@@ -156,7 +146,6 @@ class SequenceLabelling(Task):
         if not target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it takes a whole number for each place, not {target}")
         super().__init__(target)
-        self.num_classes = target.num_classes or _SOME_CLASSES
 
     @property
     def output_shape(self) -> Shape:
@@ -166,41 +155,19 @@ class SequenceLabelling(Task):
             (*most, self.num_classes) if last in {0, 1} else (*self.target.shape, self.num_classes)
         )
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers where they have none."""
-        return self.target.labels or tuple(map(str, range(self.num_classes)))
-
     def loss(self) -> keras.losses.Loss:
         """Return the cross entropy."""
         return PlaceLoss(name="places")
-
-    def chance_loss(self) -> float:
-        """Return that of equal probabilities."""
-        return math.log(max(2, self.num_classes))
 
     def metrics(self) -> list[keras.Metric]:
         """Return all of `directions`."""
         return [PlaceMetrics(self.num_classes)]
 
-    def predictions(self, outputs: Any) -> Any:
-        """Return the probabilities."""
-        return tf.nn.softmax(outputs)
-
-    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logits` and `probabilities`."""
-        return {"logits": outputs, "probabilities": tf.nn.softmax(outputs)}
-
-    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the logits."""
-        return answers["logits"]
-
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
         """Return the mean cross entropy [n] over the places."""
         flat = labels.reshape(len(labels), -1).astype(np.int64)
-        each = measured.losses(
-            np.maximum(flat, 0).ravel(), outputs.reshape(-1, self.num_classes)
-        ).reshape(flat.shape)
+        logits = outputs.reshape(-1, self.num_classes)
+        each = super().example_losses(np.maximum(flat, 0).ravel(), logits).reshape(flat.shape)
         known = flat >= 0
         result: Floats = (each * known).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
         return result
@@ -224,16 +191,14 @@ class SequenceLabelling(Task):
         classes = self.num_classes
         matrix = np.zeros((classes, classes), np.int64)
         for part in examples.parts():
-            true = part.labels.astype(np.int64).ravel()
-            found = part.outputs.argmax(axis=-1).ravel()
-            cells = (true * classes + found)[true >= 0]
-            matrix += np.bincount(cells, minlength=classes**2).reshape(classes, classes)
-        counts = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
-        no_area: measured.Area = {"auc": None, "pr_auc": None}
+            true, found = part.labels.astype(np.int64).ravel(), part.outputs.argmax(axis=-1).ravel()
+            known = true >= 0
+            matrix += metrics.confusion(true[known], found[known], classes)
+        no_areas = [metrics.NO_AREA] * classes
         return {
             "confusion_matrix": matrix.tolist(),
             "labels": list(self.labels),
-            "per_class": measured.per_class(counts, [no_area] * classes, self.labels),
+            "per_class": metrics.per_class(metrics.by_class(matrix), no_areas, self.labels),
         }
 
     def check_labels(self, labels: Any) -> None:

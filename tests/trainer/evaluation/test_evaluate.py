@@ -17,7 +17,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation import evaluate as evaluation
 from trainer.tasks import registry
-from trainer.tasks.classification_metrics import losses, softmax
+from trainer.tasks.metrics import losses, softmax
 
 
 @pytest.fixture(scope="module")

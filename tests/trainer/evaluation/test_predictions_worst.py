@@ -10,7 +10,7 @@ from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluation.predictions import MOST_WORST, Worst
 from trainer.tasks.base import Part, Target
 from trainer.tasks.classification import Classification
-from trainer.tasks.classification_metrics import losses
+from trainer.tasks.metrics import losses
 
 
 def spec_of(**features):

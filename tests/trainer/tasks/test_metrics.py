@@ -1,4 +1,8 @@
-"""The figures of a classifier, against scikit-learn's own on the same predictions."""
+"""Metrics agree with scikit-learn's own on the same predictions.
+
+Those over the numbers of an example whatever the shapes; their states are sums: what several
+workers measured is added up.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ from sklearn import metrics as scores
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts
 from trainer.evaluation.predictions import measured
-from trainer.tasks import base
-from trainer.tasks import classification_metrics as metrics
+from trainer.tasks import base, metrics
 
 NAMES = list("abcdef")
 
 
 def test_training_does_not_load_scikit_learn():
+    # Keras's own import of it is let go.
     script = (
-        "import sys, trainer.tasks.classification_metrics;"
+        "import sys; from trainer import tensorflow_import; tensorflow_import.prepare();"
+        "import trainer.tasks.metrics;"
         "print(sorted({'sklearn', 'pandas'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -157,9 +162,15 @@ def test_of_one_class_there_is_no_curve(label):
     assert metrics.roc(np.full(3, label), np.eye(3, 2, dtype=np.float32)) == []
 
 
+def calibration(labels, logits):
+    found = metrics.CalibrationError("float64")
+    found.update_state(*metrics.likeliest(labels, logits))
+    return found
+
+
 def test_calibration_by_hand(predicted):
     labels, logits = predicted
-    found = metrics.calibration(labels, logits)
+    found = calibration(labels, logits)
     confidence = metrics.softmax(logits).max(axis=1)
     right = logits.argmax(axis=1) == labels
     error = 0.0
@@ -167,14 +178,14 @@ def test_calibration_by_hand(predicted):
         rows = (confidence > low) & (confidence <= low + 1 / 15)
         if rows.any():
             error += rows.mean() * abs(right[rows].mean() - confidence[rows].mean())
-    assert found["error"] == pytest.approx(error, abs=1e-6)
-    assert sum(each["examples"] for each in found["bins"]) == len(labels)
+    assert float(found.result()) == pytest.approx(error, abs=1e-6)
+    assert sum(each["examples"] for each in found.curve()) == len(labels)
 
 
 def test_a_model_that_is_always_sure_and_right_is_calibrated():
     logits = np.full((4, 2), -1e9, np.float32)
     logits[:, 1] = 1e9
-    assert metrics.calibration(np.ones(4, int), logits)["error"] == 0
+    assert float(calibration(np.ones(4, int), logits).result()) == 0
 
 
 def test_an_interval_is_as_wide_as_theory_says(predicted):
@@ -242,15 +253,14 @@ def test_an_area_counts_an_example_as_often_as_it_weighs():
 @pytest.mark.parametrize("classes", [2, 6, pytest.param(1000, marks=pytest.mark.slow)])
 def test_areas_from_steps_are_close_to_the_exact_ones(classes):
     labels, logits = predictions(count=3000, classes=classes, lift=3)
-    areas, weights = metrics.Areas(classes), np.ones(len(labels))
+    areas, probabilities = metrics.Areas.fine(classes), np.exp(metrics.log_softmax(logits))
     for rows in np.array_split(np.arange(len(labels)), 7):
-        areas.add(labels[rows], logits[rows], weights[rows])
-    exact = metrics.exact_areas(labels, logits)
-    for index, (found, expected) in enumerate(zip(areas.result(), exact, strict=True)):
+        areas.update_state(labels[rows, np.newaxis] == np.arange(classes), probabilities[rows])
+    exact, pairs = metrics.exact_areas(labels, logits), (areas.true.numpy(), areas.false.numpy())
+    for found, expected, own, others in zip(areas.of_each(), exact, *pairs, strict=True):
         if expected["auc"] is None:
             assert found == expected
         else:
-            own, others = areas._own[index], areas._others[index]
             # Pairs at one step count half, which is what they may be off by.
             tied = (own * others).sum() / (own.sum() * others.sum())
             assert found["auc"] == pytest.approx(expected["auc"], abs=tied / 2 + 1e-9)
@@ -282,3 +292,116 @@ def test_one_class_alone_has_no_areas_and_no_warnings():
     assert found["curves"] == []
     low, high = found["intervals"]["accuracy"]
     assert 0 < low < high == 1
+
+
+COUNT, NUMBERS = 60, 4
+RANDOM = np.random.default_rng(3)
+TRUE = RANDOM.integers(2, size=(COUNT, NUMBERS))
+SURE = np.clip(0.3 * TRUE + 0.7 * RANDOM.uniform(size=TRUE.shape), 0, 1).astype("float32")
+QUANTITIES = (1000 + RANDOM.normal(size=TRUE.shape)).astype("float32")
+GUESSES = (QUANTITIES + RANDOM.normal(size=TRUE.shape) / 2).astype("float32")
+WEIGHTS = RANDOM.uniform(size=COUNT).astype("float32")
+REPEATED = np.repeat(WEIGHTS, NUMBERS)
+GUESSED = SURE > 0.5
+
+
+def of_labels(score, guesses=GUESSED, **args):
+    return score(TRUE.ravel(), guesses.ravel(), sample_weight=REPEATED, **args)
+
+
+def of_quantities(score):
+    return score(QUANTITIES, GUESSES, sample_weight=WEIGHTS)
+
+
+def expected_calibration():
+    place = np.minimum((SURE.ravel() * 15).astype(int), 14)
+    away = [((SURE - TRUE).ravel() * REPEATED)[place == each].sum() for each in range(15)]
+    return np.abs(away).sum() / REPEATED.sum()
+
+
+CASES = {
+    "accuracy": (
+        lambda: metrics.BinaryAccuracy(name="accuracy"),
+        of_labels(scores.accuracy_score),
+    ),
+    "precision": (metrics.Precision, of_labels(scores.precision_score)),
+    "recall": (metrics.Recall, of_labels(scores.recall_score)),
+    "micro f1": (lambda: metrics.F1("f1"), of_labels(scores.f1_score)),
+    "macro f1": (
+        lambda: metrics.F1("f1", average="macro"),
+        scores.f1_score(TRUE, GUESSED, sample_weight=WEIGHTS, average="macro"),
+    ),
+    "log loss": (metrics.BinaryCrossentropy, of_labels(scores.log_loss, SURE)),
+    "calibration": (metrics.CalibrationError, expected_calibration()),
+    "subset": (
+        metrics.SubsetAccuracy,
+        scores.accuracy_score(TRUE, GUESSED, sample_weight=WEIGHTS),
+    ),
+    "absolute": (
+        metrics.MeanAbsoluteError,
+        of_quantities(scores.mean_absolute_error),
+    ),
+    "squared": (metrics.MeanSquaredError, of_quantities(scores.mean_squared_error)),
+    "root": (
+        metrics.RootMeanSquaredError,
+        of_quantities(scores.mean_squared_error) ** 0.5,
+    ),
+    "r2": (lambda: metrics.R2Score(NUMBERS, 1000.5), of_quantities(scores.r2_score)),
+}
+ARRAYS = {
+    name: (QUANTITIES, GUESSES) if name in {"absolute", "squared", "root", "r2"} else (TRUE, SURE)
+    for name in CASES
+}
+
+
+def shaped(values, shape):
+    return values.reshape(COUNT, *shape)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(NUMBERS,), (2, 2)], ids=["row", "table"])
+def test_weights_of_examples_count_for_all_of_their_numbers(name, shape):
+    make, expected = CASES[name]
+    metric, (true, given) = make(), ARRAYS[name]
+    metric.update_state(shaped(true, shape), shaped(given, shape), sample_weight=WEIGHTS)
+    assert float(metric.result()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [*CASES, "areas"])
+def test_states_of_two_workers_add_up(name):
+    make = CASES[name][0] if name in CASES else (lambda: metrics.Areas(NUMBERS))
+    true, given = ARRAYS.get(name, (TRUE, SURE))
+    whole, *parts = make(), make(), make()
+    whole.update_state(true, given, sample_weight=WEIGHTS)
+    for part, rows in zip(parts, (slice(0, 13), slice(13, None)), strict=True):
+        part.update_state(true[rows], given[rows], sample_weight=WEIGHTS[rows])
+    states = ([np.asarray(each) for each in part.variables] for part in parts)
+    added = [sum(pair) for pair in zip(*states, strict=True)]
+    found, expected = (
+        {"": value} if not isinstance(value, dict) else value
+        for value in (whole.stateless_result(added), whole.result())
+    )
+    for key, value in expected.items():
+        assert float(found[key]) == pytest.approx(float(value), rel=1e-4)
+
+
+def test_areas_are_means_over_the_numbers():
+    metric = metrics.Areas(NUMBERS)
+    metric.update_state(TRUE, SURE, sample_weight=WEIGHTS)
+    found = metric.result()
+    for name, score in (("auc", scores.roc_auc_score), ("pr_auc", scores.average_precision_score)):
+        expected = score(TRUE, SURE, sample_weight=WEIGHTS)
+        assert float(found[name]) == pytest.approx(expected, abs=0.01), name
+
+
+@pytest.mark.slow
+def test_areas_of_one_kind_of_labels_are_not_a_number():
+    metric = metrics.Areas()
+    metric.update_state(np.ones((5, 1)), np.full((5, 1), 0.7, "float32"))
+    assert all(np.isnan(float(value)) for value in metric.result().values())
+
+
+def test_rows_have_all_numbers_of_an_example():
+    values = np.arange(24).reshape(2, 3, 4)
+    np.testing.assert_array_equal(metrics.rows(values), values.reshape(2, 12))
+    np.testing.assert_array_equal(metrics.rows(values[:, 0, 0]), [[0], [12]])

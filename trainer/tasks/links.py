@@ -1,0 +1,98 @@
+"""What makes probabilities of a model's outputs: a softmax or a sigmoid.
+
+A link owns the loss, predictions, answers, and the way back from them; a task says which labels it
+takes and what is measured. What has no link is a number as it is, as `Task` itself says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.tasks import metrics
+from trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
+
+# Of a label without names the number of classes is known once the dataset is prepared.
+_SOME_CLASSES = 2
+
+
+class Softmax(Task):
+    """One of several classes: outputs are logits [n, ..., classes]; the softmax is in the loss."""
+
+    link = "softmax"
+
+    def __init__(self, target: Target) -> None:
+        """Take a target whose values are numbers of classes."""
+        super().__init__(target)
+        self.num_classes = target.num_classes or _SOME_CLASSES
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes; their numbers where they have none."""
+        return self.target.labels or tuple(map(str, range(self.num_classes)))
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the cross entropy."""
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def chance_loss(self) -> float:
+        """Return that of equal probabilities."""
+        return math.log(max(2, self.num_classes))
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return probabilities [n, ..., classes]."""
+        return tf.nn.softmax(outputs)
+
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return `logits` and `probabilities`, one column a class."""
+        return {"logits": outputs, "probabilities": self.predictions(outputs)}
+
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return the logits."""
+        return answers["logits"]
+
+    def example_losses(self, labels: Array, outputs: Array) -> Floats:
+        """Return the cross entropy [n] in nats."""
+        return metrics.losses(labels.astype(np.int64), outputs)
+
+
+class Sigmoid(Task):
+    """Yes or no, once or for each class: outputs are logits; the sigmoid is in the loss."""
+
+    link = "sigmoid"
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the cross entropy, a mean over the classes."""
+        return keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def chance_loss(self) -> float:
+        """Return that of a coin."""
+        return math.log(2)
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return the probabilities of "yes", in the shape of the outputs."""
+        return tf.sigmoid(outputs)
+
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return `logits` and `probabilities`, one column a class."""
+        return {"logits": outputs, "probabilities": tf.sigmoid(outputs)}
+
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return the logits."""
+        return answers["logits"]
+
+    def example_losses(self, labels: Array, outputs: Array) -> Floats:
+        """Return the cross entropy [n] in nats, of as many outputs as there are labels."""
+        yes = labels.reshape(len(labels), -1).astype(bool)
+        logits = outputs[:, : yes.shape[1]].astype(np.float64)
+        result: Floats = np.logaddexp(0, np.where(yes, -logits, logits)).mean(axis=1)
+        return result
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse other values than 0 and 1."""
+        refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")

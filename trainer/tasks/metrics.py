@@ -1,0 +1,491 @@
+"""Metrics of labels and predictions, each once.
+
+Of Keras, whose states are sums: those over the numbers of an example, whatever the shapes (Keras's
+own broadcast weights [n] to labels of more axes in ways of their own; here labels and predictions
+become rows, [n, numbers], first), and three that it lacks.
+
+Of an evaluation, from the labels and logits of a classifier: scikit-learn does the sums of what is
+in memory. A metric that is not defined, such as the area under the ROC of a class that does not
+occur, is None. Curves are thinned to what a picture can show; areas are those of the whole curves.
+How sure a metric is: percentile bootstrap over the examples (Efron 1979).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+TOP = 3
+BINS = 15
+CURVE_POINTS = 100
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+# Of a normal distribution, half of what is outside on each side.
+NORMAL = 1.959963984540054
+#: Metrics of a classifier that are means over the examples, and that are means over its classes.
+MEANS = ("loss", "accuracy", "top_3_accuracy")
+AVERAGES = tuple(
+    f"{average}_{name}"
+    for average in ("macro", "weighted")
+    for name in ("precision", "recall", "f1")
+)
+_BINARY = 2
+_TINY = 1e-12
+# Numbers that are drawn at once: a few megabytes.
+_MOST_DRAWN = 1_000_000
+# The same predictions give the same intervals.
+_SEED = 0
+
+Floats = npt.NDArray[np.floating[Any]]
+Labels = npt.NDArray[np.int64]
+Counts = npt.NDArray[Any]
+Interval = list[float]
+Area = dict[str, float | None]
+NO_AREA: Area = {"auc": None, "pr_auc": None}
+
+
+def rows(values: Any) -> tf.Tensor:
+    """Return the numbers of each example as one row: [n, numbers]."""
+    return tf.reshape(values, [tf.shape(values)[0], math.prod(values.shape[1:])])
+
+
+class _OfRows:
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Add a batch."""
+        update = super().update_state  # type: ignore[misc]
+        return update(rows(y_true), rows(y_pred), sample_weight=sample_weight)
+
+
+def _of_rows(metric: type[keras.Metric]) -> type[keras.Metric]:
+    return type(metric.__name__, (_OfRows, metric), {})
+
+
+MeanAbsoluteError = _of_rows(keras.metrics.MeanAbsoluteError)
+MeanSquaredError = _of_rows(keras.metrics.MeanSquaredError)
+RootMeanSquaredError = _of_rows(keras.metrics.RootMeanSquaredError)
+BinaryAccuracy = _of_rows(keras.metrics.BinaryAccuracy)
+BinaryCrossentropy = _of_rows(keras.metrics.BinaryCrossentropy)
+Precision = _of_rows(keras.metrics.Precision)
+Recall = _of_rows(keras.metrics.Recall)
+
+
+class F1(_OfRows, keras.metrics.F1Score):
+    """Keras's, at a probability of 0.5."""
+
+    def __init__(self, name: str, average: str = "micro") -> None:
+        """Average over the classes, or count the numbers of all of them together."""
+        super().__init__(average=average, threshold=0.5, name=name)
+
+
+class SubsetAccuracy(keras.metrics.MeanMetricWrapper):
+    """The share of examples all of whose labels are right, at a probability of 0.5."""
+
+    def __init__(self) -> None:
+        """Measure nothing yet."""
+        super().__init__(_all_right, name="subset_accuracy")
+
+
+def _all_right(true: Any, predicted: Any) -> tf.Tensor:
+    right = (rows(predicted) > 0.5) == (rows(tf.cast(true, tf.float32)) > 0.5)  # noqa: PLR2004
+    return tf.cast(tf.reduce_all(right, axis=1), tf.float32)
+
+
+class R2Score(keras.Metric):
+    """The share of the variance that is explained, as a mean over the numbers of an example.
+
+    Keras's own adds up squares of the labels, whose single precision ends where their mean is far
+    above their deviation. Here they are taken from a value near the mean.
+    """
+
+    def __init__(self, numbers: int, near: float) -> None:
+        """Measure rows of so many numbers, around a value near their mean."""
+        super().__init__(name="r2_score")
+        self._near = near
+        self.weight = self.add_weight(name="weight", initializer="zeros")
+        self.total, self.squares, self.residual = (
+            self.add_weight(name=name, shape=(numbers,), initializer="zeros")
+            for name in ("total", "squares", "residual")
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        true, predicted = (tf.cast(rows(each), self.dtype) for each in (y_true, y_pred))
+        weight = _column(true, sample_weight)
+        centred = true - self._near
+        self.weight.assign_add(tf.reduce_sum(weight))
+        self.total.assign_add(tf.reduce_sum(weight * centred, axis=0))
+        self.squares.assign_add(tf.reduce_sum(weight * centred**2, axis=0))
+        self.residual.assign_add(tf.reduce_sum(weight * (true - predicted) ** 2, axis=0))
+
+    def result(self) -> tf.Tensor:
+        """Return the mean; of equal labels it is 1 if they are all met, else 0."""
+        weight, total, squares, residual = map(
+            tf.convert_to_tensor, (self.weight, self.total, self.squares, self.residual)
+        )
+        variance = squares - tf.math.divide_no_nan(total**2, weight)
+        constant = tf.cast(residual <= 0, self.dtype)
+        explained = 1 - tf.math.divide_no_nan(residual, variance)
+        return tf.reduce_mean(tf.where(variance > 0, explained, constant))
+
+
+class CalibrationError(keras.Metric):
+    """How far probabilities are from shares: the mean of |probability - share of true labels|.
+
+    The mean is over bins of equal width, weighted by what is in them (Guo et al. 2017).
+    """
+
+    def __init__(self, dtype: str | None = None) -> None:
+        """Measure nothing yet."""
+        super().__init__(name="calibration_error", dtype=dtype)
+        self.weight, self.sure, self.true = (
+            self.add_weight((BINS,), "zeros", self.dtype, name=name)
+            for name in ("weight", "sure", "true")
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        true, sure = (tf.cast(rows(each), self.dtype) for each in (y_true, y_pred))
+        weight = tf.broadcast_to(_column(true, sample_weight), tf.shape(true))
+        place = tf.minimum(tf.cast(sure * BINS, tf.int32), BINS - 1)
+        for variable, values in (
+            (self.weight, weight),
+            (self.sure, weight * sure),
+            (self.true, weight * true),
+        ):
+            flat = (tf.reshape(each, [-1]) for each in (values, place))
+            variable.assign_add(tf.math.unsorted_segment_sum(*flat, BINS))
+
+    def result(self) -> tf.Tensor:
+        """Return the error."""
+        weight, sure, true = map(tf.convert_to_tensor, (self.weight, self.sure, self.true))
+        return tf.math.divide_no_nan(tf.reduce_sum(tf.abs(sure - true)), tf.reduce_sum(weight))
+
+    def curve(self) -> list[dict[str, float]]:
+        """Return the reliability of each bin: `confidence`, `accuracy` and `examples`."""
+        bins = zip(*(each.numpy() for each in (self.weight, self.sure, self.true)), strict=True)
+        return [
+            {"confidence": float(s / w), "accuracy": float(t / w), "examples": plain(w)}
+            for w, s, t in bins
+            if w
+        ]
+
+
+class Areas(keras.Metric):
+    """`auc`, the area under the ROC, and `pr_auc`, the average precision; means over the numbers.
+
+    From counts of both kinds of labels at each step of the logit, which tell apart small
+    probabilities; Keras's has equal steps of the probability. Labels at one step count as tied,
+    which is what an area may be off by: half of their share. A number whose labels are all of one
+    kind has no area, and where none has one both are not a number.
+    """
+
+    def __init__(
+        self, numbers: int = 1, steps: int = 400, largest: float = 12, dtype: str | None = None
+    ) -> None:
+        """Measure rows of so many probabilities, by steps between the largest logits."""
+        super().__init__(name="areas", dtype=dtype)
+        self._numbers, self._steps, self._largest = numbers, steps, largest
+        self.true, self.false = (
+            self.add_weight((numbers, steps), "zeros", self.dtype, name=name)
+            for name in ("true", "false")
+        )
+
+    @classmethod
+    def fine(cls, classes: int) -> Areas:
+        """Return that of an evaluation, in double precision and some megabytes at most."""
+        # Beyond a logit of 20 a probability is 0 or 1 in single precision.
+        return cls(classes, int(np.clip((1 << 20) // classes, 64, 4096)), 20, "float64")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        true, sure = (tf.cast(rows(each), self.dtype) for each in (y_true, y_pred))
+        weight = tf.broadcast_to(_column(true, sample_weight), tf.shape(true))
+        logit = tf.math.log(sure) - tf.math.log1p(-sure)
+        share = tf.clip_by_value(logit / (2 * self._largest) + 0.5, 0, 1)
+        step = tf.minimum(tf.cast(share * self._steps, tf.int32), self._steps - 1)
+        place = tf.reshape(step + self._steps * tf.range(self._numbers), [-1])
+        for variable, kind in ((self.true, true), (self.false, 1 - true)):
+            flat = tf.reshape(weight * kind, [-1])
+            count = tf.math.unsorted_segment_sum(flat, place, self._numbers * self._steps)
+            variable.assign_add(tf.reshape(count, variable.shape))
+
+    def result(self) -> dict[str, tf.Tensor]:
+        """Return both."""
+        found = self.by_number()
+        defined = ~tf.math.is_nan(found["auc"])
+        return {name: tf.reduce_mean(tf.boolean_mask(v, defined)) for name, v in found.items()}
+
+    def by_number(self) -> dict[str, tf.Tensor]:
+        """Return both [numbers], not a number where the labels are of one kind."""
+        true, false = map(tf.convert_to_tensor, (self.true, self.false))
+        hits, misses = (tf.cumsum(each, axis=1, reverse=True) for each in (true, false))
+        all_true, all_false = hits[:, 0], misses[:, 0]
+        # Half of what is at the same step is above it.
+        above = tf.reduce_sum(false * (hits - true / 2), axis=1)
+        precise = tf.reduce_sum(true * tf.math.divide_no_nan(hits, hits + misses), axis=1)
+        both = (all_true > 0) & (all_false > 0)
+        return {
+            "auc": tf.where(both, above / (all_true * all_false), math.nan),
+            "pr_auc": tf.where(both, precise / all_true, math.nan),
+        }
+
+    def of_each(self) -> list[Area]:
+        """Return the areas of each number."""
+        auc, pr_auc = (each.numpy().tolist() for each in self.by_number().values())
+        return [
+            NO_AREA if math.isnan(a) else {"auc": a, "pr_auc": p}
+            for a, p in zip(auc, pr_auc, strict=True)
+        ]
+
+
+def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
+    given = tf.ones_like(values[:, 0]) if weights is None else weights
+    return tf.cast(given, values.dtype)[:, tf.newaxis]
+
+
+def _scores() -> Any:
+    # It loads pandas and takes half a second, which training has no use for.
+    from sklearn import metrics  # noqa: PLC0415
+
+    return metrics
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Return the logarithms of the probabilities of logits [n, classes], in double precision."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
+
+
+def softmax(logits: Floats) -> Floats:
+    """Return the probabilities of logits [n, classes]."""
+    return np.exp(log_softmax(logits)).astype(np.float32)
+
+
+def losses(labels: Labels, logits: Floats) -> Floats:
+    """Return the cross entropy [n] of logits [n, classes], in nats."""
+    result: Floats = -log_softmax(logits)[np.arange(len(labels)), labels]
+    return result
+
+
+def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
+    """Say of each example whether its class is among the `TOP` that are taken to be likeliest."""
+    own = logits[np.arange(len(labels)), labels][:, np.newaxis]
+    # Of equal logits the higher class goes first, as in scikit-learn.
+    later = np.arange(logits.shape[1]) > labels[:, np.newaxis]
+    ahead = (logits > own) | ((logits == own) & later)
+    result: npt.NDArray[np.bool_] = ahead.sum(axis=1) < TOP
+    return result
+
+
+def exact_areas(labels: Labels, logits: Floats, weights: Floats | None = None) -> list[Area]:
+    """Return `auc` and `pr_auc` of each class against all others; None of an absent one.
+
+    Examples have `weights` [n], or count the same.
+    """
+    found = []
+    each = np.ones(len(labels)) if weights is None else weights
+    for index, score in enumerate(softmax(logits).T):
+        own = labels == index
+        if not each[own].sum() or not each[~own].sum():
+            found.append(NO_AREA)
+            continue
+        auc = _scores().roc_auc_score(own, score, sample_weight=weights)
+        precise = _scores().average_precision_score(own, score, sample_weight=weights)
+        found.append({"auc": float(auc), "pr_auc": float(precise)})
+    return found
+
+
+def confusion(labels: Labels, guess: Labels, classes: int, weights: Any = None) -> Counts:
+    """Return how often each class [classes, classes] is the label, and the guess."""
+    return np.bincount(labels * classes + guess, weights, classes**2).reshape(classes, classes)
+
+
+def by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
+    """Return how often each class was predicted rightly, is the label, and was predicted."""
+    return cells.diagonal(), cells.sum(axis=1), cells.sum(axis=0)
+
+
+def per_class(
+    counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return precision, recall, F1, support and areas of each class; zeros where it is absent.
+
+    `counts` are those of `by_class`.
+    """
+    hits, support, predicted = counts
+    return [
+        {
+            "label": name,
+            "precision": float(hits[at] / max(predicted[at], _TINY)),
+            "recall": float(hits[at] / max(support[at], _TINY)),
+            "f1": float(2 * hits[at] / max(support[at] + predicted[at], _TINY)),
+            "support": plain(support[at]),
+            **areas[at],
+        }
+        for at, name in enumerate(names)
+    ]
+
+
+def plain(count: float) -> float | int:
+    """Return a count as a whole number, unless examples have weights."""
+    return int(count) if float(count).is_integer() else float(count)
+
+
+def mean_area(found: Sequence[Area], area: str) -> float | None:
+    """Return the mean area over the classes that have one."""
+    values = [value for each in found if (value := each[area]) is not None]
+    return float(np.mean(values)) if values else None
+
+
+def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
+    """Return ROC (false, true positive rate) and precision over recall of each class that can."""
+    found, probabilities = [], softmax(logits)
+    for index, name in enumerate(names):
+        own, score = labels == index, probabilities[:, index]
+        if not 0 < own.sum() < len(own):
+            continue
+        false, true, _ = _scores().roc_curve(own, score)
+        precision, recall, _ = _scores().precision_recall_curve(own, score)
+        found.append(
+            {"label": name, "roc": _thinned(false, true), "pr": _thinned(recall, precision)}
+        )
+    return found
+
+
+def roc(labels: Labels, logits: Floats) -> list[list[float]]:
+    """Return one ROC curve: points of false positive rate, true positive rate and threshold.
+
+    Of two classes it is that of the second one. Of more it is micro-averaged: every class of every
+    example is one question, whether it is that class, and all of them make one curve. Empty where
+    there is nothing to distinguish.
+    """
+    probabilities, classes = softmax(logits), logits.shape[1]
+    if classes <= _BINARY:
+        own, score = labels == classes - 1, probabilities[:, -1]
+    else:
+        own = (labels[:, np.newaxis] == np.arange(classes)).ravel()
+        score = probabilities.ravel()
+    if not 0 < own.sum() < len(own):
+        return []
+    false, true, thresholds = _scores().roc_curve(own, score)
+    # The first threshold is above every score: it is infinite, which JSON cannot say.
+    return _thinned(false, true, thresholds.clip(0, 1))
+
+
+def _thinned(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
+    """Return all of few points, else those at equal steps along the curve, with both ends."""
+    kept = np.arange(len(x))
+    if len(x) > CURVE_POINTS:
+        way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
+        wanted = np.linspace(0, way[-1], CURVE_POINTS)
+        kept = np.unique(np.searchsorted(way, wanted).clip(0, len(x) - 1))
+    points = zip(*(each[kept] for each in (x, y, *more)), strict=True)
+    return [[round(float(value), 5) for value in point] for point in points]
+
+
+def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
+    """Return whether the likeliest class is right [n, 1], and how sure of it a model is [n, 1]."""
+    right = logits.argmax(axis=1) == labels
+    return right[:, np.newaxis], np.exp(log_softmax(logits).max(axis=1, keepdims=True))
+
+
+class Means:
+    """The metrics that are means over the examples, with their intervals."""
+
+    def __init__(self) -> None:
+        """Begin without examples."""
+        self._weight = self._squares = self._loss = self._loss_squares = 0.0
+        self._hits = self._top = 0.0
+
+    def add(self, labels: Labels, logits: Floats, weights: Floats) -> None:
+        """Add some examples."""
+        loss = losses(labels, logits)
+        self._weight += weights.sum()
+        self._squares += (weights**2).sum()
+        self._loss += (weights * loss).sum()
+        self._loss_squares += (weights * loss**2).sum()
+        self._hits += weights[logits.argmax(axis=1) == labels].sum()
+        self._top += weights[in_top(labels, logits)].sum()
+
+    @property
+    def examples(self) -> float:
+        """How many examples of equal weight would be as much (Kish 1965, section 11.7)."""
+        return float(self._weight**2 / max(self._squares, _TINY))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics that a loss and an accuracy do not say already."""
+        return {"top_3_accuracy": float(self._top / max(self._weight, _TINY))}
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return the 95 % intervals of `MEANS`: of a normal mean, and Wilson's of shares."""
+        weight, examples = max(self._weight, _TINY), self.examples
+        mean = self._loss / weight
+        variance = max(self._loss_squares / weight - mean**2, 0.0)
+        margin = NORMAL * math.sqrt(variance / max(examples - 1, 1))
+        return {
+            "loss": [float(mean - margin), float(mean + margin)],
+            "accuracy": wilson(self._hits / weight, examples),
+            "top_3_accuracy": wilson(self._top / weight, examples),
+        }
+
+
+def wilson(share: float, examples: float) -> Interval:
+    """Return the 95 % score interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22).
+
+    Unlike a bootstrap it has a width where all examples are right. SciPy's takes whole numbers, and
+    examples of other weights than 1 are worth a part of one.
+    """
+    squared = NORMAL**2
+    middle = (share + squared / (2 * examples)) / (1 + squared / examples)
+    spread = math.sqrt(max(share * (1 - share), 0) / examples + squared / (4 * examples**2))
+    margin = NORMAL * spread / (1 + squared / examples)
+    return [float(max(middle - margin, 0.0)), float(min(middle + margin, 1.0))]
+
+
+def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
+    """Return macro and weighted precision, recall and F1 from the counts of `by_class`.
+
+    Of examples with weights these are sums, which may be far below 1. Fast enough for a thousand
+    resamples of a thousand classes.
+    """
+    occurs = (support + predicted) > 0
+    each = (
+        hits / np.maximum(predicted, _TINY),
+        hits / np.maximum(support, _TINY),
+        2 * hits / np.maximum(support + predicted, _TINY),
+    )
+    found = [float(values[occurs].mean()) for values in each]
+    found += [float(np.average(values, weights=support)) for values in each]
+    return dict(zip(AVERAGES, found, strict=True))
+
+
+def intervals_of_averages(cells: Counts, examples: float) -> dict[str, Interval]:
+    """Return the 95 % intervals of `AVERAGES` from the confusion matrix, by a bootstrap."""
+    classes = len(cells)
+    # Who draws examples draws cells of the confusion matrix; there are far fewer of them.
+    true, guess = np.nonzero(cells)
+    shares = cells[true, guess] / cells.sum()
+    generator, drawn = np.random.default_rng(_SEED), []
+    for some in _parts(len(true)):
+        for each in generator.multinomial(round(examples), shares, some):
+            hits = np.where(true == guess, each, 0)
+            sums = ((true, hits), (true, each), (guess, each))
+            counts = (np.bincount(own, weights, classes) for own, weights in sums)
+            drawn.append([*averages(*counts).values()])
+    outside = 100 * (1 - CONFIDENCE) / 2
+    ends = np.percentile(drawn, [outside, 100 - outside], axis=0)
+    return dict(zip(AVERAGES, ends.T.tolist(), strict=True))
+
+
+def _parts(width: int) -> Iterator[int]:
+    """Yield how many resamples to draw at once: few of many examples."""
+    most = max(_MOST_DRAWN // width, 1)
+    for begin in range(0, RESAMPLES, most):
+        yield min(most, RESAMPLES - begin)
