@@ -1,14 +1,13 @@
 """Hold the metrics of a model against the policy of the configuration."""
 
 from pathlib import Path
-from typing import Any
 
 from kfp import dsl
 
 from components import descriptor
 from components.image import component
-from components.locations import output_of, run_at
-from components.records.record import StepOutput, tried
+from components.records.record import Step
+from components.records.run_store import output_of
 from trainer.code.delivery import configured
 from trainer.config.schema import Config
 from trainer.promotion import gate, trained
@@ -26,37 +25,25 @@ def check_gate(
     evaluation_descriptor: dsl.Input[dsl.Metrics] = None,
 ) -> str:
     """Return "blessed" or "refused"; `decision_uri` is the URI of the reasons."""
-    from components.check_gate import run_step
+    from components.check_gate import work
+    from components.records.record import run
 
-    return run_step(config, root, run_id, evaluation, decision_uri, decision, evaluation_descriptor)
+    return run(work, locals())
 
 
-def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    evaluation: str,
-    uri_path: str,
-    artifact: Any,
-    evaluation_descriptor: Any = None,
-) -> str:
-    """Return `blessed` or `refused`; the file `uri_path` gets the URI of the reasons."""
-    call = dict(locals())
-
-    def work(record: StepOutput) -> str:
-        descriptor.check(evaluation_descriptor, evaluation)
-        policy = configured(config)
-        decision = decided(policy, root, run_id, evaluation)
-        word = "blessed" if decision.blessed else "refused"
-        judged = {"decision": word, "reasons": list(decision.reasons)}
-        if not decision.blessed:
-            trained.end(root, run_id, word)
-        record.done(decision.uri, judged)
-        descriptor.describe(artifact, decision.uri, judged)
-        Path(uri_path).write_text(decision.uri, encoding="utf-8")
-        return word
-
-    return tried("check_gate", run_at(root, run_id), work, call=call)
+def work(step: Step) -> str:
+    """Return `blessed` or `refused`; the file `decision_uri` gets the URI of the reasons."""
+    descriptor.check(step.evaluation_descriptor, step.evaluation)
+    policy = configured(step.config)
+    decision = decided(policy, step.root, step.run_id, step.evaluation)
+    word = "blessed" if decision.blessed else "refused"
+    judged = {"decision": word, "reasons": list(decision.reasons)}
+    if not decision.blessed:
+        trained.end(step.root, step.run_id, word)
+    step.output.done(decision.uri, judged)
+    descriptor.describe(step.decision, decision.uri, judged)
+    Path(step.decision_uri).write_text(decision.uri, encoding="utf-8")
+    return word
 
 
 def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:

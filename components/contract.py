@@ -23,7 +23,7 @@ from trainer.errors import ConfigError
 #: Flotilla that has compiled it, and the digest of its steps.
 OPTION = "--compiled_by"
 # To be raised when what passes between steps changes its meaning, and no signature shows it.
-_REVISION = 1
+_REVISION = 2
 _LENGTH = 12
 
 
@@ -81,13 +81,24 @@ def _digest() -> str:
     return hashlib.sha256("\n".join(signatures).encode()).hexdigest()[:_LENGTH]
 
 
+def required(name: str) -> set[str]:
+    """Return the names of what a component takes that has no default."""
+    taken = _function(name).args
+    return {each.arg for each in taken.args[: len(taken.args) - len(taken.defaults)]}
+
+
 def _signature(name: str) -> str:
     """Return the signature of a component, from its source: nothing has to be imported."""
+    function = _function(name)
+    taken = [f"{each.arg}: {_written(each.annotation)}" for each in function.args.args]
+    return f"{name}({', '.join(taken)}) -> {_written(function.returns)}"
+
+
+def _function(name: str) -> ast.FunctionDef:
     text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            taken = [f"{each.arg}: {_written(each.annotation)}" for each in node.args.args]
-            return f"{name}({', '.join(taken)}) -> {_written(node.returns)}"
+            return node
     raise LookupError(f"components/{name}.py has no function {name}")
 
 

@@ -9,8 +9,8 @@ from kfp import dsl
 
 from components import descriptor, ui
 from components.image import component
-from components.locations import output_of, run_at, scratch_folder
-from components.records.record import StepOutput, tried
+from components.records.record import Step
+from components.records.run_store import output_of, scratch_folder
 from trainer import storage
 from trainer.code.delivery import configured
 from trainer.config.schema import Config
@@ -31,57 +31,29 @@ def evaluate_model(
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
     """Evaluate the checkpoint on the dataset; return the URI of the evaluation."""
-    from components.evaluate_model import run_step
+    from components.evaluate_model import work
+    from components.records.record import run
 
-    return run_step(
-        config,
-        root,
-        run_id,
-        dataset,
-        checkpoint,
-        evaluation_metrics,
-        confusion_matrix,
-        roc_curve,
-        dataset_descriptor,
-        checkpoint_descriptor,
-    )
+    return run(work, locals())
 
 
-def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    dataset: str,
-    checkpoint: str,
-    metrics: Any,
-    confusion: Any,
-    roc: Any,
-    dataset_descriptor: Any = None,
-    checkpoint_descriptor: Any = None,
-) -> str:
-    """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
-    call = dict(locals())
-
-    def work(record: StepOutput) -> str:
-        with scratch_folder() as scratch:
-            descriptor.check(dataset_descriptor, dataset)
-            descriptor.check(checkpoint_descriptor, checkpoint)
-            settings = configured(config)
-            found = opponent(root, settings.name, checkpoint)
-            champion = found.uri if found else ""
-            inputs = Inputs(dataset=dataset, checkpoint=checkpoint, champion=champion)
-            result = evaluated(settings, root, run_id, inputs, scratch)
-            record.done(result.uri, result.metrics)
-            descriptor.describe(metrics, result.uri, ui.scalars(result.metrics))
-            measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-            matrix = measured.get("confusion_matrix", ())
-            ui.log_confusion(confusion, measured.get("labels", ()), matrix)
-            ui.log_roc(roc, measured.get("roc", ()))
-            return result.uri
-
-    return tried(
-        "evaluate_model", run_at(root, run_id), work, inputs={"dataset": dataset}, call=call
-    )
+def work(step: Step) -> str:
+    """Measure it; what the UI draws goes to the three artifacts."""
+    with scratch_folder() as scratch:
+        descriptor.check(step.dataset_descriptor, step.dataset)
+        descriptor.check(step.checkpoint_descriptor, step.checkpoint)
+        settings = configured(step.config)
+        found = opponent(step.root, settings.name, step.checkpoint)
+        champion = found.uri if found else ""
+        inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
+        result = evaluated(settings, step.root, step.run_id, inputs, scratch)
+        step.output.done(result.uri, result.metrics)
+        descriptor.describe(step.evaluation_metrics, result.uri, ui.scalars(result.metrics))
+        measured = json.loads(storage.read_file(result.uri, "metrics.json"))
+        matrix = measured.get("confusion_matrix", ())
+        ui.log_confusion(step.confusion_matrix, measured.get("labels", ()), matrix)
+        ui.log_roc(step.roc_curve, measured.get("roc", ()))
+        return result.uri
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ def component(function: Callable[..., Any]) -> Any:
     """Make a KFP component of a function, on the image of all steps.
 
     Inside a running step (`_KFP_RUNTIME`) `kfp.dsl` has no such decorator: there the file of a
-    component is imported for its `run_step`, and the function is returned unchanged.
+    component is imported for its `work`, and the function is returned unchanged.
     """
     from kfp import dsl
 

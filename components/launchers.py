@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from components.image import DEFAULTS, PodDefaults
-from trainer import events, mirror
+from trainer import events
 from trainer.cluster import completion, local, task_logs
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from components.kubernetes.engine import Engine
     from components.kubernetes.names import Tree
 
+# Set for a step in a debugger: it trains in its own process.
+DEBUGGER = "FLOTILLA_DEBUGGER"
 # The engines on Kubernetes; `auto` takes the first one that the cluster has.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
 
@@ -57,8 +59,6 @@ def choose(job: Job) -> Launcher:
         UserError: the API does not answer, or serves none of the engines.
     """
     launcher = job.config.cluster.launcher
-    if mirror.current():
-        return "local"
     if launcher != "auto":
         return launcher
     from components.kubernetes import choice
@@ -82,8 +82,7 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def _launch_here(job: Job) -> None:
-    replay = mirror.current()
-    if replay and replay.in_process:
+    if os.environ.get(DEBUGGER):
         from trainer.training import task
 
         task.train_here(job)

@@ -9,8 +9,8 @@ from kfp import dsl
 
 from components import check_gate, descriptor, evaluate_model
 from components.image import component
-from components.locations import is_local_run, output_of, run_at, scratch_folder
-from components.records.record import StepOutput, tried
+from components.records.record import Step
+from components.records.run_store import is_local_run, output_of, scratch_folder
 from trainer import storage
 from trainer.code.delivery import configured
 from trainer.config.schema import Config
@@ -29,47 +29,37 @@ def register_model(
     model_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
     """Return "promoted" or "refused" for the exported model at its URI."""
-    from components.register_model import run_step
+    from components.records.record import run
+    from components.register_model import work
 
-    return run_step(config, root, run_id, model, image, registration, model_descriptor)
+    return run(work, locals())
 
 
-def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    model: str,
-    image: str,
-    artifact: Any,
-    model_descriptor: Any = None,
-) -> str:
-    """Return `promoted` or `refused`; `artifact` is a KFP Model."""
-    call = dict(locals())
-
-    def work(record: StepOutput) -> str:
-        with scratch_folder() as scratch:
-            descriptor.check(model_descriptor, model)
-            settings = configured(config)
-            request = registration.Request(
-                config=settings,
-                root=root,
-                model=model,
-                output=output_of(root, run_id, "registration", model, settings.registry.digest()),
-                lineage=_lineage(settings, root, run_id, model, image),
-                by=f"run {run_id}",
-                compare=partial(_compared, settings, root, run_id, model, scratch),
-            )
-            made = registration.register(request, scratch)
-            word = registration.PROMOTED if made.promoted else registration.REFUSED
-            trained.end(root, run_id, word)
-            if made.promoted:
-                registration.announce(root, settings.name, made.version, settings.registry.hub)
-            numbers = {"version": made.version, "promotion": made.promotion}
-            record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
-            descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})
-            return word
-
-    return tried("register_model", run_at(root, run_id), work, call=call)
+def work(step: Step) -> str:
+    """Return `promoted` or `refused`."""
+    with scratch_folder() as scratch:
+        descriptor.check(step.model_descriptor, step.model)
+        settings = configured(step.config)
+        run = (step.root, step.run_id)
+        request = registration.Request(
+            config=settings,
+            root=step.root,
+            model=step.model,
+            output=output_of(*run, "registration", step.model, settings.registry.digest()),
+            lineage=_lineage(settings, *run, step.model, step.image),
+            by=f"run {step.run_id}",
+            compare=partial(_compared, settings, *run, step.model, scratch),
+        )
+        made = registration.register(request, scratch)
+        word = registration.PROMOTED if made.promoted else registration.REFUSED
+        trained.end(*run, word)
+        if made.promoted:
+            registration.announce(step.root, settings.name, made.version, settings.registry.hub)
+        numbers = {"version": made.version, "promotion": made.promotion}
+        step.output.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
+        judged = {"model": step.model, "decision": word, **numbers}
+        descriptor.describe(step.registration, made.uri, judged)
+        return word
 
 
 def _compared(

@@ -1,20 +1,36 @@
 """The first step: check the run parameters and pass one JSON text on."""
 
+import logging
+import os
+import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import contract, descriptor, in_use, locations, pinned_inputs, table
+from components import contract, descriptor, in_use, table
 from components.image import component
 from components.pod_parameters import check_parameters
-from components.records import step_record
-from components.records.record import StepOutput, tried
-from trainer import storage
+from components.records import run_store, step_record
+from components.records.record import Step, run
+from trainer import events, storage
 from trainer.cluster import fitting
 from trainer.code import delivery, references
-from trainer.config.data import DataConfig
+from trainer.config.data import SINCE_CHAMPION, DataConfig
+from trainer.config.model import CHAMPION, initial_weights
 from trainer.config.run_parameters import from_parameters
+from trainer.config.schema import Config
+from trainer.data import listing
+from trainer.errors import ConfigError
+from trainer.promotion import trained
+from trainer.promotion.registry import champion_checkpoint
+from trainer.storage import patterns
+
+# Under which the digest of the listing is pinned.
+_FILES = "listing of data.source"
+_log = logging.getLogger(__name__)
 
 
 # One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
@@ -93,54 +109,147 @@ class Resolved(NamedTuple):
 
 
 def run_step(values: Mapping[str, Any]) -> Resolved:
+    """Run this step: the one call that is the same in every version, so that each can refuse."""
+    return run(work, values)
+
+
+def work(step: Step) -> Resolved:
     """Check all run parameters; the data section alone is what preparing data depends on.
 
-    Args:
-        values: the run parameters, KFP's run id, an artifact `configuration` whose URI shows the
-            pipeline root, and the parameters of the pods that are checked. This call is the same in
-            every version, so that each can refuse.
+    A pipeline of another version may pass other values: its refusal is recorded all the same.
     """
-    call = dict(values)
-    # A pipeline of another version may pass other values, and its refusal is recorded all the same.
-    output = next((each.uri for each in values.values() if hasattr(each, "uri")), "")
-    kfp_run_id = values.get("kfp_run_id", "")
-    at = locations.run_at_first(values.get("storage_root", ""), output, kfp_run_id)
+    contract.check()
+    values = {name: each for name, each in vars(step).items() if name != "output"}
+    check_parameters(values)
+    artifact, config = step.configuration, from_parameters(values)
+    root = run_store.root_of(config.storage.root, artifact.uri, step.kfp_run_id)
+    _check_shared(root)
+    _check_source(config.data)
+    run_id = run_store.run_id_of(step.kfp_run_id)
+    code = _entered(config.code, root, run_id)
+    config = with_listing(config, root)
+    earlier = finished_by(config, root, run_id)
+    config = with_champion(config, root)
+    step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
+    # A local run has no KFP cache, and preparing finds the version itself.
+    data = config.data if run_store.is_local_run() else with_version(config.data)
+    if not (earlier or run_store.is_local_run()):
+        # Here it comes before the pods of any other step; on this machine the chief finds it.
+        fitting.require(config.model_copy(update={"data": data}))
+    step.output.metrics = {"name": config.name, "data_version": data.version, **code}
+    if earlier:
+        reason = f"files and configuration are those of {earlier}, which has finished"
+        step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
+    descriptor.write(artifact, config.model_dump(mode="json"))
+    artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
+    return Resolved(
+        config=config.model_dump_json(),
+        data=data.model_dump_json(),
+        root=root,
+        run_id=run_id,
+        seal=_seal(data, root, run_store.pipeline_root_in(artifact.uri, step.kfp_run_id)) or run_id,
+        data_code=config.code if config.data.is_own else "",
+        Output=table.UNCHANGED if earlier else table.NEW,
+    )
 
-    def work(record: StepOutput) -> Resolved:
-        contract.check()
-        check_parameters(values)
-        artifact, config = values["configuration"], from_parameters(values)
-        root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
-        locations.check_shared(root)
-        locations.check_source(config.data)
-        run_id = locations.run_id_of(kfp_run_id)
-        code = _entered(config.code, root, run_id)
-        config = pinned_inputs.with_listing(config, root)
-        earlier = pinned_inputs.finished_by(config, root, run_id)
-        config = pinned_inputs.with_champion(config, root)
-        step_record.publish_config(at, config.model_dump_json(indent=2))
-        # A local run has no KFP cache, and preparing finds the version itself.
-        data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
-        if not (earlier or locations.is_local_run()):
-            # Here it comes before the pods of any other step; on this machine the chief finds it.
-            fitting.require(config.model_copy(update={"data": data}))
-        record.metrics = {"name": config.name, "data_version": data.version, **code}
-        if earlier:
-            reason = f"files and configuration are those of {earlier}, which has finished"
-            record.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
-        descriptor.write(artifact, config.model_dump(mode="json"))
-        artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
-        return Resolved(
-            config=config.model_dump_json(),
-            data=data.model_dump_json(),
-            root=root,
-            run_id=run_id,
-            seal=_seal(data, root, locations.pipeline_root_in(artifact.uri, kfp_run_id)) or run_id,
-            data_code=config.code if config.data.is_own else "",
-            Output=table.UNCHANGED if earlier else table.NEW,
+
+def _check_shared(root: str) -> None:
+    """Raise a `ConfigError` where this is a pod, and `root` a folder that no other pod sees."""
+    if os.environ.get("KFP_POD_NAME") and storage.local_path(root):
+        raise ConfigError(
+            f"storage.root: {root} is a folder of this pod, which no other step sees: set it to "
+            "gs://, s3:// or minio://BUCKET/FOLDER, or leave it empty"
         )
 
-    return tried("resolve_config", at, work, call=call)
+
+def _check_source(data: DataConfig) -> None:
+    """Raise a `ConfigError` where this is a pod and the source a path, which is not there."""
+    if data.source and os.environ.get("KFP_POD_NAME") and patterns.is_local(data.source):
+        raise ConfigError(
+            f"data.source: {data.source} is a path, and there are no files of yours in this pod: "
+            "put them into gs://, s3:// or minio://BUCKET/FOLDER"
+        )
+
+
+def with_champion(config: Config, root: str) -> Config:
+    """Return the configuration with the champion's checkpoint for `champion` in its warm start.
+
+    Without a champion the checkpoint is empty, and an event says that training begins from scratch.
+    """
+    training, name = config.training, config.name
+    weights = initial_weights(training.warm_start)
+    if weights.source != CHAMPION:
+        return config
+    uri = run_store.pin_once(f"champion of {name}", lambda: champion_checkpoint(root, name))
+    if not uri:
+        reason = f"{name} has no champion yet below {root}"
+        events.emit(events.FromScratch(reason=reason))
+    value = replace(weights, source=uri).value() if uri else ""
+    return config.model_copy(update={"training": training.model_copy(update={"warm_start": value})})
+
+
+def with_version(data: DataConfig) -> DataConfig:
+    """Return the data section with the newest version if it names none.
+
+    KFP's cache compares the section: with an empty version it would hide a newer dataset.
+    """
+    if data.version or data.source:
+        return data
+    from trainer.data import prepare
+
+    with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
+        newest = prepare.newest_version(data, Path(scratch))
+    events.emit(events.NewestVersion(dataset=data.name, version=newest))
+    return data.model_copy(update={"version": newest})
+
+
+def with_listing(config: Config, root: str) -> Config:
+    """Return the configuration with the digest of the chosen files as its `data.version`.
+
+    The listing is kept below `root`, where preparing finds it: a file that comes meanwhile belongs
+    to the next run.
+
+    Raises:
+        UserError: the source cannot be listed.
+    """
+    data = config.data
+    if not data.source or data.version:
+        return config
+    version = run_store.pin_once(_FILES, lambda: _listed(config, root))
+    return config.model_copy(update={"data": data.model_copy(update={"version": version})})
+
+
+def _listed(config: Config, root: str) -> str:
+    data, before = config.data, trained.TrainedData(spans={})
+    if data.spans == SINCE_CHAMPION:
+        before = trained.of_champion(root, config.name)
+    found = listing.list_source(data)
+    taken = listing.chosen(found, data.spans, before.spans)
+    spans = ", ".join(taken.spans)
+    if before.version and found.spans and not spans:
+        # What its files were is known, also where some are gone.
+        _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
+        return before.version
+    listing.publish(taken, root)
+    events.emit(events.NewestVersion(dataset=data.source, version=taken.digest))
+    _log.info(
+        "data.source: %d files%s, listing %s",
+        len(taken.files), f" of the spans {spans}" if spans else "", taken.digest,
+    )  # fmt: skip
+    return taken.digest
+
+
+def finished_by(config: Config, root: str, run_id: str) -> str:
+    """Return the earlier run that has finished with what this one would do; empty for none.
+
+    Only files are compared: a dataset of TFDS changes with the image.
+    """
+    if not config.data.source:
+        return ""
+    trained.begin(config, root, run_id)
+    if config.training.when_unchanged == "train":
+        return ""
+    return run_store.pin_once("run that has finished", lambda: trained.finished(config, root))
 
 
 def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
@@ -153,7 +262,7 @@ def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
 
 
 def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:
-    if locations.is_local_run():
+    if run_store.is_local_run():
         return ""
     from trainer.data import key
 

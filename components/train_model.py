@@ -6,9 +6,9 @@ from kfp import dsl
 
 from components import descriptor, launchers, ui
 from components.image import PodDefaults, component
-from components.locations import folder_of_run, run_at
 from components.records import gather_report
-from components.records.record import StepOutput, tried
+from components.records.record import Step
+from components.records.run_store import folder_of_run
 from trainer import storage
 from trainer.checkpoints.index import HandedOn, handed_on, require_first_weights
 from trainer.cluster import fitting
@@ -29,70 +29,46 @@ def train_model(
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
     """Train on the dataset at URI `dataset`; return the URI of the checkpoint to hand on."""
-    from components.train_model import run_step
+    from components.records.record import run
+    from components.train_model import work
 
-    return run_step(
-        config,
-        root,
-        run_id,
-        dataset,
-        image,
-        store_secret,
-        checkpoint,
-        mlpipeline_ui_metadata,
-        dataset_descriptor,
-    )
+    return run(work, locals())
 
 
-def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    dataset: str,
-    image: str,
-    store_secret: str,
-    checkpoint: Any,
-    viewers: Any,
-    dataset_descriptor: Any = None,
-) -> str:
-    """Train; `checkpoint` is a KFP Model, and `viewers` a file by which the UI shows TensorBoard.
+def work(step: Step) -> str:
+    """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard.
 
     The pods of a TFJob get the image and the secret of the run where its settings name none.
     """
+    descriptor.check(step.dataset_descriptor, step.dataset)
+    settings = configured(step.config)
+    from trainer.data.shards.shard_store import streaming_of
+    from trainer.data.spec import DatasetSpec, require_slices
 
-    def work(record: StepOutput) -> str:
-        descriptor.check(dataset_descriptor, dataset)
-        settings = configured(config)
-        from trainer.data.shards.shard_store import streaming_of
-        from trainer.data.spec import DatasetSpec, require_slices
-
-        manifest = storage.read_manifest(dataset)
-        spec = DatasetSpec.from_manifest(manifest)
-        # Before a cluster is asked for.
-        streaming_of(settings, manifest, settings.cluster.workers)
-        # Of all that is looked at only once the model is trained.
-        require_slices(settings, spec.features, spec.targets)
-        if settings.cluster.launcher != "local":
-            # Here it comes before the pods of the cluster; on this machine the chief finds it.
-            fitting.require(settings, dataset)
-        record.held = gather_report.held_by(settings.model_dump())
-        job = Job(
-            config=settings,
-            dataset=dataset,
-            checkpoints=storage.join(root, run_id, "checkpoints"),
-            workdir=folder_of_run() / "cluster",
-        )
-        require_first_weights(settings.training.warm_start, job.checkpoints)
-        ui.write_viewers(viewers, logs := storage.join(job.checkpoints, "logs"))
-        launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))
-        found = handed_on(job.checkpoints, settings.training.hand_on)
-        metrics = _metrics(found)
-        record.done(found.uri, metrics)
-        descriptor.describe(checkpoint, found.uri, {"tensorboard": logs, **metrics})
-        return found.uri
-
-    at = run_at(root, run_id)
-    return tried("train_model", at, work, inputs={"dataset": dataset}, call=locals())
+    manifest = storage.read_manifest(step.dataset)
+    spec = DatasetSpec.from_manifest(manifest)
+    # Before a cluster is asked for.
+    streaming_of(settings, manifest, settings.cluster.workers)
+    # Of all that is looked at only once the model is trained.
+    require_slices(settings, spec.features, spec.targets)
+    if settings.cluster.launcher != "local":
+        # Here it comes before the pods of the cluster; on this machine the chief finds it.
+        fitting.require(settings, step.dataset)
+    step.output.held = gather_report.held_by(settings.model_dump())
+    job = Job(
+        config=settings,
+        dataset=step.dataset,
+        checkpoints=storage.join(step.root, step.run_id, "checkpoints"),
+        workdir=folder_of_run() / "cluster",
+    )
+    require_first_weights(settings.training.warm_start, job.checkpoints)
+    ui.write_viewers(step.mlpipeline_ui_metadata, logs := storage.join(job.checkpoints, "logs"))
+    launchers.launch(job, PodDefaults(image=step.image, store_secret=step.store_secret))
+    found = handed_on(job.checkpoints, settings.training.hand_on)
+    metrics = _metrics(found)
+    step.output.done(found.uri, metrics)
+    descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})
+    return found.uri
 
 
 def _metrics(found: HandedOn) -> dict[str, Any]:

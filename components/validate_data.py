@@ -1,14 +1,13 @@
 """Hold a dataset against the rules of the configuration, and against the champion's dataset."""
 
 from pathlib import Path
-from typing import Any
 
 from kfp import dsl
 
 from components import descriptor
 from components.image import component
-from components.locations import output_of, run_at
-from components.records.record import StepOutput, tried
+from components.records.record import Step
+from components.records.run_store import output_of
 from trainer.code.delivery import configured
 
 
@@ -25,51 +24,31 @@ def validate_data(
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
     """Return "accepted" or "refused"; `validation_uri` is the URI of what was found."""
-    from components.validate_data import run_step
+    from components.records.record import run
+    from components.validate_data import work
 
-    return run_step(
-        config, root, run_id, dataset, validation_uri, validation, page, dataset_descriptor
-    )
+    return run(work, locals())
 
 
-def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    dataset: str,
-    uri_path: str,
-    artifact: Any,
-    page: Any,
-    dataset_descriptor: Any = None,
-) -> str:
-    """Return `accepted` or `refused`; the file `uri_path` gets the URI of what was found.
+def work(step: Step) -> str:
+    """Return `accepted` or `refused`; the file `validation_uri` gets the URI of what was found."""
+    descriptor.check(step.dataset_descriptor, step.dataset)
+    # It loads SciPy, which takes longer than a run that finds nothing new.
+    from trainer.data_gate import validate
 
-    `page` is a KFP HTML artifact.
-    """
-    call = dict(locals())
-
-    def work(record: StepOutput) -> str:
-        descriptor.check(dataset_descriptor, dataset)
-        # It loads SciPy, which takes longer than a run that finds nothing new.
-        from trainer.data_gate import validate
-
-        settings = configured(config)
-        found = validate.check(settings, dataset, validate.opponent(root, settings.name))
-        uri = output_of(root, run_id, "validation", dataset, found.digest)
-        validate.publish(found, uri)
-        facts = found.facts
-        judged = {
-            "decision": found.decision,
-            "warned": len(facts["warnings"]),
-            "reasons": facts["reasons"],
-            "warnings": facts["warnings"],
-        }
-        record.done(uri, judged)
-        descriptor.describe(artifact, uri, judged)
-        Path(page.path).write_bytes(found.page)
-        Path(uri_path).write_text(uri, encoding="utf-8")
-        return found.decision
-
-    return tried(
-        "validate_data", run_at(root, run_id), work, inputs={"dataset": dataset}, call=call
-    )
+    settings = configured(step.config)
+    found = validate.check(settings, step.dataset, validate.opponent(step.root, settings.name))
+    uri = output_of(step.root, step.run_id, "validation", step.dataset, found.digest)
+    validate.publish(found, uri)
+    facts = found.facts
+    judged = {
+        "decision": found.decision,
+        "warned": len(facts["warnings"]),
+        "reasons": facts["reasons"],
+        "warnings": facts["warnings"],
+    }
+    step.output.done(uri, judged)
+    descriptor.describe(step.validation, uri, judged)
+    Path(step.page.path).write_bytes(found.page)
+    Path(step.validation_uri).write_text(uri, encoding="utf-8")
+    return found.decision

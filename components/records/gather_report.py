@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from components.records.run_store import CONFIG
 from components.records.step_record import (
-    CONFIG,
     INCIDENTS,
     OF_STEPS,
     StepRecord,

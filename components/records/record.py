@@ -18,16 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import tenacity
 
-from components.locations import is_local_run
-from components.records import given, step_record
+from components.records import run_store, step_record
 from components.records.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, published_by, step_of
-from trainer import cores, events, masking, mirror, tensorflow_import, variables
+from trainer import cores, events, masking, tensorflow_import, variables
 from trainer.cluster import signals
 from trainer.errors import (
     DONE,
@@ -69,24 +68,38 @@ class StepOutput:
         self.uri, self.metrics = uri, metrics
 
 
-@contextmanager
-def recorded(
-    name: str, at: str = "", *, inputs: Mapping[str, str] | None = None
-) -> Iterator[StepOutput]:
-    """Run a step in this block and record its course.
+class Step(SimpleNamespace):
+    """What the body of a step gets: its arguments by name, and `output`, a `StepOutput`."""
+
+
+def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
+    """Return what the body of a step returns for its arguments; see `tried`.
 
     Args:
-        name: the step.
-        at: URI of the run, below which the record is published; empty for none.
-        inputs: URI by name of what the step takes that KFP may have had in its cache, where no step
-            of this run has written it down.
-
-    Raises:
-        SystemExit: the block raised a `UserError`, or the user's code failed; the line was written
-            to standard error.
+        work: the body: `work(step)` of the file of the step.
+        call: `locals()` of the component, whose imports are passed over.
     """
-    with _framed(_Course(name, at, inputs or {})) as course:
-        yield course.output
+    given = {name: value for name, value in call.items() if not callable(value)}
+    name = work.__module__.rpartition(".")[2]
+    dataset = given.get("dataset")
+    return tried(
+        name,
+        _place_of(name, given),
+        lambda output: work(Step(**given, output=output)),
+        inputs={"dataset": dataset} if isinstance(dataset, str) else {},
+        call=given,
+    )
+
+
+def _place_of(name: str, given: Mapping[str, Any]) -> str:
+    """Return the URI of the run that a step belongs to; see `run_store.run_at`."""
+    artifact = next((each.uri for each in given.values() if hasattr(each, "uri")), "")
+    if "kfp_run_id" in given:
+        root = given.get("root", given.get("storage_root", ""))
+        return run_store.run_at_first(root, artifact, given["kfp_run_id"])
+    # Preparing must not take the run as an input, so that KFP can cache it.
+    run_id = given.get("run_id") or run_store.run_id_in(artifact, step_of(name).kfp_name)
+    return run_store.run_at(given.get("root", ""), run_id)
 
 
 def tried(
@@ -103,21 +116,23 @@ def tried(
     `TransientError`; each try is one in the record of the step. Never after a request to end.
 
     Args:
-        name: see `recorded`, as for the other arguments.
-        at: likewise.
+        name: the step.
+        at: URI of the run, below which the record is published; empty for none.
         work: is given the output of its try.
-        inputs: likewise.
-        call: the arguments of the step, see `components.records.given`.
+        inputs: URI by name of what the step takes that KFP may have had in its cache, where no step
+            of this run has written it down.
+        call: the arguments of the step, to be written down for a replay.
 
     Raises:
-        SystemExit: see `recorded`.
+        SystemExit: `work` raised a `UserError`, or the user's code failed; the line was written to
+            standard error.
     """
-    with _framed(_Course(name, at, inputs or {}, call)) as course:
+    with recorded(name, at, inputs=inputs, call=call) as course:
         return _retrying(course, step_of(name).retries)(lambda: work(course.output))
 
 
 def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
-    tries = 1 if is_local_run() or mirror.current() else 1 + retries
+    tries = 1 if run_store.is_local_run() else 1 + retries
 
     def again(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -138,7 +153,15 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 
 
 @contextmanager
-def _framed(course: _Course) -> Iterator[_Course]:
+def recorded(
+    name: str,
+    at: str = "",
+    *,
+    inputs: Mapping[str, str] | None = None,
+    call: Mapping[str, Any] | None = None,
+) -> Iterator[_Course]:
+    """Run a step in this block and record its course; for the arguments see `tried`."""
+    course = _Course(name, at, inputs or {}, call)
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
@@ -200,10 +223,10 @@ class _Course:
 
     def note_call(self) -> None:
         """Write what the step was given, so that it can be replayed."""
-        if self._call is not None and not mirror.current():
+        if self._call is not None:
             # Without a word: the step itself says what its store cannot do.
             with step_record.harmless(""):
-                given.write(given.given_to(self.name, self._call), self.at)
+                run_store.write_given(run_store.given_to(self.name, self._call), self.at)
 
     def begin(self) -> None:
         """Emit that a try begins."""

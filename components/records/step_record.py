@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from components.records.run_store import CONFIG, STEPS, file_of
 from components.table import EXIT_STEP
 from trainer import storage
 from trainer.errors import FAILED
@@ -44,7 +45,6 @@ from trainer.step_result import StepResult
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
-CONFIG = "config.json"
 # What the report lists of a step beside its end.
 INCIDENTS = (
     Restart,
@@ -295,7 +295,7 @@ def published_records(at: str) -> list[StepRecord]:
     Raises:
         UserError: the store cannot be read.
     """
-    folder = storage.join(at, "steps")
+    folder = storage.join(at, STEPS)
     found = in_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
     return sorted((each for each in found if each), key=lambda each: each.began)
 
@@ -351,7 +351,7 @@ def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
 
 
 def _uri(at: str, step: str) -> str:
-    return storage.join(at, "steps", f"{step}.json")
+    return file_of(at, STEPS, step)
 
 
 def _read(uri: str) -> StepRecord | None:

@@ -1,5 +1,6 @@
 """The exit step of a sweep: ends the jobs of all trials, writes their table, finishes the run."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from kfp import dsl
 
 from components import finish, launchers
 from components.image import component
-from components.locations import root_of, run_id_of
+from components.records.record import Step, run
+from components.records.run_store import root_of, run_id_of
 from components.records.step_record import StepRecord, published_records
 from components.sweeps import run_trial
 from components.table import maker_of
@@ -35,34 +37,27 @@ def finish_sweep(
     """End what is left of the training jobs; write the table of the trials and the report."""
     from components.sweeps.finish_sweep import run_step
 
-    run_step(status, root, launcher, kubernetes, kfp_run_id, sweep, report, summary, trials)
+    run_step(locals())
 
 
-def run_step(
-    status: Any,
-    root: str,
-    launcher: str,
-    kubernetes: str,
-    kfp_run_id: str,
-    sweep: str,
-    report: Any,
-    summary: Any,
-    trials: Any,
-) -> None:
+def run_step(call: Mapping[str, Any]) -> None:
     """End the jobs of all trials, and write their table; see `components.finish`."""
-    run_id = run_id_of(kfp_run_id)
+    step = Step(**call)
+    run_id = run_id_of(step.kfp_run_id)
     # Whatever fails here must not keep the report from being written.
     with suppress(UserError):
-        plan = run_trial.sweep_of(sweep)
+        plan = run_trial.sweep_of(step.sweep)
         for trial in plan.trials:
             with suppress(UserError):
-                launchers.end(launcher, kubernetes, run_trial.trial_run_id(run_id, trial.number))
-        found = root_of(root, report.uri, kfp_run_id)
+                launchers.end(
+                    step.launcher, step.kubernetes, run_trial.trial_run_id(run_id, trial.number)
+                )
+        found = root_of(step.root, step.report.uri, step.kfp_run_id)
         text = as_markdown(_so_far(plan, found, run_id))
-        Path(trials.path).parent.mkdir(parents=True, exist_ok=True)
-        Path(trials.path).write_bytes(text)
+        Path(step.trials.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(step.trials.path).write_bytes(text)
         storage.write_bytes(storage.join(found, run_id, TABLE), text)
-    finish.run_step(status, root, launcher, kubernetes, kfp_run_id, report, summary)
+    run(finish.work, {name: each for name, each in call.items() if name not in ("sweep", "trials")})
 
 
 def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from kfp import dsl
 
 from components import train_model
 from components.image import component
+from components.records.record import run
+from components.records.run_store import TRIALS, file_of
 from components.records.step_record import published_records
 from components.table import maker_of
 from trainer import storage
@@ -20,6 +22,8 @@ from trainer.sweeps.sweep import FAILED, Sweep, Trial, value_of
 
 #: What the step of a place without a trial returns.
 EMPTY = "{}"
+# What training does not take.
+_OWN = ("sweep", "place", "rung")
 
 
 @component
@@ -40,52 +44,27 @@ def run_trial(
     """Train the trial at this place to the steps of a rung; return what became of it, as JSON."""
     from components.sweeps.run_trial import run_step
 
-    return run_step(
-        config,
-        root,
-        run_id,
-        sweep,
-        place,
-        rung,
-        dataset,
-        image,
-        store_secret,
-        checkpoint,
-        mlpipeline_ui_metadata,
-        dataset_descriptor,
-    )
+    return run_step(locals())
 
 
-def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    sweep: str,
-    place: str,
-    rung: int,
-    *training: Any,
-) -> str:
+def run_step(call: Mapping[str, Any]) -> str:
     """Train a trial as a run of its own next to that of the sweep, from which a retry resumes.
 
-    Args:
-        config: what all trials share, as JSON.
-        root: URI of the storage root.
-        run_id: of the sweep.
-        sweep: the run parameter of this name.
-        place: which of the trials of the rung is trained here, from 0 on.
-        rung: to whose steps.
-        training: what `components.train_model` takes after the id of the run.
+    `config` is what all trials share, `rung` to whose steps it is trained, and `place` which of the
+    trials of the rung is, from 0 on. `components.train_model` takes the rest.
     """
-    plan, began = sweep_of(sweep), time.monotonic()
-    planned = _at(plan, root, run_id, int(place), rung)
+    root, run_id, rung = call["root"], call["run_id"], call["rung"]
+    plan, began = sweep_of(call["sweep"]), time.monotonic()
+    planned = _at(plan, root, run_id, int(call["place"]), rung)
     if planned is None:
         return EMPTY
     trial = known(root, run_id, planned)
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
-        settings = plan.config_on(trial, rung, Config.model_validate_json(config))
-        of_trial = (settings.model_dump_json(), root, trial.run_id)
-        uri = train_model.run_step(*of_trial, *training)
+        settings = plan.config_on(trial, rung, Config.model_validate_json(call["config"]))
+        training = {name: each for name, each in call.items() if name not in _OWN}
+        of_trial = {"config": settings.model_dump_json(), "run_id": trial.run_id}
+        uri = run(train_model.work, {**training, **of_trial})
         metrics = _record_of(root, trial.run_id).get("metrics") or {}
         trial = replace(trial, metrics=metrics, checkpoint=uri)
         value = value_of(metrics, plan.objective)
@@ -143,11 +122,11 @@ def known(root: str, run_id: str, planned: Trial) -> Trial:
 
 
 def _uri(root: str, run_id: str, number: int) -> str:
-    return storage.join(root, run_id, "trials", f"{number:04}.json")
+    return file_of(storage.join(root, run_id), TRIALS, f"{number:04}")
 
 
 def _rung(root: str, run_id: str, rung: int) -> str:
-    return storage.join(root, run_id, "trials", f"rung-{rung}.json")
+    return file_of(storage.join(root, run_id), TRIALS, f"rung-{rung}")
 
 
 def _record_of(root: str, run_id: str) -> dict[str, Any]:

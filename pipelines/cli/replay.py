@@ -10,7 +10,10 @@ from pipelines.cli.exit import Answer, answers, note
 from pipelines.cli.options import Assignments, Run, Workdir, of_instance
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
-from trainer.errors import DONE, FAILED
+from trainer.errors import FAILED
+from trainer.step_result import StepResult
+
+_KILLED = "the process of the step was killed"
 
 
 @answers
@@ -25,13 +28,13 @@ def replay(
     ] = False,
     workdir: Workdir = RUNS,
 ) -> Answer:
-    """Run a step of a run again on this machine, with what it had; publish nothing.
+    """Run a step of a run again on this machine, with what it had; change nothing of the run.
 
     A run of a cluster is found by --set storage.root=URI, or by --endpoint.
     """
-    from pipelines.replay import execution
+    from pipelines.replay import replay as replays
 
-    options = execution.ReplayOptions(
+    options = replays.ReplayOptions(
         run=run,
         step=step,
         settings=tuple(assignments or ()),
@@ -39,22 +42,30 @@ def replay(
         instance=instance,
         debug=pdb,
     )
-    result = execution.replay(options, lambda line: note(f"flotilla: {line}"))
-    verdict, replayed = result.verdict, result.replayed
-    note(f"flotilla: {result.recorded.step}: {verdict.words}")
-    note(f"flotilla: what it wrote is in {result.folder}; remove it when you are done")
+    result = replays.replay(options, lambda line: note(f"flotilla: {line}"))
+    before, now, folder = result.recorded.record, result.replayed, str(result.folder)
+    note(f"flotilla: {before.step} on record: {_in_words(before)}")
+    note(f"flotilla: {before.step} here: {_in_words(now)}")
+    note(f"flotilla: what it wrote is in {folder}; remove it when you are done")
     return Answer(
-        status="same" if verdict.same else "different",
-        code=DONE if verdict.same else FAILED,
+        status=now.status if now else "failed",
+        code=now.exit_code if now else FAILED,
         run_id=result.recorded.run_id,
-        metrics=execution.metrics_of(result),
-        message=replayed.error if replayed else "the process of the step was killed",
+        metrics=dict(now.metrics) if now else {},
+        message=now.error if now else _KILLED,
         more={
-            "step": result.recorded.step,
-            "comparison": verdict.words,
-            "differs": {name: list(pair) for name, pair in verdict.differs.items()},
-            "fetched_bytes": result.fetched,
-            "folder": str(result.folder),
+            "step": before.step,
+            "recorded": {each: getattr(before, each) for each in ("status", "error", "metrics")},
+            "folder": folder,
             "remarks": list(result.remarks),
         },
     )
+
+
+def _in_words(result: StepResult | None) -> str:
+    if result is None:
+        return _KILLED
+    found = [result.error] if result.error else result.metrics.get("reasons")
+    plain = {name: each for name, each in result.metrics.items() if isinstance(each, str | float)}
+    words = found or [f"{name} {each}" for name, each in plain.items()]
+    return ": ".join(filter(None, [result.status, "; ".join(map(str, words))]))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from components.locations import root_of
-from components.pinned_inputs import FILE as PINNED
-from components.records import given
-from components.records.given import Given
+from components.records.run_store import PINNED, Given, read_given, root_of
 from components.records.step_record import StepRecord, published_records, tries_of
 from components.table import STEPS, step_of
 from pipelines.runs import local, local_status
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import events, storage
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 
 
@@ -33,7 +27,6 @@ class RecordedStep:
         root: the storage root, as the run has known it.
         source: the storage root, as this machine reads it.
         pinned: the file with what a run on this machine has pinned; None where it has none.
-        log: the events of a run on this machine; None of any other.
     """
 
     run_id: str
@@ -42,32 +35,11 @@ class RecordedStep:
     root: str
     source: str
     pinned: Path | None = None
-    log: Path | None = None
 
     @property
     def step(self) -> str:
         """The name of the step."""
         return self.record.step
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the command line has run it on this machine."""
-        return self.log is not None
-
-    @property
-    def config(self) -> Config:
-        """The configuration that the step was given; raises a `UserError` for one of another form.
-
-        Such as that of a version which had a key that is not known here.
-        """
-        try:
-            return parse_config(json.loads(str(self.given.arguments["config"])))
-        except (KeyError, ValueError, ConfigError) as error:
-            raise UserError(
-                f"{self.step} of the run {self.run_id} was made by Flotilla {self.given.version}, "
-                f"whose configuration is not that of this version, {version('flotilla')}: {error}; "
-                "replay it with the version of the run"
-            ) from None
 
 
 def find(
@@ -115,12 +87,12 @@ def find(
 
 
 def _name_of(step: str) -> str:
-    try:
-        return step_of(step).name
-    except LookupError:
-        known = [row.name for row in STEPS]
-        hint = nearest(step, known)
-        raise ConfigError(f"no step {step!r}{hint} (there is {', '.join(known)})") from None
+    # The exit step reports what is there, and computes nothing.
+    known = [row.name for row in STEPS if not row.is_exit_step]
+    with suppress(LookupError):
+        if (name := step_of(step).name) in known:
+            return name
+    raise ConfigError(f"no step {step!r}{nearest(step, known)} (there is {', '.join(known)})")
 
 
 def _nearest_run(root: str, run: str) -> str:
@@ -134,59 +106,25 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     log = folder / local.EVENTS
     records = tries_of(events.read(log)) if log.is_file() else ()
     newest = {each.step: each for each in records}
-    at = storage.uri_of(folder)
-    record = _record_of(run, step, list(newest.values()))
-    said = _given(at, run, step)
-    root = _root_of(said, run)
+    found = _recorded(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED
-    return RecordedStep(
-        run_id=run,
-        record=record,
-        given=said,
-        root=root,
-        source=root,
-        pinned=pinned if pinned.is_file() else None,
-        log=log,
-    )
+    # Its root may be elsewhere, and is that of the run.
+    return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
 
 
-def _published(at: str, run_id: str, step: str) -> RecordedStep:
-    record = _record_of(run_id, step, published_records(at))
-    said = _given(at, run_id, step)
-    source = storage.parent_of(at)
-    return RecordedStep(
-        run_id=run_id,
-        record=record,
-        given=said,
-        root=_root_of(said, run_id) or source,
-        source=source,
-    )
+def _published(at: str, run: str, step: str) -> RecordedStep:
+    return _recorded(at, run, step, published_records(at))
 
 
-def _record_of(run: str, step: str, records: Sequence[StepRecord]) -> StepRecord:
+def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:
     found = next((each for each in records if each.step == step), None)
-    if found:
-        return found
-    begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
-    raise UserError(f"{step} never began in the run {run}; the steps that did: {begun}")
-
-
-def _given(at: str, run: str, step: str) -> Given:
-    found = given.read(at, step)
     if found is None:
-        raise UserError(
-            f"what {step} of the run {run} was given is not on record ({given.FOLDER}/{step}.json "
-            f"is not below {at}): the run was made by an older version, or the store did not take "
-            "the record; start the run again to have one"
-        )
-    return found
-
-
-def _root_of(said: Given, run_id: str) -> str:
-    """Return the storage root as the step has known it; empty where it has not."""
-    named = said.arguments.get("root") or said.arguments.get("storage_root") or ""
-    uris = [str(each.get("uri", "")) for each in said.artifacts.values() if isinstance(each, dict)]
-    try:
-        return root_of(str(named), next(filter(None, uris), ""), run_id)
-    except UserError:
-        return ""
+        begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
+        raise UserError(f"{step} never began in the run {run}; the steps that did: {begun}")
+    given, source = read_given(at, step), storage.parent_of(at)
+    named = given.arguments.get("root") or given.arguments.get("storage_root") or ""
+    uris = [str(each.get("uri", "")) for each in given.artifacts.values() if isinstance(each, dict)]
+    root = source
+    with suppress(UserError):
+        root = root_of(str(named), next(filter(None, uris), ""), run)
+    return RecordedStep(run_id=run, record=found, given=given, root=root, source=source)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from components.locations import root_of
+from components.records.run_store import root_of
 from pipelines.runs.kfp_client import Client, ask, is_id, pages
 from pipelines.runs.kfp_nodes import Nodes, Step, nodes_of
 from pipelines.runs.upload import NEWEST, equals

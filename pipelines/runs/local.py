@@ -23,8 +23,8 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from components.in_use import bundled
-from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
+from components.records.run_store import RUN_FOLDER, RUN_ID
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage
 from trainer.cluster import child_process

@@ -11,7 +11,7 @@ from typing import Any
 from kfp_server_api import V2beta1Experiment
 
 from components.in_use import bundled
-from components.locations import FLOTILLA
+from components.records.run_store import FLOTILLA
 from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages

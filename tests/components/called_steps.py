@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 from contextlib import contextmanager
 from unittest import mock
@@ -39,8 +40,7 @@ def refused(step, *given, capsys):
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
-    name = step.__module__.rpartition(".")[2]
-    return ended.value.code, err.removeprefix(f"flotilla: {name}: ").strip()
+    return ended.value.code, re.sub(r"^flotilla: \w+: ", "", err).strip()
 
 
 def artifact_in(folder, kind=dsl.Artifact):
@@ -52,7 +52,9 @@ def evaluated(run, root, folder):
     """Evaluate a run's checkpoint; return the URI and the three artifacts of the UI."""
     kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
     displayed = [artifact_in(folder, kind) for kind in kinds]
-    uri = evaluate_model.run_step(text_of(run), root, RUN, run.dataset, run.checkpoint, *displayed)
+    uri = evaluate_model.evaluate_model.python_func(
+        text_of(run), root, RUN, run.dataset, run.checkpoint, *displayed
+    )
     return uri, *displayed
 
 
@@ -61,7 +63,7 @@ def gated(run, root, folder, accuracy):
     evaluation, *_ = evaluated(run, root, folder)
     path = folder / "decision.txt"
     given = (text_of(run, accuracy=accuracy), root, RUN, evaluation, str(path))
-    word = check_gate.run_step(*given, artifact_in(folder))
+    word = check_gate.check_gate.python_func(*given, artifact_in(folder))
     return word, path.read_text(encoding="utf-8")
 
 

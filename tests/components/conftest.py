@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from components import contract, locations
+from components import contract
+from components.records import run_store
 from tests.kubernetes.cluster import cluster, real_cluster
 from tests.trainer.small_run import small_run
 from trainer import events, storage
@@ -16,7 +17,7 @@ def emitted(tmp_path, monkeypatch):
     """Be the process of a step, and return what was written to the events."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / "folder"))
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / "folder"))
     (tmp_path / "folder").mkdir()
     return lambda: list(events.read(path))
 

@@ -118,10 +118,10 @@ def test_the_metrics_describe_the_evaluation(run, root, tmp_path, capsys):
     uri, metrics, *_ = evaluated(run, root, tmp_path)
     word = tmp_path / "decision.txt"
     given = (text_of(run, accuracy=0.1), root, RUN)
-    said = check_gate.run_step(*given, uri, str(word), artifact_in(tmp_path), metrics)
+    said = check_gate.check_gate.python_func(*given, uri, str(word), artifact_in(tmp_path), metrics)
     assert said == "blessed"
     elsewhere = (*given, run.checkpoint, str(word), artifact_in(tmp_path), metrics)
-    code, line = refused(check_gate.run_step, *elsewhere, capsys=capsys)
+    code, line = refused(check_gate.check_gate.python_func, *elsewhere, capsys=capsys)
     assert code == 1
     assert line.startswith(f"the artifact describes the evaluation {uri}, and the URI next")
 
@@ -140,7 +140,7 @@ def taking(run, root, tmp_path, described):
     }
 
     def take(step, wrong):
-        body = import_module(f"components.{step}").run_step
+        body = getattr(import_module(f"components.{step}"), step).python_func
         body(*given, *steps[step], **{f"{wrong}_descriptor": described[0]})
 
     return take

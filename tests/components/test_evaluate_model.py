@@ -57,7 +57,7 @@ def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatc
 def test_a_full_disk_is_one_line(run, root, capsys, size, artifacts):
     given = (text_of(run), root, "full", run.dataset, run.checkpoint, *artifacts)
     with no_larger_files_than(size):
-        code, line = refused(evaluate_model.run_step, *given, capsys=capsys)
+        code, line = refused(evaluate_model.evaluate_model.python_func, *given, capsys=capsys)
     assert (code, "File too large" in line) == (1, True)
     assert not storage.names(storage.join(root, "full"))
 
@@ -68,7 +68,7 @@ def test_a_second_evaluation_is_the_first(run, root, tmp_path):
 
 def test_a_checkpoint_that_is_not_there(run, root, capsys, artifacts):
     given = (text_of(run), root, RUN, run.dataset, f"{run.checkpoint}9", *artifacts)
-    code, line = refused(evaluate_model.run_step, *given, capsys=capsys)
+    code, line = refused(evaluate_model.evaluate_model.python_func, *given, capsys=capsys)
     assert code == 1
     assert f"{run.checkpoint}9 is not published" in line
 

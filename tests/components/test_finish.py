@@ -30,7 +30,7 @@ def page(root):
 def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
     root, report, summary, tmp_path, emitted
 ):
-    finish.run_step(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
+    finish.finish.python_func(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
     uri = storage.join(root, RUN, "report.html")
     assert emitted()[-1].uri == uri
     written = storage.read_bytes(uri)
@@ -43,7 +43,7 @@ def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
 
 
 def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, emitted):
-    finish.run_step(ended("FAILED"), "", "local", "{}", RUN, report, summary)
+    finish.finish.python_func(ended("FAILED"), "", "local", "{}", RUN, report, summary)
     assert emitted()[-1].status == "done"
     assert Page(Path(report.path).read_text(encoding="utf-8")).words[1] == "failed"
 
@@ -52,7 +52,7 @@ def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, ca
     (tmp_path / "root").write_text("", encoding="utf-8")
     root = storage.uri_of(tmp_path / "root")
     given = (ended("FAILED"), root, "local", "{}", RUN, report, summary)
-    code, line = refused(finish.run_step, *given, capsys=capsys)
+    code, line = refused(finish.finish.python_func, *given, capsys=capsys)
     assert code == 1
     assert line.startswith("cannot write ")
     # There is a report all the same.
@@ -72,7 +72,7 @@ def test_a_store_that_is_out_for_too_long_fails_no_run_that_is_done(
         real(uri, data)
 
     monkeypatch.setattr(storage, "write_bytes", write)
-    finish.run_step(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
+    finish.finish.python_func(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
     assert emitted()[-1].status == "done"
     page = tmp_path / "folder" / "report.html"
     assert f"the report is not published, and stays at {page}: the store has" in caplog.text
@@ -84,13 +84,15 @@ def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(
 ):
     monkeypatch.setenv("KUBECONFIG", str(Path("/nowhere")))
     with pytest.raises(SystemExit) as stopped:
-        finish.run_step(ended("FAILED"), root, "tfjob", "{}", RUN, report, summary)
+        finish.finish.python_func(ended("FAILED"), root, "tfjob", "{}", RUN, report, summary)
     assert stopped.value.code == 1
     assert emitted()[-1].error.startswith("no Kubernetes API to launch on")
     assert page(root)
 
 
 def test_settings_that_were_refused_have_launched_nothing(root, report, summary, emitted):
-    finish.run_step(ended("FAILED"), root, "tfjob", "{nothing: known}", RUN, report, summary)
+    finish.finish.python_func(
+        ended("FAILED"), root, "tfjob", "{nothing: known}", RUN, report, summary
+    )
     assert emitted()[-1].status == "done"
     assert page(root)

@@ -6,7 +6,8 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from components import locations, prepare_data
+from components import prepare_data
+from components.records import run_store
 from tests.components.called_steps import artifact_in
 from trainer import storage
 from trainer.config.data import DataConfig
@@ -31,9 +32,11 @@ def prepared(root, emitted, monkeypatch, tmp_path):
     said = []
 
     def prepare(run, **section):
-        monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / run))
+        monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / run))
         artifact = artifact_in(tmp_path, dsl.Dataset)
-        uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", "", artifact)
+        uri = prepare_data.prepare_data.python_func(
+            DataConfig(**section).model_dump_json(), root, "", "", artifact
+        )
         version = storage.read_manifest(uri).fields["version"]
         *_, before, step = emitted()
         metrics = step.metrics

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from components import check_gate, evaluate_model, export_model, locations, register_model
+from components import check_gate, evaluate_model, export_model, register_model
+from components.records import run_store
 from tests.components.called_steps import artifact_in
 from tests.trainer import small_run
 from trainer import events, storage
@@ -24,7 +25,7 @@ def run(tmp_path_factory):
 def pipeline(run, tmp_path, monkeypatch):
     """Return a function that runs all steps after training, under a run id."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
-    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path))
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
     root = storage.uri_of(tmp_path / "root")
 
     def go(run_id, checkpoint=run.checkpoint, **sections):
@@ -32,23 +33,23 @@ def pipeline(run, tmp_path, monkeypatch):
         tree = {**run.config.model_dump(mode="json"), "gate": gate, **sections}
         tree["export"] = {"formats": ["saved_model"]}
         given = (json.dumps(tree), root, run_id)
-        measured = evaluate_model.run_step(
+        measured = evaluate_model.evaluate_model.python_func(
             *given,
             run.dataset,
             checkpoint,
             artifact_in(tmp_path, dsl.Metrics),
             *(artifact_in(tmp_path, dsl.ClassificationMetrics) for _ in range(2)),
         )
-        word = check_gate.run_step(
+        word = check_gate.check_gate.python_func(
             *given, measured, str(tmp_path / "decision"), artifact_in(tmp_path)
         )
         decision = (tmp_path / "decision").read_text()
         if word == "refused":
             return SimpleNamespace(word=word, decision=decision, metrics={})
         made = (*given, run.dataset, checkpoint, decision)
-        uri = export_model.run_step(*made, artifact_in(tmp_path, dsl.Model))
+        uri = export_model.export_model.python_func(*made, artifact_in(tmp_path, dsl.Model))
         artifact = artifact_in(tmp_path, dsl.Model)
-        word = register_model.run_step(*given, uri, "our/image:2", artifact)
+        word = register_model.register_model.python_func(*given, uri, "our/image:2", artifact)
         last = list(events.read(tmp_path / "events.jsonl"))[-1]
         return SimpleNamespace(
             word=word,
@@ -66,7 +67,7 @@ def pipeline(run, tmp_path, monkeypatch):
 def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_demand(
     run, pipeline, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(locations.RUN_ID, "first")
+    monkeypatch.setenv(run_store.RUN_ID, "first")
     first = pipeline.go("first")
     assert (first.word, first.metrics["version"], first.metrics["promotion"]) == ("promoted", 1, 1)
     displayed = {"model": first.model, "decision": "promoted", "version": 1, "promotion": 1}

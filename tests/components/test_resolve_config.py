@@ -4,7 +4,8 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from components import locations, resolve_config
+from components import resolve_config
+from components.records import run_store
 from tests.components.called_steps import RUN, artifact_in, refused
 from trainer import storage
 from trainer.cluster import fitting
@@ -61,7 +62,7 @@ class TestResolveConfig:
         assert [config.data.version for config in fits] == ["1.0.0"]
 
     def test_on_this_machine_the_chief_finds_it(self, values, fits, monkeypatch):
-        monkeypatch.setenv(locations.RUN_ID, "local")
+        monkeypatch.setenv(run_store.RUN_ID, "local")
         resolve_config.run_step(values)
         assert not fits
 
@@ -121,7 +122,7 @@ class TestResolveConfig:
         assert after == before.replace("1.0.0", "1.1.0") != before
 
     def test_on_this_machine_preparing_finds_the_version(self, values, monkeypatch):
-        monkeypatch.setenv(locations.RUN_ID, RUN)
+        monkeypatch.setenv(run_store.RUN_ID, RUN)
         unknown = {**values, "data_dataset": "no.such:Builder"}
         data = resolve_config.run_step(unknown).data
         assert DataConfig.model_validate_json(data) == DataConfig(dataset="no.such:Builder")
@@ -134,7 +135,7 @@ class TestResolveConfig:
         assert line.startswith("data.dataset: there is no dataset 'mnits' in TFDS")
 
     def test_the_command_line_names_the_run(self, values, monkeypatch):
-        monkeypatch.setenv(locations.RUN_ID, RUN)
+        monkeypatch.setenv(run_store.RUN_ID, RUN)
         assert resolve_config.run_step(values).run_id == RUN
 
     def test_without_a_root_nothing_can_be_published(self, values, capsys):
@@ -154,7 +155,7 @@ class TestResolveConfig:
     )
     def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
         # Without a request to the store of a real bucket.
-        assert locations.root_of("", output, values["kfp_run_id"]) == root
+        assert run_store.root_of("", output, values["kfp_run_id"]) == root
 
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
         # To KFP, a URI of a file is a path like any other.
@@ -187,7 +188,7 @@ class TestResolveConfig:
     def test_where_nothing_is_new_the_word_is_unchanged(
         self, values, root, tmp_path, emitted, monkeypatch
     ):
-        monkeypatch.delenv(locations.RUN_FOLDER, raising=False)
+        monkeypatch.delenv(run_store.RUN_FOLDER, raising=False)
         (tmp_path / "a.csv").write_text("a,b\n1,2\n")
         given = {**values, "storage_root": root, "data_source": str(tmp_path / "*.csv")}
         first = resolve_config.run_step(given)
@@ -208,7 +209,7 @@ class TestResolveConfig:
     def test_a_path_is_refused_in_a_pod(self, values, monkeypatch, capsys):
         monkeypatch.setenv("KFP_POD_NAME", "resolve-config-1")
         given = {**values, "storage_root": "gs://b/r", "data_source": "in/*.csv"}
-        monkeypatch.setattr(locations, "run_at_first", lambda *_: "")
+        monkeypatch.setattr(run_store, "run_at_first", lambda *_: "")
         code, line = refused(resolve_config.run_step, given, capsys=capsys)
         assert code == 2
         assert line.startswith("data.source: in/*.csv is a path, and there are no files of yours")

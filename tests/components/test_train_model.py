@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 from kfp import dsl
 
-from components import launchers, locations, train_model, ui
+from components import launchers, train_model, ui
 from components.image import PodDefaults
+from components.records import run_store
 from tests.components.called_steps import RUN, artifact_in, refused, text_of
 from trainer import storage
 from trainer.checkpoints.history import Validations
@@ -52,7 +53,9 @@ class TestTrainModel:
 
     def test_it_gives_the_newest_checkpoint(self, launched, root, run, outputs, emitted):
         artifact, viewers = outputs
-        uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        uri = train_model.train_model.python_func(
+            text_of(run), root, RUN, run.dataset, *PODS, *outputs
+        )
         assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
         logs = storage.join(root, RUN, "checkpoints", "logs")
         metrics = {
@@ -71,7 +74,7 @@ class TestTrainModel:
         assert defaults == PodDefaults(image=PODS[0], store_secret=PODS[1])
         assert (job.dataset, job.workdir) == (
             run.dataset,
-            Path(os.environ[locations.RUN_FOLDER], "cluster"),
+            Path(os.environ[run_store.RUN_FOLDER], "cluster"),
         )
         assert job.config.model == run.config.model
 
@@ -88,7 +91,7 @@ class TestTrainModel:
 
         monkeypatch.setattr(launchers, "launch", damaging)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
-        code, line = refused(train_model.run_step, *given, capsys=capsys)
+        code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
         assert code == 1
         assert "step-00000010 is damaged: variables.index has crc32c" in line
 
@@ -108,7 +111,9 @@ class TestTrainModel:
 
     @pytest.mark.usefixtures("validated")
     def test_the_best_is_handed_on(self, root, run, outputs, emitted):
-        uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        uri = train_model.train_model.python_func(
+            text_of(run), root, RUN, run.dataset, *PODS, *outputs
+        )
         assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
         # What was trained stays what was trained.
@@ -121,7 +126,7 @@ class TestTrainModel:
     def test_the_last_is_handed_on_where_that_is_asked_for(self, root, run, outputs, emitted):
         training = run.config.training.model_copy(update={"hand_on": "last"})
         text = run.config.model_copy(update={"training": training}).model_dump_json()
-        uri = train_model.run_step(text, root, RUN, run.dataset, *PODS, *outputs)
+        uri = train_model.train_model.python_func(text, root, RUN, run.dataset, *PODS, *outputs)
         assert uri.endswith("/step-00000010")
         metrics = emitted()[-1].metrics
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 10)
@@ -134,7 +139,7 @@ class TestTrainModel:
         settings = run.config.model_copy(update={"evaluation": evaluation})
         text = settings.model_dump_json()
         given = (text, root, RUN, run.dataset, *PODS, *outputs)
-        code, line = refused(train_model.run_step, *given, capsys=capsys)
+        code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
         assert code == 2
         assert line.startswith("evaluation.slices: 'writer' is no feature of the dataset")
         assert launched == []
@@ -146,7 +151,7 @@ class TestTrainModel:
         training = run.config.training.model_copy(update={"warm_start": uri})
         text = run.config.model_copy(update={"training": training}).model_dump_json()
         given = (text, root, RUN, run.dataset, *PODS, *outputs)
-        code, line = refused(train_model.run_step, *given, capsys=capsys)
+        code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
         assert (code, line) == (1, f"training.warm_start: there is nothing at {uri}")
         assert launched == []
 
@@ -160,7 +165,14 @@ class TestTrainModel:
         cluster = run.config.cluster.model_copy(update={"launcher": "tfjob"})
         text = run.config.model_copy(update={"cluster": cluster}).model_dump_json()
         code, line = refused(
-            train_model.run_step, text, root, RUN, run.dataset, *PODS, *outputs, capsys=capsys
+            train_model.train_model.python_func,
+            text,
+            root,
+            RUN,
+            run.dataset,
+            *PODS,
+            *outputs,
+            capsys=capsys,
         )
         assert (code, line) == (
             2,
@@ -168,7 +180,7 @@ class TestTrainModel:
         )
         assert launched == []
         # On this machine the chief finds it.
-        train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        train_model.train_model.python_func(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert len(launched) == 1
 
     def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, outputs, capsys):
@@ -177,7 +189,7 @@ class TestTrainModel:
 
         monkeypatch.setattr(launchers, "launch", fail)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
-        assert refused(train_model.run_step, *given, capsys=capsys) == (
+        assert refused(train_model.train_model.python_func, *given, capsys=capsys) == (
             1,
             "worker-0 ended with exit code 1",
         )
@@ -191,7 +203,7 @@ class TestTrainModel:
         monkeypatch.setattr(launchers, "launch", end)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         with pytest.raises(SystemExit) as ended:
-            train_model.run_step(*given)
+            train_model.train_model.python_func(*given)
         assert ended.value.code == 130
         assert emitted()[-1].status == "interrupted"
 
@@ -200,7 +212,7 @@ class TestTrainModel:
     ):
         monkeypatch.setattr(launchers, "launch", lambda _job, _defaults: None)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
-        _, line = refused(train_model.run_step, *given, capsys=capsys)
+        _, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
         assert line.startswith("no checkpoint is published below ")
 
     def test_there_is_a_launcher_for_every_one_that_can_be_named(self):

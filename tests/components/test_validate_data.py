@@ -19,7 +19,7 @@ def validated(run, root, folder, **gate):
     page = artifact_in(folder, dsl.HTML)
     page.path = str(folder / "page.html")
     given = (json.dumps(tree), root, RUN, run.dataset, str(path), artifact_in(folder), page)
-    word = validate_data.run_step(*given)
+    word = validate_data.validate_data.python_func(*given)
     return word, path.read_text(encoding="utf-8"), (folder / "page.html").read_text()
 
 

@@ -7,9 +7,9 @@ import typer
 import yaml
 from pydantic import BaseModel
 
+from docs.build.reference import command_line, components, configuration, flat, parameters
 from pipelines.cli.app import app
 from pipelines.compile import compile_pipeline
-from docs.build.reference import command_line, components, configuration, flat, parameters
 from pipelines.training import COMPONENTS
 from tests.conftest import ROOT
 from trainer.config.kubernetes import PodConfig

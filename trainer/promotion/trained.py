@@ -96,15 +96,15 @@ def digest(config: Config) -> str:
     tree = config.model_dump(mode="json", exclude=_APART)
     code = {
         f"{key} {name}": user_code.digest(key, name.partition(":")[0])
-        for key, name in _named(config)
+        for key, name in own_code(config)
         if ":" in name
     }
     text = json.dumps({**tree, "code": code}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _named(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what may be the user's own code, with the key that names it."""
+def own_code(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each name that may be of the user's own code, with the key that has it."""
     yield "data.map", config.data.map
     yield "model.name", config.model.name
     yield "training.strategy", config.training.strategy

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainer import mirror
 from trainer.errors import UserError
 from trainer.storage.bucket import Bucket, Retrying
 from trainer.storage.local import FileStore
 from trainer.storage.object_store import ObjectStore
-from trainer.storage.replays import overlay
 from trainer.storage.s3_endpoint import endpoint_of
 from trainer.storage.store import Store
 from trainer.storage.uri import Location, locate, scheme_of
 
 
 def store_for(uri: str) -> Store:
-    """Return the store that serves `uri`, for one operation; raises `UserError`.
-
-    In a replay it reads storage as it was, and writes to the replay's mirror alone.
-    """
-    replay = mirror.current()
-    return overlay.over(uri, replay, _original) if replay else _original(uri)
-
-
-def _original(uri: str) -> Store:
+    """Return the store that serves `uri`, for one operation; raises `UserError`."""
     if scheme_of(uri) == "file":
         return FileStore()
     location = locate(uri)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
-from trainer import mirror
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.masking import credentials_in
 
@@ -120,20 +119,7 @@ def name_of(uri: str) -> str:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the path of a `file://` URI, and None for every other scheme.
-
-    In a replay a path below the storage root is the one of its mirror.
-    """
-    path = raw_path(uri)
-    # The store of a replay reads originals by a URI with a host.
-    if path is None or uri.startswith(_WITH_HOST):
-        return path
-    replay = mirror.current()
-    return replay.placed(path) if replay else path
-
-
-def raw_path(uri: str) -> Path | None:
-    """Return the path that a `file://` URI names, in a replay as well."""
+    """Return the path of a `file://` URI, and None for every other scheme."""
     if scheme_of(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")

@@ -63,7 +63,7 @@ def start(tmp_path):
 
 def test_a_step_that_is_done(emitted, capsys):
     with recorded("train_model") as record:
-        record.done("file:///c", {"global_step": 7})
+        record.output.done("file:///c", {"global_step": 7})
     begin, end = emitted()
     assert begin == StepBegin(step="train_model")
     assert end == StepEnd(
@@ -101,7 +101,7 @@ def test_it_has_begun_before_it_works(emitted):
 def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, status, code):
     def work():
         with recorded("train_model") as record:
-            record.metrics = {"so far": 1}
+            record.output.metrics = {"so far": 1}
             raise error
 
     with pytest.raises(SystemExit) as ended:

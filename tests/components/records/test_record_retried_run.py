@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from components import check_gate, evaluate_model, export_model, finish, locations, register_model
+from components import check_gate, evaluate_model, export_model, finish, register_model
+from components.records import run_store
 from components.records.record import recorded
 from tests.components.called_steps import RUN, artifact_in, ended, text_of
 from tests.trainer.page import Page
@@ -33,13 +34,13 @@ class Run:
         kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
         displayed = [self.output(kind) for kind in kinds]
         inputs = (self.trained.dataset, self.trained.checkpoint)
-        return evaluate_model.run_step(*self.given(), *inputs, *displayed)
+        return evaluate_model.evaluate_model.python_func(*self.given(), *inputs, *displayed)
 
     def judged(self, accuracy):
         """Return the word and the URI of the decision."""
         path = self._folder / "decision"
         given = (*self.given(accuracy), self.evaluated(), str(path))
-        word = check_gate.run_step(*given, self.output())
+        word = check_gate.check_gate.python_func(*given, self.output())
         return word, path.read_text(encoding="utf-8")
 
     def finished(self):
@@ -48,7 +49,7 @@ class Run:
             SimpleNamespace(uri=storage.uri_of(self._folder / name), path=str(self._folder / name))
             for name in ("report", "summary")
         ]
-        finish.run_step(ended("FAILED"), self.root, "local", "{}", RUN, *artifacts)
+        finish.finish.python_func(ended("FAILED"), self.root, "local", "{}", RUN, *artifacts)
 
     def page(self):
         published = storage.read_bytes(storage.join(self.root, RUN, "report.html"))
@@ -62,7 +63,7 @@ class Run:
 @pytest.fixture
 def failed(run, root, tmp_path, monkeypatch):
     """Return a run that has failed while it evaluated, and whose report says so."""
-    for name in (locations.RUN_ID, locations.RUN_FOLDER, events.VARIABLE):
+    for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     made = Run(run, root, tmp_path)
 
@@ -87,9 +88,9 @@ def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     # It goes on.
     assert failed.page().words[1] == "running"
     inputs = (failed.trained.dataset, failed.trained.checkpoint, decision)
-    model = export_model.run_step(*failed.given(), *inputs, failed.output())
+    model = export_model.export_model.python_func(*failed.given(), *inputs, failed.output())
     given = (*failed.given(), model, "our/image:2")
-    assert register_model.run_step(*given, failed.output()) == "promoted"
+    assert register_model.register_model.python_func(*given, failed.output()) == "promoted"
     page = failed.page()
     assert page.words[1] == "blessed"
     assert NO_SPACE not in page.text
@@ -111,14 +112,14 @@ def test_a_refusal_is_an_end(failed):
 
 
 def test_while_a_step_works_the_report_says_failed_no_more(failed):
-    with recorded("evaluate_model", locations.run_at(failed.root, RUN)):
+    with recorded("evaluate_model", run_store.run_at(failed.root, RUN)):
         page = failed.page()
         assert page.words[1] == "running"
         assert NO_SPACE not in page.text
 
 
 def test_another_failure_replaces_the_first(failed):
-    with pytest.raises(SystemExit), recorded("evaluate_model", locations.run_at(failed.root, RUN)):
+    with pytest.raises(SystemExit), recorded("evaluate_model", run_store.run_at(failed.root, RUN)):
         raise UserError("no memory")
     page = failed.page()
     assert page.words[1] == "failed"
@@ -136,6 +137,6 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_step(failed, capsys):
 
 def test_in_a_run_that_goes_on_no_step_writes_a_report(failed):
     other = f"{RUN}-2"
-    with recorded("evaluate_model", locations.run_at(failed.root, other)):
+    with recorded("evaluate_model", run_store.run_at(failed.root, other)):
         pass
     assert storage.names(storage.join(failed.root, other)) == ["steps"]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from components import locations
-from components.records import record
+from components.records import record, run_store
 from components.records.record import tried
 from components.records.step_record import read, step_records
 from components.table import step_of
@@ -39,7 +38,7 @@ record.tried("train_model", sys.argv[1], work)
 
 @pytest.fixture(autouse=True)
 def in_a_pod(monkeypatch):
-    for name in (locations.RUN_ID, locations.RUN_FOLDER, events.VARIABLE):
+    for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(record, "FIRST_PAUSE_SECONDS", 0.0)
 
@@ -122,7 +121,7 @@ def test_a_bug_is_one_try(at):
 
 
 def test_on_this_machine_the_user_sees_the_failure_at_once(at, monkeypatch):
-    monkeypatch.setenv(locations.RUN_ID, "digits-1")
+    monkeypatch.setenv(run_store.RUN_ID, "digits-1")
     work = Work(TransientError(OUT))
     with pytest.raises(SystemExit):
         tried("train_model", at, work)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from components import locations
+from components.records import run_store
 from components.records.record import recorded
 from components.records.step_record import PublishedRecord, publish_config, read
 from tests.stores.faults import Fault
@@ -60,8 +60,8 @@ def fail(at, error):
 def test_a_step_publishes_its_end(at):
     before = time.time()
     with recorded("train_model", at) as record:
-        record.held = HELD
-        record.done("gs://b/c", {"global_step": 7})
+        record.output.held = HELD
+        record.output.done("gs://b/c", {"global_step": 7})
     found = written(at, "train_model")
     assert before - 1 <= found["began"] <= found["ended"] <= time.time() + 1
     assert {name: found[name] for name in ("step", "status", "exit_code", "error", "uri")} == {
@@ -215,7 +215,7 @@ def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(403, method="PUT", times=10))
     with recorded("train_model", storage.join(place.root, RUN)) as record:
-        record.done("s3://b/c", {})
+        record.output.done("s3://b/c", {})
     assert capsys.readouterr().err.count("could not be published") == 1
     s3.plan.clear()
     assert read(storage.join(place.root, RUN), well=True) == []
@@ -272,25 +272,25 @@ def test_garbage_collection_leaves_records_alone(at, place, tmp_path):
 
 class TestPlaces:
     def test_a_run_on_this_machine_shares_its_folder(self, monkeypatch):
-        assert locations.run_at("gs://b/k", RUN) == f"gs://b/k/{RUN}"
-        monkeypatch.setenv(locations.RUN_FOLDER, "/here")
-        assert locations.run_at("gs://b/k", RUN) == ""
+        assert run_store.run_at("gs://b/k", RUN) == f"gs://b/k/{RUN}"
+        monkeypatch.setenv(run_store.RUN_FOLDER, "/here")
+        assert run_store.run_at("gs://b/k", RUN) == ""
 
     @pytest.mark.parametrize(
         ("root", "run"), [("", RUN), ("gs://b", ""), ("b", RUN), ("gs://b", "..")]
     )
     def test_without_a_place_there_is_no_record(self, root, run, capsys):
-        assert locations.run_at(root, run) == ""
-        with recorded("train_model", locations.run_at(root, run)):
+        assert run_store.run_at(root, run) == ""
+        with recorded("train_model", run_store.run_at(root, run)):
             pass
         assert not capsys.readouterr().err
 
     def test_the_exit_step_finds_the_root_as_the_first_step_does(self):
         artifact = f"s3://b/v2/p/{RUN}/finish/7/report?endpoint=http%3A%2F%2Fa&region=x"
         query = artifact.partition("?")[2]
-        assert locations.run_at_first("", artifact, RUN) == f"s3://b/v2/flotilla/{RUN}?{query}"
-        assert locations.run_at_first("", "/tmp/report", RUN) == ""
-        assert locations.run_at_first("gs://b/k", "/tmp/report", RUN) == f"gs://b/k/{RUN}"
+        assert run_store.run_at_first("", artifact, RUN) == f"s3://b/v2/flotilla/{RUN}?{query}"
+        assert run_store.run_at_first("", "/tmp/report", RUN) == ""
+        assert run_store.run_at_first("gs://b/k", "/tmp/report", RUN) == f"gs://b/k/{RUN}"
 
     @pytest.mark.parametrize(
         ("artifact", "run"),
@@ -305,4 +305,4 @@ class TestPlaces:
         ],
     )
     def test_an_output_tells_the_run(self, artifact, run):
-        assert locations.run_id_in(artifact, "prepare-data") == run
+        assert run_store.run_id_in(artifact, "prepare-data") == run

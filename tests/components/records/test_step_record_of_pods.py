@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import launchers, locations
+from components import launchers
 from components.finish import finish
 from components.prepare_data import prepare_data
+from components.records import run_store
 from components.resolve_config import resolve_config
 from components.train_model import train_model
 from tests.components.called_steps import ended
@@ -114,7 +115,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def pods(place, dataset, tmp_path, monkeypatch):
-    for name in (locations.RUN_FOLDER, locations.RUN_ID, events.VARIABLE):
+    for name in (run_store.RUN_FOLDER, run_store.RUN_ID, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     # What the run publishes: not even the bucket is there before.
     storage.write_bytes(storage.join(place.root, "there"), b"")

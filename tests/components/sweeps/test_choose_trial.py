@@ -28,7 +28,7 @@ def chosen(root, *trials, rung=0):
     texts = [json.dumps(tree_of(each)) for each in trials]
     text = json.dumps(tree_of(SWEEP))
     config = Config().model_dump_json()
-    return choose_trial.run_step(config, root, "digits-1", text, texts, rung)
+    return choose_trial.choose_trial.python_func(config, root, "digits-1", text, texts, rung)
 
 
 def test_the_best_goes_on_with_its_own_configuration(root):

@@ -14,7 +14,9 @@ from trainer.json_records import tree_of
 def finished(root, folder, text):
     pages = [artifact_in(folder) for _ in range(3)]
     (folder / "kfp").mkdir()
-    finish_sweep.run_step(ended("FAILED", "x"), root, "jobset", "{}", "run-1", text, *pages)
+    finish_sweep.finish_sweep.python_func(
+        ended("FAILED", "x"), root, "jobset", "{}", "run-1", text, *pages
+    )
     return pages
 
 

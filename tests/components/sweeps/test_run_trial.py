@@ -1,6 +1,7 @@
 """A trial as a step: it trains as a run of its own, and a failure is its result."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +23,9 @@ def trained(monkeypatch):
     """Replace training: return what it was called with, and let it end as `ends` says."""
     calls, ends = [], {}
 
-    def train(config, root, run_id, *_more):
-        calls.append((Config.model_validate_json(config), run_id))
+    def train(step):
+        root, run_id = step.root, step.run_id
+        calls.append((Config.model_validate_json(step.config), run_id))
         record = PublishedRecord("train_model", storage.join(root, run_id))
         record.begin()
         code, error = ends.get(run_id, (0, ""))
@@ -34,7 +36,8 @@ def trained(monkeypatch):
             raise SystemExit(code)
         return "file:///checkpoint"
 
-    monkeypatch.setattr(train_model, "run_step", train)
+    monkeypatch.setattr(train_model, "work", train)
+    monkeypatch.setattr(run_trial, "run", lambda work, call: work(SimpleNamespace(**call)))
     return calls, ends
 
 
@@ -42,7 +45,7 @@ def step(root, place="1", rung=0):
     text = json.dumps(tree_of(a_sweep()))
     config = Config().model_dump_json()
     training = ("file:///d", "image", "secret", None, None)
-    return run_trial.run_step(config, root, RUN, text, place, rung, *training)
+    return run_trial.run_trial.python_func(config, root, RUN, text, place, rung, *training)
 
 
 def run(root, **named):

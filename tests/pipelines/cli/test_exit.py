@@ -8,8 +8,8 @@ import re
 import pytest
 import typer
 
-from pipelines.cli import app
 from docs.build.reference import command_line, flat
+from pipelines.cli import app
 from trainer import storage
 from trainer.config.load import parse_config
 from trainer.promotion import registry

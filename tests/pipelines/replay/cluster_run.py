@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from components import contract
 from components.records.step_record import StepRecord, published_records
-from pipelines.replay.child import OutputArtifact
+from pipelines.replay.replay import OutputArtifact
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import S3Server
 from tests.trainer.small_run import SmallRun
@@ -24,12 +24,12 @@ from trainer.config.run_parameters import run_parameters
 
 OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "prepare_data": ("dataset",),
-    "validate_data": ("artifact", "page"),
-    "train_model": ("checkpoint", "viewers"),
-    "evaluate_model": ("metrics", "confusion", "roc"),
-    "check_gate": ("artifact",),
+    "validate_data": ("validation", "page"),
+    "train_model": ("checkpoint", "mlpipeline_ui_metadata"),
+    "evaluate_model": ("evaluation_metrics", "confusion_matrix", "roc_curve"),
+    "check_gate": ("decision",),
     "export_model": ("model",),
-    "register_model": ("artifact",),
+    "register_model": ("registration",),
 }
 MODULE = "their_code"
 CODE = """
@@ -115,9 +115,9 @@ class ClusterRun:
             own["run_id"] = self.run_id
         given = {**own, **made, **arguments}
         if name in ("validate_data", "check_gate"):
-            given["uri_path"] = str(self.folder / uuid4().hex)
+            given[f"{OUTPUTS[name][0]}_uri"] = str(self.folder / uuid4().hex)
         with suppress(SystemExit):
-            import_module(f"components.{name}").run_step(**given)
+            getattr(import_module(f"components.{name}"), name).python_func(**given)
         return self.record(name)
 
     def resolved(self, **values: Any) -> StepRecord:
@@ -167,7 +167,7 @@ class ClusterRun:
         self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
         source = {"dataset": "", "source": f"s3://{self.bucket}/raw/rows.csv", **data}
         tree = {**json.loads(self.config())["data"], **source}
-        return self.step("prepare_data", data=json.dumps(tree), _seal="", data_code="")
+        return self.step("prepare_data", data=json.dumps(tree), seal="", data_code="")
 
     def damage(self, uri: str, name: str, content: bytes = b"damaged") -> None:
         key = uri.removeprefix(f"s3://{self.bucket}/")

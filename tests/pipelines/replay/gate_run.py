@@ -9,7 +9,7 @@ from typing import Any
 
 from components import check_gate
 from components.records.step_record import StepRecord, published_records
-from pipelines.replay.child import OutputArtifact
+from pipelines.replay.replay import OutputArtifact
 from trainer import storage
 from trainer.config.load import parse_config
 
@@ -42,6 +42,8 @@ def gated(
         f"s3://b/v2/flotilla/{run_id}/check-gate/1/decision", folder / "artifact"
     )
     with suppress(SystemExit):
-        check_gate.run_step(config, root, run_id, evaluation, str(folder / "uri"), artifact)
+        check_gate.check_gate.python_func(
+            config, root, run_id, evaluation, str(folder / "uri"), artifact
+        )
     at = storage.join(root, run_id)
     return next(each for each in published_records(at) if each.step == "check_gate")

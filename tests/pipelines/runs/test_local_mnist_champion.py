@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from kfp import dsl
 
-from components import check_gate, evaluate_model, locations
+from components import check_gate, evaluate_model
+from components.records import run_store
 from tests.components.called_steps import artifact_in
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.trainer.small_run import publish_checkpoint
@@ -83,7 +84,7 @@ def test_one_that_was_made_worse_on_purpose_is_refused(first, workdir, words, ro
 
 
 def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, monkeypatch):
-    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path))
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
     config = load_config(first.folder / "config.json")
     rule = ChampionRule(margin=0.0)
     config = config.model_copy(update={"gate": config.gate.model_copy(update={"champion": rule})})
@@ -92,9 +93,11 @@ def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, mon
     given = (config.model_dump_json(), root, "noise")
     kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
     ui_artifacts = [artifact_in(tmp_path, kind) for kind in kinds]
-    evaluation = evaluate_model.run_step(*given, dataset, checkpoint, *ui_artifacts)
+    evaluation = evaluate_model.evaluate_model.python_func(
+        *given, dataset, checkpoint, *ui_artifacts
+    )
     given = (*given, evaluation, str(tmp_path / "decision"))
-    assert check_gate.run_step(*given, artifact_in(tmp_path)) == "refused"
+    assert check_gate.check_gate.python_func(*given, artifact_in(tmp_path)) == "refused"
     decision = (tmp_path / "decision").read_text()
     [rule] = json.loads(storage.read_file(decision, "decision.json"))["rules"]
     assert (rule["metric"], rule["passed"]) == ("accuracy_difference", False)

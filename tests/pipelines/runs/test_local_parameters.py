@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.locations import RUN_ID
+from components.records.run_store import RUN_ID
 from trainer import events
 from trainer.config.data import DataConfig
 from trainer.config.load import parse_config

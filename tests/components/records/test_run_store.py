@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from components import locations, pinned_inputs
+from components import resolve_config
+from components.records import run_store
 from tests.trainer.promotion.test_registry import exported
 from trainer import events, storage
 from trainer.config.data import DataConfig
@@ -22,7 +23,7 @@ NAME = "digits"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a run on this machine."""
-    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / "run"))
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / "run"))
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     return tmp_path / "run"
 
@@ -30,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """A step in a container, which has no folder of the run."""
-    monkeypatch.delenv(locations.RUN_FOLDER, raising=False)
+    monkeypatch.delenv(run_store.RUN_FOLDER, raising=False)
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
 
@@ -55,7 +56,7 @@ def crowned(root, folder, text, checkpoint=None):
 
 def warm(word, root):
     config = parse_config({"name": NAME, "training": {"warm_start": word}})
-    return pinned_inputs.with_champion(config, root).training.warm_start
+    return resolve_config.with_champion(config, root).training.warm_start
 
 
 def emitted(tmp_path):
@@ -74,7 +75,7 @@ def test_a_part_of_the_champion_stays_a_part(root, tmp_path):
     part = {"from": "champion", "exclude": ["out/*"]}
     assert warm(part, root) == ""
     checkpoint = crowned(root, tmp_path / "made", "one")
-    (tmp_path / "run" / pinned_inputs.FILE).unlink()
+    (tmp_path / "run" / run_store.PINNED).unlink()
     assert warm(part, root) == {"from": checkpoint, "exclude": ["out/*"]}
 
 
@@ -91,7 +92,7 @@ def test_it_stays_when_the_run_is_resumed_after_another_promotion(root, tmp_path
 def test_the_next_run_takes_the_next_champion(root, tmp_path, monkeypatch):
     for number, text in enumerate(["one", "two"]):
         checkpoint = crowned(root, tmp_path / "made", text)
-        monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / f"run-{number}"))
+        monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / f"run-{number}"))
         assert warm("champion", root) == checkpoint
 
 
@@ -137,13 +138,13 @@ def test_a_container_looks_it_up_each_time_and_pins_nothing(root, tmp_path):
     assert warm("champion", root) == first
     second = crowned(root, tmp_path / "made", "two")
     assert warm("champion", root) == second != first
-    assert not list(tmp_path.rglob(pinned_inputs.FILE))
+    assert not list(tmp_path.rglob(run_store.PINNED))
 
 
 @pytest.mark.usefixtures("folder")
 def test_the_newest_version_is_what_the_builder_offers(tmp_path):
-    assert pinned_inputs.with_version(DataConfig()).version == "1.0.0"
-    assert pinned_inputs.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
+    assert resolve_config.with_version(DataConfig()).version == "1.0.0"
+    assert resolve_config.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
     said = [(event.dataset, event.version) for event in emitted(tmp_path)]
     assert said == [("digits", "1.0.0"), ("mnist", "3.0.1")]
 
@@ -151,35 +152,35 @@ def test_the_newest_version_is_what_the_builder_offers(tmp_path):
 @pytest.mark.usefixtures("folder")
 def test_a_version_that_is_named_is_not_looked_up():
     named = DataConfig(dataset="no.such:Builder", version="2.0.0")
-    assert pinned_inputs.with_version(named) == named
+    assert resolve_config.with_version(named) == named
 
 
 def test_a_dataset_that_does_not_exist_is_one_line():
     with pytest.raises(ConfigError, match="there is no dataset 'mnits' in TFDS; did you mean"):
-        pinned_inputs.with_version(DataConfig(dataset="mnits"))
+        resolve_config.with_version(DataConfig(dataset="mnits"))
 
 
 def test_what_is_pinned_is_read_later(folder):
-    assert pinned_inputs.pinned("a") == ""
-    pinned_inputs.pin("a", "1")
-    pinned_inputs.pin("b", "2")
-    pinned_inputs.pin("a", "3")
-    assert (pinned_inputs.pinned("a"), pinned_inputs.pinned("b")) == ("3", "2")
-    assert json.loads((folder / pinned_inputs.FILE).read_text()) == {"a": "3", "b": "2"}
+    assert run_store.pinned("a") == ""
+    run_store.pin("a", "1")
+    run_store.pin("b", "2")
+    run_store.pin("a", "3")
+    assert (run_store.pinned("a"), run_store.pinned("b")) == ("3", "2")
+    assert json.loads((folder / run_store.PINNED).read_text()) == {"a": "3", "b": "2"}
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]"])
 def test_what_cannot_be_read_is_not_pinned(folder, damage):
     folder.mkdir()
-    (folder / pinned_inputs.FILE).write_text(damage)
-    assert pinned_inputs.pin_once("a", lambda: "1") == "1"
-    assert pinned_inputs.pin_once("a", lambda: "2") == "1"
+    (folder / run_store.PINNED).write_text(damage)
+    assert run_store.pin_once("a", lambda: "1") == "1"
+    assert run_store.pin_once("a", lambda: "2") == "1"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(folder):
     folder.write_text("a file")
     with pytest.raises(UserError, match=f"cannot write to {folder}: "):
-        pinned_inputs.pin("a", "1")
+        run_store.pin("a", "1")
 
 
 class Nights:
@@ -201,16 +202,16 @@ class Nights:
     def begin(self):
         """Begin the run of the next night; return the spans that it takes, and what it says."""
         self._number += 1
-        self._set(locations.RUN_FOLDER, str(self._made / f"run-{self._number}"))
+        self._set(run_store.RUN_FOLDER, str(self._made / f"run-{self._number}"))
         return self.resume()
 
     def resume(self):
-        config = pinned_inputs.with_listing(self.config(), self.root)
-        earlier = pinned_inputs.finished_by(config, self.root, f"run-{self._number}")
+        config = resolve_config.with_listing(self.config(), self.root)
+        earlier = resolve_config.finished_by(config, self.root, f"run-{self._number}")
         return list(listing.spans_of(self.root, config.data.version)), earlier
 
     def finish(self, word="promoted"):
-        config = pinned_inputs.with_listing(self.config(), self.root)
+        config = resolve_config.with_listing(self.config(), self.root)
         trained.end(self.root, f"run-{self._number}", word)
         version = config.data.version
         self._made.mkdir(exist_ok=True)
@@ -261,12 +262,12 @@ def test_another_configuration_is_something_new(nights):
     nights.come(1)
     nights.begin()
     nights.finish()
-    config = pinned_inputs.with_listing(nights.config(), nights.root)
+    config = resolve_config.with_listing(nights.config(), nights.root)
     for changed in ({"steps": 7}, {"when_unchanged": "train"}):
         other = config.model_copy(update={"training": config.training.model_copy(update=changed)})
-        assert pinned_inputs.finished_by(other, nights.root, "other") == ""
+        assert resolve_config.finished_by(other, nights.root, "other") == ""
 
 
 def test_files_that_are_named_by_their_digest_are_not_listed(nights):
     named = nights.config(version="0" * 32)
-    assert pinned_inputs.with_listing(named, nights.root) == named
+    assert resolve_config.with_listing(named, nights.root) == named

@@ -1,0 +1,287 @@
+"""The one place that knows the files of a run: which there are, where, and how they are read.
+
+Below the URI of a run, `<root>/<run id>`, and in its folder on this machine, where it has one:
+
+    config.json          the configuration
+    pinned_inputs.json   on this machine: what the run has looked up, for when it is resumed
+    given/STEP.json      what a step was given, written before its body begins
+    steps/STEP.json      the record of a step, see `components.records.step_record`
+    trials/...           of a sweep: its trials, and which go on to a rung
+
+What the steps publish is next to them, see `output_of`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainer import storage, user_code
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, UserError
+from trainer.events import now, to_tree
+from trainer.json_records import from_tree, parse
+from trainer.masking import masked
+from trainer.promotion import lineage, trained
+
+RUN_ID = "FLOTILLA_RUN_ID"
+RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
+#: The folder below a pipeline root where a run publishes that has no `storage.root`.
+FLOTILLA = "flotilla"
+CONFIG, PINNED = "config.json", "pinned_inputs.json"
+GIVEN, STEPS, TRIALS = "given", "steps", "trials"
+_PLAIN = (str, int, float, bool, list, dict, type(None))
+
+
+def run_id_of(kfp_run_id: str) -> str:
+    """Return the run id: that of the command line if it started the run, else KFP's."""
+    return os.environ.get(RUN_ID) or kfp_run_id
+
+
+def is_local_run() -> bool:
+    """Return whether the command line runs the pipeline on this machine."""
+    return bool(os.environ.get(RUN_ID))
+
+
+def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
+    """Return `storage.root`, or the folder `flotilla` below the run's KFP pipeline root.
+
+    Args:
+        configured: `storage.root`.
+        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, with or
+            without the endpoint of its store after a question mark.
+        kfp_run_id: KFP's id of the run.
+
+    Raises:
+        UserError: `storage.root` is empty and the artifact shows no pipeline root.
+    """
+    if configured:
+        return configured
+    if pipeline_root := pipeline_root_in(artifact, kfp_run_id):
+        return storage.join(pipeline_root, FLOTILLA)
+    raise UserError("storage.root is empty: set it to the URI below which all is published")
+
+
+def pipeline_root_in(artifact: str, kfp_run_id: str) -> str:
+    """Return KFP's pipeline root in the URI of an output, see `root_of`; empty if there is none."""
+    path, mark, query = artifact.partition("?")
+    before, found, _ = path.partition(f"/{kfp_run_id}/")
+    pipeline_root = before.rpartition("/")[0]
+    return f"{pipeline_root}{mark}{query}" if found and "://" in pipeline_root else ""
+
+
+def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
+    """Return the URI at which to publish what is made of `source`.
+
+    Its name is that of `source`, which has the global step, and a digest of all other origins: a
+    run that is resumed with another policy or other formats, or that trained a lost checkpoint
+    again, publishes next to what it published before.
+    """
+    name = storage.name_of(source)
+    digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
+    return storage.join(root, run_id, kind, f"{name}-{digest}")
+
+
+def run_at(root: str, run_id: str) -> str:
+    """Return the URI of a run whose steps share no folder.
+
+    Empty where they share one, and where the root is not known or is no URI: the code that needs
+    the URI reports that.
+    """
+    if os.environ.get(RUN_FOLDER) or not (root and run_id):
+        return ""
+    with suppress(UserError):
+        return storage.join(root, run_id)
+    return ""
+
+
+def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
+    """Return what `run_at` does, for a step that finds the root by `root_of`."""
+    with suppress(UserError):
+        return run_at(root_of(configured, artifact, kfp_run_id), run_id_of(kfp_run_id))
+    return ""
+
+
+def run_id_in(artifact: str, step: str) -> str:
+    """Return the run id in the URI of an output of `step`; empty where there is none."""
+    named = re.match(rf".+://.*/([^/]+)/{re.escape(step)}(-\d+)?/", artifact.partition("?")[0])
+    return run_id_of(named[1] if named else "")
+
+
+def folder_of_run() -> Path:
+    """Return the run's folder on this machine: that of the command line, or a temporary one."""
+    return Path(os.environ.get(RUN_FOLDER) or tempfile.mkdtemp(prefix="flotilla-"))
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder; raises `UserError` when the disk is full."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = tempfile.gettempdir()
+        raise UserError(
+            f"cannot write below {where}: {error.strerror}; free some space, or set TMPDIR"
+        ) from error
+
+
+def file_of(at: str, folder: str, name: str) -> str:
+    """Return the URI of a record of the run at `at`, in one of its folders."""
+    return storage.join(at, folder, f"{name}.json")
+
+
+def pinned(key: str) -> str:
+    """Return the value that the run has pinned for `key`; empty if there is none."""
+    return _pinned().get(key, "")
+
+
+def pin(key: str, value: str) -> None:
+    """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
+    folder = os.environ.get(RUN_FOLDER)
+    if not folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # An atomic commit: earlier values have to survive a full disk.
+        part = Path(folder, f"{PINNED}.part")
+        part.write_text(json.dumps({**_pinned(), key: value}), encoding="utf-8")
+        part.replace(Path(folder, PINNED))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def pin_once(key: str, find: Callable[[], str]) -> str:
+    """Return the value that the run has pinned for `key`; pin what `find` returns if none is."""
+    values = _pinned()
+    if key not in values:
+        pin(key, values.setdefault(key, find()))
+    return values[key]
+
+
+def _pinned() -> dict[str, str]:
+    folder = os.environ.get(RUN_FOLDER)
+    if not folder:
+        return {}
+    try:
+        tree = json.loads(Path(folder, PINNED).read_text(encoding="utf-8"))
+    # Nothing is pinned yet, or the file was damaged from outside.
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(value) for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What one step was given, at its last start.
+
+    Attributes:
+        step: its name.
+        began: seconds since 1970.
+        arguments: the plain ones, by name.
+        artifacts: the others: `uri`, and of an input `tree`, what its file says.
+        version: of Flotilla.
+        commit: likewise, empty where it is not known.
+        code: digest by name of each module of the user's that the configuration names.
+    """
+
+    step: str
+    began: float
+    arguments: Mapping[str, Any]
+    artifacts: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""
+    commit: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
+
+
+def given_to(step: str, call: Mapping[str, Any]) -> Given:
+    """Return the record of a step that begins now; `call` are its arguments by name."""
+    plain = {name: value for name, value in call.items() if isinstance(value, _PLAIN)}
+    others = {name: _said(value) for name, value in call.items() if name not in plain}
+    return Given(
+        step=step,
+        began=now(),
+        arguments=plain,
+        artifacts=others,
+        version=version("flotilla"),
+        commit=lineage.commit(),
+        code=digests(str(plain.get("config", ""))),
+    )
+
+
+def _said(value: Any) -> dict[str, Any]:
+    try:
+        tree = parse(Path(value.path).read_bytes())
+    except (OSError, ValueError, AttributeError):
+        tree = None
+    return {"uri": getattr(value, "uri", ""), "tree": tree}
+
+
+def digests(config: str) -> dict[str, str]:
+    """Return the digest of each module of the user's that a configuration, as JSON, names.
+
+    None where they are in a bundle: its URI has the digest of them all.
+    """
+    try:
+        found = Config.model_validate_json(config)
+    except ValueError:
+        return {}
+    names = [] if found.code else [name for _, name in trained.own_code(found)]
+    return {
+        module: _digest(module)
+        for module in sorted({name.partition(":")[0] for name in names if ":" in name})
+    }
+
+
+def _digest(module: str) -> str:
+    try:
+        return user_code.digest("code", module)
+    except ConfigError:
+        # The step itself says so.
+        return ""
+
+
+def write_given(given: Given, at: str) -> None:
+    """Write the record below the URI of the run, or in the run's folder where that is empty.
+
+    Raises:
+        UserError: the store cannot be written.
+    """
+    text = masked(json.dumps(to_tree(given), indent=2, default=str))
+    folder = os.environ.get(RUN_FOLDER)
+    if at or folder:
+        uri = at or storage.uri_of(folder or "")
+        storage.write_bytes(file_of(uri, GIVEN, given.step), text.encode())
+
+
+def read_given(at: str, step: str) -> Given:
+    """Return what a step of the run at a URI was given.
+
+    Raises:
+        UserError: it is not on record, the record is damaged, or the store cannot be read.
+    """
+    uri = file_of(at, GIVEN, step)
+    try:
+        found = from_tree(Given, parse(storage.read_bytes(uri)))
+    except storage.Missing:
+        raise UserError(
+            f"what {step} was given is not on record ({uri}): the run was made by an older "
+            "version, or the store did not take the record; start the run again to have one"
+        ) from None
+    except ValueError:
+        found = None
+    if found is None:
+        raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")
+    return found

@@ -1,0 +1,406 @@
+"""Replay a step: its body, with the arguments on record, in a process of its own.
+
+What it takes is read where it is; what it publishes goes to a storage root of its own, below
+`<workdir>/replays/`. It is a run of this machine with one step: no store of the run, no registry
+and no tracker is written to. `python -m pipelines.replay.replay FOLDER` is that process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pdb
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from components import contract
+from components.launchers import DEBUGGER
+from components.records.record import STOPPING
+from components.records.run_store import PINNED, RUN_FOLDER, RUN_ID, Given, digests
+from components.table import EVALUATE, REGISTER, RESOLVE, TRAIN, maker_of
+from pipelines.replay.recorded import RecordedStep, find
+from pipelines.runs import local
+from pipelines.runs.kfp_access import Instance
+from trainer import cores, events, storage, user_code
+from trainer.cluster import signals
+from trainer.errors import ConfigError, RunInterruptedError, UserError
+from trainer.events import StepBegin, StepEnd
+from trainer.promotion import lineage, registry
+from trainer.storage.errors import reported
+from trainer.storage.manifest import MANIFEST
+from trainer.storage.uri import locate
+from trainer.tracking.addresses import HUB
+from trainer.user_code import frames_of
+
+REPLAYS, CALL, STORAGE = "replays", "replay.json", "storage"
+# So long a step that was asked to end may take.
+_END_SECONDS = 20
+_MOST_SERVERS = 2
+_WITH_CHAMPION = (RESOLVE, maker_of("validation").name, EVALUATE, REGISTER)
+OnLine = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Which step to replay, and how.
+
+    Attributes:
+        run: id of the run; of one on an instance also its name.
+        step: its name.
+        settings: `storage.root=URI`, where a run of a cluster has published.
+        workdir: the folder of the runs of this machine; replays are below it.
+        instance: the KFP instance; from the environment when left out.
+        debug: stop in pdb where the step fails.
+    """
+
+    run: str
+    step: str
+    settings: Sequence[str] = ()
+    workdir: str | Path = "runs"
+    instance: Instance = field(default_factory=Instance)
+    debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """What was replayed.
+
+    Attributes:
+        recorded: the step on record.
+        replayed: how the replay ended; None where its process was killed.
+        folder: all that the replay has written.
+        remarks: what was not as it was.
+    """
+
+    recorded: RecordedStep
+    replayed: StepEnd | None
+    folder: Path
+    remarks: tuple[str, ...]
+
+
+def replay(options: ReplayOptions, on_line: OnLine = lambda _line: None) -> ReplayResult:
+    """Run a step of a run again on this machine; nothing of the run is changed.
+
+    Args:
+        options: which one, and how.
+        on_line: called with each remark before the step begins.
+
+    Raises:
+        UserError: there is no such step, or what it was given is not on record.
+        RunInterruptedError: SIGINT or SIGTERM came; the step was ended.
+    """
+    local.require_current_folder()
+    workdir = Path(options.workdir)
+    recorded = find(
+        options.run,
+        options.step,
+        settings=options.settings,
+        workdir=workdir,
+        instance=options.instance,
+    )
+    require_arguments(recorded.given)
+    name = f"{recorded.run_id}-{recorded.step}-{secrets.token_hex(3)}"
+    folder = workdir.absolute() / REPLAYS / name
+    with reported(f"write to {folder}", ConfigError):
+        (folder / "tmp").mkdir(parents=True)
+        if recorded.pinned:
+            shutil.copyfile(recorded.pinned, folder / PINNED)
+    root = storage.uri_of(folder / STORAGE)
+    arguments, remarks = arguments_of(recorded, root, debug=options.debug)
+    remarks = [*filter(None, [code_remark(recorded.given)]), *remarks]
+    remarks += _looked_up(recorded, arguments, folder / STORAGE)
+    on_line(f"replaying {recorded.step} of {recorded.run_id} in {folder}")
+    for line in remarks:
+        on_line(line)
+    call = {"step": recorded.step, "arguments": arguments, "debug": options.debug}
+    call |= {"artifacts": dict(recorded.given.artifacts)}
+    with reported(f"write to {folder}"):
+        (folder / CALL).write_text(json.dumps(call, indent=2), encoding="utf-8")
+    replayed = _run(recorded, folder, debug=options.debug)
+    shutil.rmtree(folder / "tmp", ignore_errors=True)
+    return ReplayResult(recorded=recorded, replayed=replayed, folder=folder, remarks=tuple(remarks))
+
+
+def require_arguments(given: Given) -> None:
+    """Raise a `UserError` where the step of this version takes what it was not given then."""
+    needed = contract.required(given.step)
+    if missing := sorted(needed - {*given.arguments, *given.artifacts}):
+        raise UserError(
+            f"{given.step} of Flotilla {version('flotilla')} also takes {', '.join(missing)}, and "
+            f"the run was made by {given.version}: replay it with the version of the run"
+        )
+
+
+def arguments_of(
+    recorded: RecordedStep, root: str, *, debug: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of the step for this machine, and a remark on each difference.
+
+    `root` is the storage root of the replay.
+    """
+    arguments = _as_read_here(recorded)
+    remarks = list[str]()
+    if recorded.step == RESOLVE:
+        arguments |= {"storage_root": root, "registry_hub": ""}
+    else:
+        arguments["root"] = root
+    if "config" in arguments:
+        tree = json.loads(arguments["config"])
+        if recorded.step == TRAIN:
+            remarks = _on_this_machine(tree, debug=debug)
+        tree.get("registry", {})["hub"] = ""
+        arguments["config"] = json.dumps(tree)
+    return arguments, remarks
+
+
+def _as_read_here(recorded: RecordedStep) -> dict[str, Any]:
+    """Return the arguments on record, with each URI below the root as this machine reads it."""
+    text = json.dumps(dict(recorded.given.arguments))
+    (there, _, options), (here, _, own) = (
+        uri.partition("?") for uri in (recorded.root, recorded.source)
+    )
+    if recorded.root and recorded.root != recorded.source:
+        text = text.replace(f"{there}/", f"{here}/")
+        if options:
+            text = text.replace(f"?{options}", f"?{own}" if own else "")
+    return dict(json.loads(text))
+
+
+def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
+    """Change the configuration of training to fewer machines; return what was changed."""
+    cluster, training, remarks = tree["cluster"], tree["training"], list[str]()
+    if cluster["launcher"] != "local":
+        cluster["launcher"] = "local"
+        remarks.append("training runs as processes of this machine, not as a job of Kubernetes")
+    if cluster["existing_servers"]:
+        cluster["existing_servers"] = False
+        remarks.append("the servers that ran already are started here")
+    if debug and training["strategy"] != "single":
+        remarks.append(
+            f"for the debugger the strategy is single, in one process, not {training['strategy']}"
+        )
+        training["strategy"] = "single"
+        cluster["evaluator"] = False
+        # The first as many of as many: one gradient is one update.
+        training["replicas_to_aggregate"] = 0
+    if cluster["gpus_per_worker"] and not _has_gpus():
+        remarks.append(f"no GPU is here, of {cluster['gpus_per_worker']} for each worker")
+        cluster["gpus_per_worker"] = 0
+    if training["strategy"] == "single":
+        return remarks
+    most = {"workers": max(cores.usable(), 2), "parameter_servers": _MOST_SERVERS}
+    for name, limit in most.items():
+        if cluster[name] > limit:
+            remarks.append(f"{limit} {name.replace('_', ' ')} run here, of {cluster[name]}")
+            cluster[name] = limit
+    needed = training["replicas_to_aggregate"]
+    training["replicas_to_aggregate"] = min(needed, cluster["workers"])
+    return remarks
+
+
+def _has_gpus() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def code_remark(given: Given) -> str:
+    """Return in which way the code here is not that of the step, or an empty text."""
+    pairs = {
+        "version": (version("flotilla"), given.version),
+        "commit": (lineage.commit()[:12], given.commit[:12]),
+    }
+    differs = [
+        f"{name} {here or 'unknown'} and not {then}"
+        for name, (here, then) in pairs.items()
+        if then and here != then
+    ]
+    here = digests(str(given.arguments.get("config", "")))
+    differs += [
+        f"module {name} {'was changed since' if here.get(name) else 'is not found here'}"
+        for name, digest in given.code.items()
+        if digest and here.get(name) != digest
+    ]
+    return f"the code differs: {'; '.join(differs)}" if differs else ""
+
+
+def _looked_up(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
+    """Copy what the step looks up below its root; return what is not as it was."""
+    with suppress(KeyError, ValueError, storage.NotPublished):
+        section = arguments.get("data") or json.loads(arguments["config"])["data"]
+        section = json.loads(section) if isinstance(section, str) else section
+        if section["source"] and section["version"]:
+            _copy(recorded.source, folder, "listings", section["version"])
+    if recorded.step not in _WITH_CHAMPION:
+        return []
+    name = str(arguments.get("name") or json.loads(arguments["config"])["name"])
+    checkpoint = str(arguments.get("checkpoint", ""))
+    try:
+        found = (
+            registry.opponent(recorded.source, name, checkpoint)
+            if checkpoint
+            else (registry.champion(recorded.source, name))
+        )
+        if found is None:
+            return []
+        version_of = ("registry", "models", name, "versions", storage.name_of(found.uri))
+        _copy(recorded.source, folder, *version_of)
+        registry.promote(storage.uri_of(folder), name, found.number, after=0, by="replay")
+    except UserError as error:
+        return [f"the champion is not compared with: {error}"]
+    return [f"the champion is version {found.number}, that of now"]
+
+
+def _copy(root: str, folder: Path, *names: str) -> None:
+    """Copy a published directory of a root into a folder, which is another one."""
+    place = folder.joinpath(*names)
+    manifest = storage.fetch(storage.join(root, *names), place)
+    (place / MANIFEST).write_bytes(manifest.to_json())
+
+
+def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[str, str]:
+    # Trackers are told of a run once, and not of its replays.
+    left = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    for name in (STOPPING, HUB, "KFP_POD_NAME"):
+        left.pop(name, None)
+    here = {
+        **signals.parent_environment(),
+        **user_code.environment(),
+        RUN_ID: recorded.run_id,
+        RUN_FOLDER: str(folder),
+        events.VARIABLE: str(folder / local.EVENTS),
+        "TMPDIR": str(folder / "tmp"),
+        **({DEBUGGER: "1"} if debug else {}),
+    }
+    if storage.local_path(recorded.source) is None:
+        # For the URIs in manifests, which have none.
+        endpoint = locate(recorded.source).option("endpoint")
+        here |= {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
+    return {**left, **here}
+
+
+def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> StepEnd | None:
+    """Run the process of a replay; return how its step ended, None where it was killed."""
+    # A debugger needs the terminal, whose Ctrl-C would reach the step as well: it gets none.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.replay.replay", str(folder)],
+            env=_environment(recorded, folder, debug=debug),
+            stdin=None if debug else subprocess.DEVNULL,
+            # Standard output is that of the command.
+            stdout=sys.__stderr__,
+            start_new_session=not debug,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        with signals.on_interrupt(_interrupt):
+            child.wait()
+    finally:
+        _end(child, group=not debug)
+    course = [
+        each
+        for each in events.read(folder / local.EVENTS)
+        if isinstance(each, StepBegin | StepEnd) and each.step == recorded.step
+    ]
+    if not course:
+        raise UserError(
+            f"{recorded.step} could not be started again (exit code {child.returncode}): the lines "
+            "above say why"
+        )
+    return course[-1] if isinstance(course[-1], StepEnd) else None
+
+
+def _interrupt() -> NoReturn:
+    raise RunInterruptedError("interrupted; the replay is stopped")
+
+
+def _end(child: subprocess.Popen[Any], *, group: bool) -> None:
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=_END_SECONDS)
+    with suppress(ProcessLookupError, PermissionError):
+        # Whatever the step has started goes with it.
+        (os.killpg if group else os.kill)(child.pid, signal.SIGKILL)
+
+
+class OutputArtifact:
+    """What KFP gives a step to describe an artifact; the UI that would draw it is not there."""
+
+    def __init__(self, uri: str, path: Path) -> None:
+        """Name the artifact, and the file that stands for it here."""
+        self.uri, self.path, self.metadata = uri, str(path), dict[str, Any]()
+
+    def log_confusion_matrix(self, *_given: Any) -> None:
+        """Draw nothing."""
+
+    def log_roc_curve(self, *_given: Any) -> None:
+        """Draw nothing."""
+
+
+def main() -> None:
+    """Run the step that the folder `argv[1]` describes; with `debug`, stop where it fails."""
+    folder = Path(sys.argv[1])
+    tree = json.loads((folder / CALL).read_text(encoding="utf-8"))
+    # The pipeline of the run was accepted by the code that ran it.
+    sys.argv = [tree["step"], contract.OPTION, contract.mark()]
+    try:
+        _called(tree["step"], tree["arguments"], tree["artifacts"], folder)
+    # A bug of Flotilla itself is raised as it is.
+    except (Exception, SystemExit) as error:
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        # A person who ends a replay does not ask for the place.
+        if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
+            post_mortem(cause)
+        raise
+
+
+def _called(
+    step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], folder: Path
+) -> None:
+    place = folder / "artifacts"
+    place.mkdir(exist_ok=True)
+    given = {**arguments}
+    for name, said in artifacts.items():
+        given[name] = OutputArtifact(str(said.get("uri", "")), place / name)
+        if said.get("tree") is not None:
+            (place / name).write_text(json.dumps(said["tree"]), encoding="utf-8")
+    # Of an output path the file is here.
+    given |= {
+        name: str(place / name) for name in given if name in ("decision_uri", "validation_uri")
+    }
+    call = getattr(import_module(f"components.{step}"), step).python_func
+    taken = inspect.signature(call).parameters
+    call(**{name: value for name, value in given.items() if name in taken})
+
+
+def post_mortem(error: BaseException) -> None:
+    """Open pdb at the innermost frame of the user's code in an error, or where it was raised.
+
+    `up` leads to what called it. The end of the input ends the debugger.
+    """
+    trace: TracebackType | None = None
+    for frame, line in reversed(frames_of(error)):
+        # What the user's code has called is left out: pdb begins at the last one.
+        trace = TracebackType(trace, frame, frame.f_lasti, line)
+    if trace is None:
+        return
+    debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr)
+    debugger.reset()
+    debugger.interaction(None, trace)
+
+
+if __name__ == "__main__":
+    main()

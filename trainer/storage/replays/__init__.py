@@ -1,1 +1,0 @@
-"""The store of a replay, apart from those that serve a scheme."""
