@@ -41,15 +41,11 @@ def by_feature(question: Question) -> Iterator[Finding]:
     """Compare each feature with that of the champion's dataset."""
     pairs = [pair for pair in question.pairs() if _is_tested(question.dataset, pair[0])]
     for name, size, new, old in _moved(pairs, question):
-        yield Finding(
-            rule="drift",
-            feature=name,
-            split="train",
-            value=size,
-            limit=question.limits.limit("drift"),
-            says=f"{name} is distributed otherwise than in the champion's dataset ({size:.3f} "
-            f"apart{_where(new, old)}): look at what has changed at its source",
+        says = (
+            f"{name} is distributed otherwise than in the champion's dataset ({size:.3f} "
+            f"apart{_where(new, old)}): look at what has changed at its source"
         )
+        yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
 
 def between_splits(question: Question) -> Iterator[Finding]:
@@ -57,15 +53,11 @@ def between_splits(question: Question) -> Iterator[Finding]:
     train, test = (question.dataset.features(split) for split in ("train", "test"))
     pairs = [(name, test[name], train[name]) for name in test if name in train]
     for name, size, new, old in _moved(pairs, question):
-        yield Finding(
-            rule="splits_differ",
-            feature=name,
-            split="test",
-            value=size,
-            limit=question.limits.limit("drift"),
-            says=f"{name} is distributed otherwise in test than in train ({size:.3f} apart"
-            f"{_where(new, old)}): metrics of the test split say little of the data of training",
+        says = (
+            f"{name} is distributed otherwise in test than in train ({size:.3f} apart"
+            f"{_where(new, old)}): metrics of the test split say little of the data of training"
         )
+        yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
 
 
 def _is_tested(dataset: DatasetProfile, name: str) -> bool:
@@ -81,7 +73,7 @@ def _moved(
     chances = {name: each[0][1] for name, each in tests.items() if each[0]}
     for name in sorted(holm(chances, question.significance), key=lambda each: chances[each]):
         result, new, old = tests[name]
-        if result and result[0] >= question.limits.limit("drift"):
+        if result and result[0] >= question.limit("drift"):
             yield name, result[0], new, old
 
 
@@ -122,16 +114,19 @@ def together(question: Question) -> Iterator[Finding]:
     chance = stats.gamma.sf(total, len(pairs) ** 2 / spread, scale=spread / len(pairs))
     # What chance alone makes of it is no size.
     size = float(np.sqrt(max(np.mean(lifts**2) - np.mean(variances), 0.0)))
-    if chance < question.significance and size >= question.limits.limit("drift_together"):
+    if chance < question.significance and size >= question.limit("drift_together"):
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))
         most = ", ".join(pairs[place][0] for place in order[:5])
+        says = (
+            f"{len(pairs)} features together have moved further than chance does, most of all "
+            f"{most}: look at what has changed at the source of all"
+        )
         yield Finding(
-            rule="drift_together",
+            "drift_together",
+            says,
             split="train",
             value=size,
-            limit=question.limits.limit("drift_together"),
-            says=f"{len(pairs)} features together have moved further than chance does, most of all "
-            f"{most}: look at what has changed at the source of all",
+            limit=question.limit("drift_together"),
         )
 
 

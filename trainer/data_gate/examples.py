@@ -23,7 +23,7 @@ _TELLS_APART = 0.2
 
 def duplicates(question: Question) -> Iterator[Finding]:
     """Find splits with more equal examples than their values explain."""
-    dataset, limit = question.dataset, question.limits.limit("duplicates")
+    dataset, limit = question.dataset, question.limit("duplicates")
     for split, each in dataset.splits.items():
         examples, found = _again(each)
         if not found:
@@ -34,15 +34,18 @@ def duplicates(question: Question) -> Iterator[Finding]:
         value = found / examples
         chance = stats.binom.sf(found - 1, examples, min(expected, 1.0))
         if value > expected + limit and chance < question.significance:
+            says = (
+                f"{percent(value)} of the examples of {split} have the same inputs as another "
+                f"one there ({percent(expected)} were to be expected): look whether a file is "
+                "there twice; metrics count such examples more than once"
+            )
             yield Finding(
-                rule="duplicates",
+                "duplicates",
+                says,
                 split=split,
                 value=value,
                 limit=expected + limit,
                 champion=_of_champion(question, split),
-                says=f"{percent(value)} of the examples of {split} have the same inputs as another "
-                f"one there ({percent(expected)} were to be expected): look whether a file is "
-                "there twice; metrics count such examples more than once",
             )
 
 
@@ -89,7 +92,7 @@ def _again(split: SplitProfile) -> tuple[int, int]:
 def leakage(question: Question) -> Iterator[Finding]:
     """Find splits whose examples are in another one, more than their values explain."""
     splits = question.dataset.splits
-    limit = question.limits.limit("leakage")
+    limit = question.limit("leakage")
     for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
         one, other = splits[first], splits[second]
         known, asked = (one, other) if one.examples >= other.examples else (other, one)
@@ -103,15 +106,12 @@ def leakage(question: Question) -> Iterator[Finding]:
         chance = stats.binom.sf(found - 1, examples, min(expected, 1.0))
         if value > expected + limit and chance < question.significance:
             names = (second, first) if asked is other else (first, second)
-            yield Finding(
-                rule="leakage",
-                split=names[0],
-                value=value,
-                limit=expected + limit,
-                says=f"{percent(value)} of the examples of {names[0]} are in {names[1]} as well "
+            says = (
+                f"{percent(value)} of the examples of {names[0]} are in {names[1]} as well "
                 f"({percent(expected)} were to be expected): its metrics are too good; split by "
-                "data.group, or remove the copies",
+                "data.group, or remove the copies"
             )
+            yield Finding("leakage", says, split=names[0], value=value, limit=expected + limit)
 
 
 def _shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
@@ -123,6 +123,6 @@ def _shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
 
 
 def _last(split: SplitProfile) -> NDArray[np.uint64] | np.uint64:
-    if split.has_all_hashes or not len(split.hashes):
+    if split.is_whole or not len(split.hashes):
         return np.uint64(np.iinfo(np.uint64).max)
     return np.uint64(split.hashes.max())

@@ -16,18 +16,17 @@ from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 Value = float | int | str | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What is wrong with a dataset by one rule.
 
     Attributes:
         rule: one of `trainer.config.data_gate.RULES`.
-        feature: the feature, or empty.
-        split: the split, or empty.
+        says: one sentence: what is wrong, and what to do.
+        feature: the feature, or empty; likewise `split`.
         value: what was found.
         limit: what is allowed, or None.
         champion: what the champion's dataset has, or None.
-        says: one sentence: what is wrong, and what to do.
     """
 
     rule: str
@@ -64,7 +63,11 @@ class Question:
     @property
     def significance(self) -> float:
         """How probable a finding by chance may be, for one rule and one dataset."""
-        return self.limits.limit("significance")
+        return self.limit("significance")
+
+    def limit(self, name: str) -> float:
+        """Return a limit by its name."""
+        return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
         """Yield name and profile of each feature of a split that both datasets have of one kind."""

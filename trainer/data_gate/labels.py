@@ -1,16 +1,29 @@
-"""Rules of the labels: classes that are new, gone or rare, and their shares."""
+"""Rules of the labels: classes that are new, gone or rare, their shares, and what says of them.
+
+That is one feature that says everything, and all that say nothing any more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, percent, share, some
-from trainer.data_gate.profile import DatasetProfile
+from trainer.data_gate.profile import DatasetProfile, FeatureProfile
+from trainer.statistics.statistics import NUMBER
 
 # Metrics that a rare class moves; one that is bounded for a class is fine as well.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy", "pr_auc")
+# An association below this is none that could get lost.
+_LEAST = 0.15
+# What is left of one that is gone.
+_LEFT = 0.5
+_FEWEST = 50
+# A category of fewer examples than this determines the label by itself.
+_EXAMPLES_BY_VALUE = 5
+_NEARLY_ONE = 0.999999
 
 
 def classes(question: Question) -> Iterator[Finding]:
@@ -21,13 +34,11 @@ def classes(question: Question) -> Iterator[Finding]:
         if champion and known:
             new = _with_examples(dataset, target) - _with_examples(champion, target)
             if new:
-                yield Finding(
-                    rule="new_class",
-                    feature=target,
-                    value=", ".join(sorted(new)[:20]),
-                    says=f"{target} has {some(sorted(new))}, which the champion has never seen: "
-                    "correct the labels, or expect a model with another output",
+                says = (
+                    f"{target} has {some(sorted(new))}, which the champion has never seen: "
+                    "correct the labels, or expect a model with another output"
                 )
+                yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
             before, at = (champion, split) if champion and known else (dataset, "train")
             yield from _gone(question, target, split, before.by_class(target, at))
@@ -46,36 +57,29 @@ def _with_examples(dataset: DatasetProfile, target: str) -> set[str]:
 def _gone(question: Question, target: str, split: str, before: dict[str, int]) -> Iterator[Finding]:
     found = question.dataset.by_class(target, split)
     examples, known = sum(found.values()), sum(before.values())
-    alpha = question.limits.limit("significance") / max(len(before), 1)
+    alpha = question.significance / max(len(before), 1)
     for name, count in before.items():
         if found.get(name, 0) or not count or not examples:
             continue
         # How probable it is that all examples of the class are in the other sample by chance.
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
-            yield Finding(
-                rule="class_gone",
-                feature=target,
-                split=split,
-                value=0,
-                champion=count,
-                says=f"{target} has no example of {name!r} in {split}, where {count} of {known} "
-                "were to be expected: look whether a source or a folder is missing",
+            says = (
+                f"{target} has no example of {name!r} in {split}, where {count} of {known} "
+                "were to be expected: look whether a source or a folder is missing"
             )
+            yield Finding("class_gone", says, target, split, 0, champion=count)
 
 
 def _alone(dataset: DatasetProfile, target: str, split: str) -> Iterator[Finding]:
     there = {name: count for name, count in dataset.by_class(target, split).items() if count}
     if len(there) == 1 < len(_with_examples(dataset, target)):
         ((name, count),) = there.items()
-        yield Finding(
-            rule="class_gone",
-            feature=target,
-            split=split,
-            value=0,
-            says=f"all {count} examples of {split} are {name!r} of {target}: nothing can be "
-            "learnt or measured there; give it more examples, or another share",
+        says = (
+            f"all {count} examples of {split} are {name!r} of {target}: nothing can be "
+            "learnt or measured there; give it more examples, or another share"
         )
+        yield Finding("class_gone", says, target, split, 0)
 
 
 def shares(question: Question) -> Iterator[Finding]:
@@ -89,23 +93,21 @@ def shares(question: Question) -> Iterator[Finding]:
 
 
 def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Iterator[Finding]:
-    examples, limit = sum(counts.values()), question.limits.limit("imbalance")
+    examples, limit = sum(counts.values()), question.limit("imbalance")
     there = {name: count for name, count in counts.items() if count}
     if len(there) < 2 or _has_metric(question):  # noqa: PLR2004
         return
     name = min(there, key=lambda each: there[each])
     value = share(there[name] * len(there), examples)
     if value < limit:
-        yield Finding(
-            rule="imbalance",
-            feature=target,
-            split="train",
-            value=share(there[name], examples),
-            limit=limit / len(there),
-            says=f"{percent(share(there[name], examples))} of the examples are {name!r} of "
+        says = (
+            f"{percent(share(there[name], examples))} of the examples are {name!r} of "
             f"{target}: a model that never says so has a high accuracy; bound a metric that sees "
             f"it, as gate.min: {{accuracy@{target}: 0.8}}, and think of training.class_weights: "
-            "balanced",
+            "balanced"
+        )
+        yield Finding(
+            "imbalance", says, target, "train", share(there[name], examples), limit / len(there)
         )
 
 
@@ -128,16 +130,77 @@ def _balance(
     new, old = ([value / sum(row) for value in row] for row in rows)
     moved = sum(abs(a - b) for a, b in zip(new, old, strict=True)) / 2
     chance = stats.chi2_contingency(rows).pvalue
-    limit = question.limits.limit("balance")
-    if moved > limit and chance < question.limits.limit("significance"):
+    limit = question.limit("balance")
+    if moved > limit and chance < question.significance:
         worst = max(range(len(names)), key=lambda n: abs(new[n] - old[n]))
-        yield Finding(
-            rule="balance",
-            feature=target,
-            split="train",
-            value=moved,
-            limit=limit,
-            says=f"the classes of {target} have moved by {percent(moved)} of the examples: "
+        says = (
+            f"the classes of {target} have moved by {percent(moved)} of the examples: "
             f"{names[worst]!r} was {percent(old[worst])} and is {percent(new[worst])}; look "
-            "whether a source is missing or is there twice",
+            "whether a source is missing or is there twice"
         )
+        yield Finding("balance", says, target, "train", moved, limit)
+
+
+def label_leakage(question: Question) -> Iterator[Finding]:
+    """Find inputs that determine a label."""
+    dataset, limit = question.dataset, question.limit("label_leakage")
+    known = question.champion.features("train") if question.champion else {}
+    for name, each in dataset.features("train").items():
+        if name not in dataset.inputs or each.present < _FEWEST:
+            continue
+        if each.kind != NUMBER and each.distinct * _EXAMPLES_BY_VALUE > each.present:
+            continue
+        for target, value in each.association.items():
+            before = known[name].association.get(target) if name in known else None
+            if value >= limit and name != target and not (before or 0) >= limit:
+                says = (
+                    f"{name} determines {target} (association {value:.4f}): if it is not "
+                    "known before the label is, drop it in data.drop"
+                )
+                yield Finding("label_leakage", says, name, "train", value, limit, before)
+
+
+def association(question: Question) -> Iterator[Finding]:
+    """Find labels of which features say far less than in the champion's dataset, or in training."""
+    dataset, champion = question.dataset, question.champion
+    train = dataset.features("train")
+    if champion:
+        words = ("the champion's dataset", "train")
+        yield from _lost(question, champion.features("train"), train, words)
+    yield from _lost(question, train, dataset.features("test"), ("train", "test"))
+
+
+def _lost(
+    question: Question,
+    before: Mapping[str, FeatureProfile],
+    now: Mapping[str, FeatureProfile],
+    words: tuple[str, str],
+) -> Iterator[Finding]:
+    """Compare the strongest features of before, by the transform of Fisher."""
+    for target in question.dataset.targets:
+        known = {
+            name: each.association[target]
+            for name, each in before.items()
+            if name in now and target in each.association and target in now[name].association
+            and name in question.dataset.inputs and each.association[target] >= _LEAST
+        }  # fmt: skip
+        if not known:
+            continue
+        name = max(known, key=lambda each: known[each])
+        strong = [each for each in known if known[each] >= _LEFT * known[name]]
+        kept = max(strong, key=lambda each: now[each].association[target])
+        value = now[kept].association[target]
+        sizes = (before[name].present, now[kept].present)
+        if min(sizes) < _FEWEST or value >= _LEFT * known[name]:
+            continue
+        error = math.sqrt(sum(1 / (size - 3) for size in sizes))
+        lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
+        if stats.norm.sf(lost / error) < question.significance:
+            says = (
+                f"no feature says of {target} in {words[1]} what {name} said in {words[0]} "
+                f"(association {known[name]:.3f} before, {value:.3f} now): look whether labels "
+                "are in the order of other rows"
+            )
+            yield Finding(
+                "association", says, target, words[1], value, _LEFT * known[name], known[name]
+            )

@@ -25,31 +25,18 @@ from trainer.statistics.statistics import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureProfile:
-    """A feature in one split.
+class FeatureProfile(FeatureStatistics):
+    """A feature in one split; what there is no number of is NaN.
 
-    Attributes:
-        kind: number, text, class, tensor or image.
-        examples: of the split.
-        missing: examples without a value.
-        mean: of the numbers, or of all elements of a tensor; likewise `std`, `least` and `most`.
-        numbers: a sample of them, ascending; of a tensor the means of its examples.
-        counts: examples by value; `distinct` is how many values there are in all, of numbers as the
-            sample has it.
-        association: with each label, from 0 to 1.
+    `numbers` are a sample of them, ascending; of a tensor the means of its examples. `distinct` is
+    of numbers how many values there are as the sample has it.
     """
 
-    kind: str
-    examples: int
-    missing: int = 0
-    mean: float = float("nan")
-    std: float = float("nan")
-    least: float = float("nan")
-    most: float = float("nan")
+    mean: float = math.nan
+    std: float = math.nan
+    least: float = math.nan
+    most: float = math.nan
     numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    counts: Mapping[str, int] = field(default_factory=dict)
-    distinct: int = 0
-    association: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def present(self) -> int:
@@ -63,24 +50,11 @@ class FeatureProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitProfile:
-    """One split: how many examples, its features, and which examples are equal.
-
-    Attributes:
-        examples: their number.
-        features: by name; none where the dataset has no statistics.
-        hashes: the smallest hashes of the inputs of its examples, ascending.
-        copies: how many examples have each of them.
-        has_all_hashes: whether no example has a larger one.
-        sample: some examples, as a column of numbers by feature.
-    """
+class SplitProfile(ExampleSketch):
+    """One split: how many examples, its features, and which examples are equal."""
 
     examples: int
     features: Mapping[str, FeatureProfile] = field(default_factory=dict)
-    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    copies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    has_all_hashes: bool = True
-    sample: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,40 +115,19 @@ def profile_of(uri: str) -> DatasetProfile:
 
 def split_profile(found: SplitStatistics, sketch: ExampleSketch) -> SplitProfile:
     """Return the profile of a split of which these are the statistics."""
-    return SplitProfile(
-        examples=found.examples,
-        features={
-            name: _feature(each, sketch.sample.get(name, np.empty(0)))
-            for name, each in found.features.items()
-        },
-        hashes=sketch.hashes,
-        copies=sketch.copies,
-        has_all_hashes=sketch.is_whole,
-        sample=sketch.sample,
-    )
+    features = {
+        name: _feature(each, sketch.sample.get(name, np.empty(0)))
+        for name, each in found.features.items()
+    }
+    return SplitProfile(examples=found.examples, features=features, **vars(sketch))
 
 
 def _feature(found: FeatureStatistics, sample: NDArray[np.float64]) -> FeatureProfile:
-    is_number = found.kind not in (TEXT, CLASS)
-    numbers = np.sort(sample[np.isfinite(sample)]) if is_number else np.empty(0)
-    distinct = found.distinct
-    if is_number and len(numbers):
+    known = {name: value for name, value in vars(found).items() if value is not None}
+    if found.kind in (TEXT, CLASS):
+        return FeatureProfile(**known)
+    numbers = np.sort(sample[np.isfinite(sample)])
+    if len(numbers):
         unlike = np.count_nonzero(np.diff(numbers)) + 1
-        distinct = round(unlike / len(numbers) * (found.examples - found.missing))
-    return FeatureProfile(
-        kind=found.kind,
-        examples=found.examples,
-        missing=found.missing,
-        mean=_or_nan(found.mean),
-        std=_or_nan(found.std),
-        least=_or_nan(found.least),
-        most=_or_nan(found.most),
-        numbers=numbers,
-        counts=found.counts,
-        distinct=distinct,
-        association=found.association,
-    )
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+        known["distinct"] = round(unlike / len(numbers) * (found.examples - found.missing))
+    return FeatureProfile(**known, numbers=numbers)

@@ -19,33 +19,26 @@ def features(question: Question) -> Iterator[Finding]:
     known, found = question.champion.specs, question.dataset.specs
     for name in known:
         if name not in found:
-            yield Finding(
-                rule="missing_feature",
-                feature=name,
-                champion=_type(known[name]),
-                says=f"the feature {name} of the champion's dataset is gone"
-                f"{nearest(name, found)}: restore it, or name a model that needs none of it",
+            says = (
+                f"the feature {name} of the champion's dataset is gone"
+                f"{nearest(name, found)}: restore it, or name a model that needs none of it"
             )
+            yield Finding("missing_feature", says, name, champion=_type(known[name]))
         elif _type(known[name]) != _type(found[name]):
             gaps = "int" in known[name].dtype and "float" in found[name].dtype
             why = " (whole numbers are floats where some are missing)" if gaps else ""
-            yield Finding(
-                rule="type",
-                feature=name,
-                value=_type(found[name]),
-                champion=_type(known[name]),
-                says=f"{name} is {_type(found[name])}, and {_type(known[name])} in the champion's "
-                f"dataset: look at its values{why}, or say its type in data.types",
+            says = (
+                f"{name} is {_type(found[name])}, and {_type(known[name])} in the champion's "
+                f"dataset: look at its values{why}, or say its type in data.types"
             )
+            yield Finding("type", says, name, value=_type(found[name]), champion=_type(known[name]))
     for name in found:
         if name not in known:
-            yield Finding(
-                rule="new_feature",
-                feature=name,
-                value=_type(found[name]),
-                says=f"the champion's dataset has no feature {name}: drop it in data.drop if it is "
-                "not meant to be learned from",
+            says = (
+                f"the champion's dataset has no feature {name}: drop it in data.drop if it is "
+                "not meant to be learned from"
             )
+            yield Finding("new_feature", says, name, value=_type(found[name]))
 
 
 def _type(spec: FeatureSpec) -> str:
@@ -58,28 +51,21 @@ def sizes(question: Question) -> Iterator[Finding]:
     """Find empty splits, and a dataset that is far smaller than the champion's."""
     for split, each in question.dataset.splits.items():
         if not each.examples and split in ("train", "test"):
-            yield Finding(
-                rule="empty",
-                split=split,
-                value=0,
-                says=f"the split {split} has no example: look at data.splits and at the source",
-            )
+            says = f"the split {split} has no example: look at data.splits and at the source"
+            yield Finding("empty", says, split=split, value=0)
     if question.champion is None:
         return
-    limit = question.limits.limit("size")
+    limit = question.limit("size")
     found, known = (
         sum(each.examples for each in dataset.splits.values())
         for dataset in (question.dataset, question.champion)
     )
     if share(found, known) < limit and known:
-        yield Finding(
-            rule="size",
-            value=found,
-            limit=round(limit * known),
-            champion=known,
-            says=f"{found} examples are {percent(share(found, known))} of the champion's {known}: "
-            "look whether files are missing",
+        says = (
+            f"{found} examples are {percent(share(found, known))} of the champion's {known}: "
+            "look whether files are missing"
         )
+        yield Finding("size", says, value=found, limit=round(limit * known), champion=known)
 
 
 def schema(question: Question) -> Iterator[Finding]:
@@ -90,12 +76,11 @@ def schema(question: Question) -> Iterator[Finding]:
     for name, wanted in question.schema.features.items():
         if name not in specs:
             if wanted.required:
-                yield Finding(
-                    rule="missing_feature",
-                    feature=name,
-                    says=f"the schema file asks for {name}, which the dataset does not have"
-                    f"{nearest(name, specs)}: restore it, or write required: false",
+                says = (
+                    f"the schema file asks for {name}, which the dataset does not have"
+                    f"{nearest(name, specs)}: restore it, or write required: false"
                 )
+                yield Finding("missing_feature", says, name)
             continue
         for split in question.dataset.splits:
             features: Mapping[str, FeatureProfile] = question.dataset.features(split)

@@ -29,7 +29,6 @@ from trainer.data_gate import (
     expected,
     labels,
     page,
-    relations,
     structure,
     values,
 )
@@ -51,8 +50,8 @@ _RULES: tuple[Rule, ...] = (
     labels.shares,
     examples.leakage,
     examples.duplicates,
-    relations.association,
-    relations.label_leakage,
+    labels.association,
+    labels.label_leakage,
     values.unit,
     values.beyond,
     values.new_values,

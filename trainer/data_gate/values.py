@@ -37,14 +37,17 @@ def unit(question: Question) -> Iterator[Finding]:
         found = _factor(new, old)
         if found:
             change, words = found
+            says = (
+                f"{name} is that of the champion's dataset {change} ({words}): convert "
+                "it at its source, or set the rule unit to warn where it is meant so"
+            )
             yield Finding(
-                rule="unit",
-                feature=name,
-                split="train",
-                value=float(np.median(new.numbers)),
+                "unit",
+                says,
+                name,
+                "train",
+                float(np.median(new.numbers)),
                 champion=float(np.median(old.numbers)),
-                says=f"{name} is that of the champion's dataset {change} ({words}): convert "
-                "it at its source, or set the rule unit to warn where it is meant so",
             )
 
 
@@ -77,20 +80,15 @@ def beyond(question: Question) -> Iterator[Finding]:
         ):
             part = float(np.mean(outside))
             count = int(outside.sum())
-            if part > question.limits.limit("range") and count:
+            if part > question.limit("range") and count:
                 chance = only_in_one(count, len(new.numbers), old.present)
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
-                    yield Finding(
-                        rule="range",
-                        feature=name,
-                        split="train",
-                        value=extreme,
-                        limit=bound,
-                        champion=bound,
-                        says=f"{percent(part)} of {name} is {word} {bound:g}, beyond every value "
-                        f"of the champion's dataset, as far as {extreme:g}: look at these rows",
+                    says = (
+                        f"{percent(part)} of {name} is {word} {bound:g}, beyond every value "
+                        f"of the champion's dataset, as far as {extreme:g}: look at these rows"
                     )
+                    yield Finding("range", says, name, "train", extreme, bound, bound)
 
 
 def missing(question: Question) -> Iterator[Finding]:
@@ -98,30 +96,21 @@ def missing(question: Question) -> Iterator[Finding]:
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present:
-                yield Finding(
-                    rule="empty",
-                    feature=name,
-                    split=split,
-                    value=0,
-                    says=f"{name} has no value in {split}: drop it in data.drop, or look at its "
-                    "source",
+                says = (
+                    f"{name} has no value in {split}: drop it in data.drop, or look at its source"
                 )
+                yield Finding("empty", says, name, split, 0)
     pairs = list(question.pairs())
-    limit = question.limits.limit("missing_values")
+    limit = question.limit("missing_values")
     for name, new, old in pairs:
         now, before = share(new.missing, new.examples), share(old.missing, old.examples)
         chance = more_often(new.missing, new.examples, old.missing, old.examples)
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
-            yield Finding(
-                rule="missing_values",
-                feature=name,
-                split="train",
-                value=now,
-                limit=before + limit,
-                champion=before,
-                says=f"{percent(now)} of {name} is missing, {percent(before)} in the champion's "
-                "dataset: look whether a source has stopped to fill it",
+            says = (
+                f"{percent(now)} of {name} is missing, {percent(before)} in the champion's "
+                "dataset: look whether a source has stopped to fill it"
             )
+            yield Finding("missing_values", says, name, "train", now, before + limit, before)
 
 
 def constant(question: Question) -> Iterator[Finding]:
@@ -130,14 +119,11 @@ def constant(question: Question) -> Iterator[Finding]:
     known = champion.features("train") if champion else {}
     for name, each in dataset.features("train").items():
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
-            yield Finding(
-                rule="constant",
-                feature=name,
-                split="train",
-                value=next(iter(each.counts), each.least),
-                says=f"{name} has one value in all examples: nothing can be learned from it; drop "
-                "it in data.drop, or look at its source",
+            says = (
+                f"{name} has one value in all examples: nothing can be learned from it; drop "
+                "it in data.drop, or look at its source"
             )
+            yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))
 
 
 def _is_constant(each: FeatureProfile) -> bool:
@@ -163,7 +149,7 @@ def new_values(question: Question) -> Iterator[Finding]:
         # As many as are seen once have not been seen (Good and Turing): they are no news.
         once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
         part = share(examples, new.present)
-        if part - once <= question.limits.limit("new_values"):
+        if part - once <= question.limit("new_values"):
             continue
         alpha = question.significance / len(pairs)
         largest = max(unseen.values())
@@ -171,12 +157,8 @@ def new_values(question: Question) -> Iterator[Finding]:
         # One category is decided by itself, the sum of many rare ones by those seen once.
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])
-            yield Finding(
-                rule="new_values",
-                feature=name,
-                split="train",
-                value=part,
-                limit=question.limits.limit("new_values"),
-                says=f"{percent(part)} of {name} has values that the champion's dataset does not "
-                f"have: {some(names)}; map them to known ones, or expect a new vocabulary",
+            says = (
+                f"{percent(part)} of {name} has values that the champion's dataset does not "
+                f"have: {some(names)}; map them to known ones, or expect a new vocabulary"
             )
+            yield Finding("new_values", says, name, "train", part, question.limit("new_values"))

@@ -106,10 +106,10 @@ class ExampleSketch:
         sample: values of examples drawn at random, as a column of numbers by feature.
     """
 
-    hashes: NDArray[np.uint64]
-    copies: NDArray[np.int64]
-    is_whole: bool
-    sample: Mapping[str, NDArray[np.float64]]
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    copies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    is_whole: bool = True
+    sample: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

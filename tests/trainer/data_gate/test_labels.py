@@ -1,8 +1,11 @@
-"""Labels: a class that is gone by chance is not gone."""
+"""Labels: a class that is gone by chance is not gone, nor is an association that is weaker."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
 from trainer.config.thresholds import GateConfig
 from trainer.data_gate import labels
@@ -58,3 +61,36 @@ def test_a_metric_that_does_not_see_a_rare_class_is_none(metric, warns):
     columns = {"x": rng.normal(size=3000), "label": (np.arange(3000) % 100 == 5).astype(int)}
     asked = question(profile(split_of(columns)), gate=GateConfig(min={metric: 0.8}))
     assert ("imbalance" in {each.rule for each in findings_of(asked)}) is warns
+
+
+def with_association(value, before, size):
+    made = profile(split_of(table(np.random.default_rng(0), size)))
+    found = []
+    for strength in (value, before):
+        splits = {
+            name: replace(split, features={
+                key: replace(each, association={"label": strength})
+                for key, each in split.features.items()
+            })
+            for name, split in made.splits.items()
+        }  # fmt: skip
+        found.append(replace(made, splits=splits))
+    return question(*found)
+
+
+def gone(value, before, size=2000):
+    return bool(list(labels.association(with_association(value, before, size))))
+
+
+def test_it_is_gone_where_little_is_left_of_it():
+    assert gone(0.02, 0.6)
+    assert not gone(0.5, 0.6)
+    assert not gone(0.0, 0.1)
+    # So few rows do not say it.
+    assert not gone(0.1, 0.3, size=100)
+
+
+def test_a_feature_that_determined_the_label_before_is_no_news():
+    asked = with_association(1.0, 0.3, 500)
+    assert {each.rule for each in labels.label_leakage(asked)} == {"label_leakage"}
+    assert not list(labels.label_leakage(with_association(1.0, 1.0, 500)))

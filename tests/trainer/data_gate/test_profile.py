@@ -41,7 +41,7 @@ def test_features_have_their_statistics(dataset):
 
 def test_equal_examples_are_seen_in_every_split(dataset):
     splits = profile_of(dataset).splits
-    assert all(each.has_all_hashes for each in splits.values())
+    assert all(each.is_whole for each in splits.values())
     assert sum(each.copies.sum() for each in splits.values()) == 600
 
 

@@ -1,5 +1,8 @@
 """Planted skews are named, and clean resamples are left alone."""
 
+import sys
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -24,3 +27,67 @@ def test_a_skew_is_named(name):
     skew, rules = SKEWS[name]
     width = 60 if name == "many small drifts" else 8
     assert named(skew, 3000, width) & rules
+
+
+# Rows, features beside the label, resamples.
+RESAMPLES = ((200, 5, 60), (200, 100, 40), (3000, 8, 60), (3000, 100, 20), (50_000, 8, 5))
+IMAGES = 30
+
+
+def images(seed, size=400):
+    """Return pictures of two classes, the brighter ones of the second."""
+    rng = np.random.default_rng(seed)
+    label = (rng.random(size) < 0.5).astype(int)
+    pictures = rng.integers(0, 200, (size, 6, 6), dtype=np.uint8)
+    return {"image": pictures + (label * 30)[:, None, None].astype(np.uint8), "label": label}
+
+
+def alarms(make, count):
+    before, found = make(0), Counter()
+    for seed in range(1, count + 1):
+        new = make(seed)
+        if findings := findings_of(question(new, before)):
+            found[", ".join(sorted({each.rule for each in findings}))] += 1
+        before = new
+    return found
+
+
+def write_table(record_property, rows):
+    """Keep the table in the report of the tests, and show it with `pytest -s`."""
+    for row in rows:
+        record_property(str(row[0]), str(row[1:]))
+        sys.stdout.write(f"{row}\n")
+
+
+@pytest.mark.long
+def test_clean_resamples_are_left_alone(record_property):
+    rows, wrong = [], 0
+    for size, width, count in RESAMPLES:
+        found = alarms(lambda seed: profile(clean(seed, size, width)), count)  # noqa: B023
+        rows.append((f"{size} rows, {width} features", count, dict(found)))
+        wrong += found.total()
+    found = alarms(lambda seed: profile(split_of(images(seed))), IMAGES)
+    rows.append(("images", IMAGES, dict(found)))
+    wrong += found.total()
+    resamples = sum(count for _, count, _ in rows)
+    write_table(record_property, rows)
+    assert resamples >= 200
+    assert wrong <= resamples // 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1000, pytest.param(50_000, marks=pytest.mark.long)])
+def test_planted_skews_are_named(size, record_property):
+    found = {}
+    for name, (skew, rules) in SKEWS.items():
+        width = 60 if name == "many small drifts" else 5
+        found[name] = sorted(named(skew, size, width)), sorted(rules)
+    missed = [name for name, (said, rules) in found.items() if not set(said) & set(rules)]
+    write_table(record_property, found.items())
+    assert len(SKEWS) >= 30
+    assert len(missed) <= 2, missed
+
+
+def test_the_table_is_seeded():
+    one, two = (table(np.random.default_rng(3), 50) for _ in range(2))
+    assert all((one[name] == two[name]).all() for name in one if name != "income")

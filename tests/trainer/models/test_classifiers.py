@@ -1,7 +1,4 @@
-"""The models that Flotilla brings: shapes, names of variables, and what they refuse.
-
-The recurrent model: one output for a sequence or for each place, whatever the padding.
-"""
+"""The models that Flotilla brings: shapes, names of variables, and what they refuse."""
 
 from __future__ import annotations
 

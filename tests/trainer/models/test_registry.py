@@ -1,7 +1,4 @@
-"""The user's own models, and what is said about those that do not fit.
-
-Which variables `training.freeze` keeps from training, and which globs it refuses.
-"""
+"""The user's own models, what is said about those that do not fit, and what is frozen."""
 
 from __future__ import annotations
 

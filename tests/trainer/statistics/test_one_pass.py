@@ -1,7 +1,4 @@
-"""Counts are exact up to a limit, and bounded above it.
-
-Means and deviations in one pass are NumPy's in two.
-"""
+"""Counts are exact up to a limit; means and deviations in one pass are NumPy's in two."""
 
 import numpy as np
 import pytest

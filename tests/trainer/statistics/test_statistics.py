@@ -1,7 +1,4 @@
-"""The files beside the shards: what is written is read again, and damage is named.
-
-Statistics are read once, and only where a model asks.
-"""
+"""What is written is read again, once and where a model asks; damage is named."""
 
 import numpy as np
 import pytest

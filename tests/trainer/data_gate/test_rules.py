@@ -1,0 +1,157 @@
+"""What the rules of structure, values, whole examples and drift take for news, and what not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.trainer.data_gate.skews import table
+from tests.trainer.data_gate.tables import profile, question, split_of
+from trainer.data_gate import drift, examples, structure, two_samples, values
+from trainer.data_gate.profile import SplitProfile
+
+
+def made(**columns):
+    return profile(split_of({**table(np.random.default_rng(0), 100), **columns}))
+
+
+def test_names_and_types_are_compared_without_statistics():
+    old = made()
+    new = made(hieght=np.ones(100))
+    del new.specs["height"]
+    bare = replace(new, splits={"train": replace(new.splits["train"], features={})})
+    found = {each.rule: each.says for each in structure.features(question(bare, old))}
+    assert set(found) == {"missing_feature", "new_feature"}
+    assert "did you mean 'hieght'?" in found["missing_feature"]
+
+
+def test_whole_numbers_that_became_floats_may_have_gaps():
+    old, new = made(id=np.arange(100)), made(id=np.arange(100.0))
+    (found,) = structure.features(question(new, old))
+    assert found.rule == "type"
+    assert "(whole numbers are floats where some are missing)" in found.says
+    (found,) = structure.features(question(old, new))
+    assert "missing" not in found.says
+
+
+def test_an_empty_split_is_named():
+    new = made()
+    splits = {**new.splits, "test": replace(new.splits["test"], examples=0)}
+    (found,) = structure.sizes(question(replace(new, splits=splits)))
+    assert (found.rule, found.split) == ("empty", "test")
+
+
+def rows(seed, **columns):
+    rng = np.random.default_rng(seed)
+    size = 800
+    made = {name: make(rng, size) for name, make in columns.items()}
+    return profile(split_of({**made, "label": (rng.random(size) < 0.5).astype(int)}))
+
+
+def heights(factor, offset=0.0):
+    return lambda rng, size: factor * (20 + 6 * rng.gamma(4, 1, size)) + offset
+
+
+@pytest.mark.parametrize(
+    ("factor", "offset", "says"),
+    [
+        (1000, 0, "times 1000 (thousands)"), (1e-3, 0, "divided by 1000 (thousands)"),
+        (100, 0, "times 100 (hundreds"), (1 / 2.54, 0, "divided by 2.54 (inches)"),
+        (1.8, 32, "times 1.8 (degrees Fahrenheit)"), (60, 0, "times 60 (minutes)"),
+    ],
+)  # fmt: skip
+def test_the_unit_is_named(factor, offset, says):
+    new, old = rows(1, x=heights(factor, offset)), rows(2, x=heights(1))
+    (found,) = values.unit(question(new, old))
+    assert says in found.says
+
+
+def test_a_shift_is_no_unit():
+    assert not list(values.unit(question(rows(1, x=heights(1, 9)), rows(2, x=heights(1)))))
+
+
+def test_rare_words_are_no_new_categories():
+    def words(rng, size):
+        return rng.zipf(1.5, size).astype("U")
+
+    for seed in range(20):
+        asked = question(rows(seed, word=words), rows(seed + 50, word=words))
+        assert not list(values.new_values(asked))
+
+
+def answers(seed, size=2000):
+    rng = np.random.default_rng(seed)
+    columns = {f"q{n}": rng.choice(["yes", "no", "?"], size) for n in range(4)}
+    return profile(split_of({**columns, "label": (rng.random(size) < 0.5).astype(int)}))
+
+
+def test_equal_answers_of_a_questionnaire_are_neither_duplicates_nor_leakage():
+    for seed in range(10):
+        asked = question(answers(seed), answers(seed + 20))
+        assert not [*examples.duplicates(asked), *examples.leakage(asked)]
+
+
+def test_leakage_is_estimated_from_the_smallest_hashes():
+    rng = np.random.default_rng(0)
+    hashes = np.sort(rng.integers(0, 2**63, 30_000).astype(np.uint64))
+    one = np.ones(10_000, np.int64)
+    known = SplitProfile(examples=30_000, hashes=hashes[:10_000], copies=one, is_whole=False)
+    tenth = hashes[::10]
+    asked = SplitProfile(examples=3_000, hashes=tenth, copies=np.ones(3_000, np.int64))
+    assert examples._shared(asked, known) == (1000, 1000)
+    other = SplitProfile(examples=3_000, hashes=tenth + np.uint64(1), copies=asked.copies)
+    assert examples._shared(other, known) == (1000, 0)
+
+
+def dependent(seed, size=1000, width=40):
+    rng = np.random.default_rng(seed)
+    common = rng.normal(size=size)
+    columns = {f"x{n}": common + 0.1 * rng.normal(size=size) for n in range(width)}
+    return profile(split_of({**columns, "label": (rng.random(size) < 0.5).astype(int)}))
+
+
+@pytest.mark.slow
+def test_columns_that_repeat_each_other_count_as_one():
+    found = [list(drift.together(question(dependent(n), dependent(n + 100)))) for n in range(40)]
+    assert not any(found)
+
+
+def test_few_features_and_few_rows_are_not_tested_together():
+    assert not list(drift.together(question(dependent(0, width=3), dependent(1, width=3))))
+    assert not list(drift.together(question(dependent(0, size=30), dependent(1, size=30))))
+
+
+def test_the_distance_is_that_of_scipy():
+    rng = np.random.default_rng(0)
+    new, old = np.sort(rng.normal(size=300)), np.sort(rng.normal(0.2, 1, size=200))
+    size, chance = two_samples.kolmogorov_smirnov(new, old)
+    known = stats.ks_2samp(new, old, method="asymp")
+    assert size == pytest.approx(known.statistic)
+    assert chance == pytest.approx(known.pvalue, rel=0.3)
+    assert two_samples.exceeds(new, old) == pytest.approx(
+        stats.mannwhitneyu(new, old).statistic / 300 / 200
+    )
+
+
+def test_rare_values_are_one_value():
+    old = {"a": 500, "b": 480, **{f"x{n}": 1 for n in range(20)}}
+    new = {"a": 490, "b": 490, **{f"y{n}": 1 for n in range(20)}}
+    _, chance = two_samples.homogeneity(new, old)
+    assert chance > 0.1
+    assert two_samples.homogeneity({"a": 1}, {"a": 9}) == (0.0, 1.0)
+    moved, chance = two_samples.homogeneity({"a": 700, "b": 300}, {"a": 500, "b": 500})
+    assert moved == pytest.approx(0.2)
+    assert chance < 1e-10
+
+
+def test_many_tests_are_corrected():
+    assert two_samples.holm({"a": 0.004, "b": 0.03, "c": 0.9}, 0.05) == {"a"}
+    assert two_samples.holm({"a": 0.004, "b": 0.02, "c": 0.9}, 0.05) == {"a", "b"}
+    assert two_samples.holm({}, 0.05) == set()
+
+
+def test_a_share_is_compared_by_the_exact_test():
+    exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
+    assert two_samples.more_often(8, 100, 2, 200) == pytest.approx(exact)
+    assert two_samples.only_in_one(3, 100, 100) == pytest.approx(0.123, abs=0.01)
