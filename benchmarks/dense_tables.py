@@ -1,6 +1,6 @@
 """What tables that grow, on servers, cost in accuracy: a recommender beside one with dense tables.
 
-`configs/clicks_large.yaml` with fewer ids, each of which has its own row in both. The one side is
+`examples/clicks_large` with fewer ids, each of which has its own row in both. The one side is
 trained by two asynchronous workers over two parameter servers, where a row is made when its id
 comes. The other is one process whose tables are `keras.layers.Embedding`, made for all ids of the
 training split beforehand. So what is lost is what tables, workers and servers cost together. Both
@@ -10,6 +10,7 @@ each round is a seed.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from trainer.evaluation.evaluate import evaluate
 from trainer.models import two_tower
 from trainer.models.spec import InputSpec
 
-FILE = Path(__file__).parents[1] / "configs" / "clicks_large.yaml"
+FILE = Path(__file__).parents[1] / "examples/clicks_large/clicks_large.yaml"
 SEEDS = (1, 2, 3)
 LOST = 0.002
 EVENTS, TEST_EVENTS, BATCH = 1_200_000, 100_000, 512
@@ -63,6 +64,8 @@ Measured = Mapping[str, float]
 
 def same_tables() -> Comparison:
     """Return 1 less the AUC that is lost, for each seed."""
+    # As Python finds the modules of who works in that folder.
+    sys.path.append(str(FILE.parent))
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         config = _config({})

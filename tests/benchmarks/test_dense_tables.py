@@ -7,10 +7,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import tensorflow as tf
+from clicks_large import PART, Clickstream
 
 from benchmarks import dense_tables
 from trainer import storage
-from trainer.data.embedded.clicks_large import PART, Clickstream
 from trainer.data.prepare import prepare
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.models.spec import InputSpec

@@ -1,7 +1,8 @@
 """What the loss of parameter servers costs in accuracy, and not in time.
 
-    python -m tests.chaos.accuracy_after_losses configs/clicks_large.yaml --steps 4000 --losses 20 \
-        --set cluster.snapshot_seconds=1 --seed 1 --seed 2 --seed 3
+    export PYTHONPATH=examples/clicks_large
+    python -m tests.chaos.accuracy_after_losses $PYTHONPATH/clicks_large.yaml --steps 4000 \
+        --losses 20 --set cluster.snapshot_seconds=1 --seed 1 --seed 2 --seed 3
 
 For each seed two runs train the same number of steps, one after the other: an undisturbed one, and
 one of which a parameter server is killed (SIGKILL) so many times. The kills are spaced evenly over

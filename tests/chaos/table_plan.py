@@ -25,7 +25,7 @@ TURNS = (
 # Each further one by its weight.
 FURTHER = {"kill": 6, "kill pair": 2, "stop": 2, "pause": 2, "torn file": 2, "full disk": 1}
 OF_TASKS = ("kill", "stop", "pause")
-CONFIGS = Path(__file__).parents[2] / "configs"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clicks_large"
 # About 2,200 users come in these events, and nearly all items: these are new for most of a run.
 CLICKS = {
     "users": 6000, "items": 12_000, "new_users": 100, "new_items": 20, "segments": 64,
@@ -92,12 +92,12 @@ class TablePlan(Plan):
     @property
     def config(self) -> Path:
         """Return the file of the configuration."""
-        return CONFIGS / "clicks_large.yaml"
+        return EXAMPLE / "clicks_large.yaml"
 
     @property
     def command(self) -> tuple[str, ...]:
         """Return the command, with the file of the configuration."""
-        return ("run" if self.is_whole else "train", str(self.config))
+        return ("run" if self.is_whole else "train", str(self.config), "--code", str(EXAMPLE))
 
     @property
     def halfway(self) -> int:

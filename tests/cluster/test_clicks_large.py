@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from clicks_large import Clickstream
 
 from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.config.load import load_config
-from trainer.data.embedded.clicks_large import Clickstream
 from trainer.data.prepare import prepare
 from trainer.evaluation.evaluate import evaluate
 from trainer.events import WarmStart
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
-FILE = Path(__file__).parents[2] / "configs" / "clicks_large.yaml"
+FILE = Path(__file__).parents[2] / "examples" / "clicks_large" / "clicks_large.yaml"
 TRUTH = {"users": 500, "items": 300, "new_users": 20, "new_items": 10, "events": 8000}
 SHARDS = 2
 TINY = (

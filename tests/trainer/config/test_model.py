@@ -10,7 +10,7 @@ from trainer.config.load import load_config, parse_config
 from trainer.config.model import InitialWeights, initial_weights
 from trainer.errors import ConfigError
 
-CLICKS = Path(__file__).parents[3] / "configs" / "clicks_large.yaml"
+CLICKS = Path(__file__).parents[3] / "examples/clicks_large/clicks_large.yaml"
 
 
 @pytest.mark.parametrize(

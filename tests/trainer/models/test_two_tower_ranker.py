@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from clicks_large import Clickstream
 
 from tests.trainer.tasks.measuring import InParts, target
 from trainer.config.load import parse_config
 from trainer.config.model import ModelConfig
-from trainer.data.embedded.clicks_large import Clickstream
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec

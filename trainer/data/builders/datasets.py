@@ -22,12 +22,17 @@ EMBEDDED = {
     "brackets": f"{_HERE}.generated:Brackets",
     "breast_cancer": f"{_HERE}.scikit:BreastCancer",
     "clicks": f"{_HERE}.generated:Clicks",
-    "clicks_large": f"{_HERE}.clicks_large:ClicksLarge",
     "diabetes": f"{_HERE}.scikit:Diabetes",
     "digit_properties": f"{_HERE}.scikit:DigitProperties",
     "digits": f"{_HERE}.scikit:Digits",
     "linnerud": f"{_HERE}.scikit:Linnerud",
     "wine": f"{_HERE}.scikit:Wine",
+}
+
+# What was embedded before, and what to use.
+_MOVED = {
+    "clicks_large": "is an example since 0.2: take clicks_large:ClicksLarge, with "
+    "--code examples/clicks_large of the source",
 }
 
 
@@ -40,6 +45,8 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     Raises:
         ConfigError: no such dataset, config of it, version or class.
     """
+    if remedy := _MOVED.get(config.dataset):
+        raise ConfigError(f"data.dataset: {config.dataset} {remedy}")
     name = EMBEDDED.get(config.dataset, config.dataset)
     make = _own_class(name) if ":" in name else partial(tfds.builder, name)
     version = {"version": config.version} if config.version else {}
@@ -70,7 +77,7 @@ def is_folder(found: tfds.core.DatasetBuilder) -> bool:
 def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
     """Say whether a builder draws any range of a split by itself: `sizes` and `columns`.
 
-    TFDS then has nothing to write: see `trainer.data.embedded.clicks_large`.
+    TFDS then has nothing to write: see `examples/clicks_large`.
     """
     return hasattr(found, "sizes") and hasattr(found, "columns")
 

@@ -30,8 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow_datasets as tfds
 
-from trainer.errors import ConfigError
-
 LAST_DAY = 9999
 #: Events that are drawn at once, and those that follow each other for one user.
 PART = 1 << 16
@@ -315,12 +313,12 @@ def _hashed(*values: int) -> int:
 
 
 def refuse(name: str, value: Any, wanted: str) -> None:
-    """Raise `ConfigError` over an argument of the builder."""
-    raise ConfigError(f"data.builder_args.{name}: {value!r} is not allowed; it has to be {wanted}")
+    """Raise `ValueError` over an argument of the builder."""
+    raise ValueError(f"{name}: {value!r} is not allowed; it has to be {wanted}")
 
 
 def whole(name: str, value: Any, least: int, most: int) -> None:
-    """Raise `ConfigError` where an argument is no whole number of a range."""
+    """Raise `ValueError` where an argument is no whole number of a range."""
     if type(value) is not int or not least <= value <= most:
         refuse(name, value, f"a whole number from {least} to {most}")
 
@@ -402,11 +400,9 @@ def _day(version: str | None, since: str, day: int) -> int:
     if version:
         text = version.removeprefix(_RELEASE)
         if not (text.isdecimal() and text.isascii()) or text == version:
-            raise ConfigError(
-                f"data.version: {version!r} names no day; write {_RELEASE}17 for day 17"
-            )
+            raise ValueError(f"version {version!r} names no day; write {_RELEASE}17 for day 17")
         if int(text) > LAST_DAY:
-            raise ConfigError(f"data.version: {version} is beyond the last day, {LAST_DAY}")
+            raise ValueError(f"version {version} is beyond the last day, {LAST_DAY}")
         return int(text)
     whole("day", day, 0, LAST_DAY)
     if not since:
@@ -414,9 +410,7 @@ def _day(version: str | None, since: str, day: int) -> int:
     try:
         begin = date.fromisoformat(since)
     except (TypeError, ValueError):
-        raise ConfigError(
-            f"data.builder_args.since: {since!r} is no date; write it as 2026-11-23"
-        ) from None
+        raise ValueError(f"since: {since!r} is no date; write it as 2026-11-23") from None
     passed = (datetime.now(UTC).date() - begin).days
     if not 0 <= passed <= LAST_DAY:
         refuse("since", since, f"a date from {LAST_DAY} days ago to today")

@@ -1,22 +1,29 @@
-"""The generated clicks of days: the same everywhere, by the laws that are said, with new ids."""
+"""The example of a dataset of one's own: clicks of days, by the laws that are said, with new ids."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import subprocess
+import sys
 import tracemalloc
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+from clicks_large import PART, VISIT, ClicksLarge, Clickstream, Law
 
 from trainer import storage
 from trainer.config.data import DataConfig
+from trainer.config.load import load_config
 from trainer.data.builders import datasets
-from trainer.data.embedded.clicks_large import PART, VISIT, ClicksLarge, Clickstream, Law
 from trainer.data.prepare import newest_version, prepare
 from trainer.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "clicks_large"
 SMALL = {"users": 2000, "items": 500, "new_users": 100, "new_items": 20, "events": 100_000}
 LARGE = Clickstream()
 
@@ -183,7 +190,9 @@ def test_no_table_of_users_or_items_is_held():
 
 def test_a_dataset_is_made_of_the_events_of_its_days(tmp_path):
     args = {**SMALL, "events": 3000, "test_events": 500, "day": 6, "days": 2}
-    config = DataConfig(dataset="clicks_large", builder_args=args, shards=2, group="user")
+    config = DataConfig(
+        dataset="clicks_large:ClicksLarge", builder_args=args, shards=2, group="user"
+    )
     made = prepare(config, storage.uri_of(tmp_path), tmp_path / "scratch")
     fields = made.manifest.fields
     assert {name: each["examples"] for name, each in fields["splits"].items()} == {
@@ -226,7 +235,7 @@ def test_tfds_can_write_it_too(tmp_path):
 
 
 def config(**args):
-    return DataConfig(dataset="clicks_large", builder_args=args)
+    return DataConfig(dataset="clicks_large:ClicksLarge", builder_args=args)
 
 
 def test_the_newest_version_is_the_day(tmp_path):
@@ -260,15 +269,51 @@ def test_the_newest_version_is_the_day(tmp_path):
 def test_what_is_out_of_range_is_refused(tmp_path, args, line):
     with pytest.raises(ConfigError) as caught:
         datasets.builder(config(**args), tmp_path)
-    assert str(caught.value).startswith(f"data.builder_args.{line}")
+    assert str(caught.value).startswith(
+        f"data.dataset: clicks_large:ClicksLarge: ValueError: {line}"
+    )
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.1.", "1.0.1", "1.1.x", "1.1.10000"])
 def test_a_version_that_is_no_day_is_refused(tmp_path, version):
-    with pytest.raises(ConfigError, match=r"^data\.version: .*(names no day|the last day)"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.version: .*version.*(names no day|the last day)"
+    ):
         datasets.builder(config().model_copy(update={"version": version}), tmp_path)
 
 
 def test_another_argument_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.builder_args: .*'usres' is none of its arg"):
         datasets.builder(config(usres=1), tmp_path)
+
+
+def test_its_configuration_is_valid_and_names_the_builder(tmp_path):
+    found = load_config(FOLDER / "clicks_large.yaml")
+    assert found.name == "clicks_large"
+    made = datasets.builder(found.data, tmp_path)
+    assert type(made).__name__ == "ClicksLarge"
+    assert made.clickstream.users == 10_000_000
+
+
+def test_its_name_of_before_says_where_it_is(tmp_path):
+    old = DataConfig(dataset="clicks_large")
+    with pytest.raises(
+        ConfigError, match=r"^data\.dataset: clicks_large is an example since 0\.2: "
+    ):
+        datasets.builder(old, tmp_path)
+
+
+def test_a_run_finds_it_by_code(tmp_path):
+    """As a user calls it: the folder of the example is given, and nothing of it is installed."""
+    truth = {"users": 50, "items": 30, "new_users": 2, "new_items": 1, "events": 200}
+    words = [
+        *("prepare", str(FOLDER / "clicks_large.yaml"), "--code", str(FOLDER)),
+        *("--workdir", str(tmp_path / "runs"), "--json", "--set", "data.validation=0"),
+        *("--set", f"data.builder_args={json.dumps(truth | {'test_events': 50})}"),
+    ]
+    command = [sys.executable, "-m", "pipelines.cli", *words]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    dataset = json.loads(made.stdout.splitlines()[-1])["artifacts"]["dataset"]
+    splits = storage.read_manifest(dataset).fields["splits"]
+    assert {name: each["examples"] for name, each in splits.items()} == {"train": 200, "test": 50}
