@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +12,12 @@ from pathlib import Path
 from components.image import IMAGE, PodDefaults
 from components.kubernetes.api.kinds import JobKind
 from components.kubernetes.api.rbac import LAUNCHER, TRAINER
+from components.kubernetes.engine import Engine
 from components.kubernetes.pods.template import leading
-from components.launchers import ENGINES
+from components.launchers import ENGINES, engine
 from pipelines.doctor import (
     admission,
     configuration,
-    controllers,
-    engines,
-    fit,
-    isolation,
-    kubernetes_api,
     machine,
     named_objects,
     permissions,
@@ -30,15 +25,14 @@ from pipelines.doctor import (
     storage,
     versions,
 )
-from pipelines.doctor.engines import EXAMINED, ExaminedEngine, PlannedJob
+from pipelines.doctor import cluster as clusters
+from pipelines.doctor.cluster import Cluster
 from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
-from pipelines.doctor.kubernetes_api import Kubernetes
 from pipelines.doctor.permissions import Account
 from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
 from pipelines.runs.kfp_client import health
 from pipelines.runs.local import root_of
 from pipelines.step_pods import NO_SETTINGS, StepPods
-from trainer import user_code
 from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -88,7 +82,7 @@ class DoctorOptions:
 
     def covers_cluster(self, config: Config) -> bool:
         """Return whether the cluster is examined."""
-        return engines.is_on_kubernetes(config) or self.kubernetes
+        return clusters.is_on_kubernetes(config) or self.kubernetes
 
 
 def checks(options: DoctorOptions) -> list[Check]:
@@ -107,20 +101,17 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
     if isinstance(config, UserError):
         message = Finding("fail", str(config), "flotilla doctor --help")
         yield Check(name=CONFIGURATION, look=lambda: message)
-        for name in ("packages", "storage", API):
-            yield Check(name=name, look=_never, needs=(CONFIGURATION,))
         yield Check(name="disk", look=partial(machine.disk, options.workdir))
         yield Check(name="loopback", look=machine.loopback)
         return
-    path = [*sys.path, user_code.folder()]
     elsewhere = options.covers_cluster(config) or is_named(options.instance.endpoint)
     yield Check(
         name=CONFIGURATION,
-        look=lambda: configuration.consistent(config, path, elsewhere=elsewhere),
+        look=lambda: configuration.consistent(config, elsewhere=elsewhere),
     )
     yield Check(
         name="model and dataset",
-        look=lambda: fit.fits(config),
+        look=lambda: configuration.fits(config),
         needs=(CONFIGURATION,),
         seconds=fitting.SECONDS + ENDING_SECONDS,
     )
@@ -134,14 +125,10 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
             yield Check(name="image", look=lambda: named_objects.judge_images([options.image]))
         why = "cluster.launcher is local"
         if config.cluster.launcher == "auto":
-            yield Check(name=ENGINE, look=lambda: engines.IS_HERE)
+            yield Check(name=ENGINE, look=lambda: clusters.IS_HERE)
             why = "auto is local here"
         message = Finding("skipped", f"{why}; --kubernetes checks it anyway")
         yield Check(name=API, look=lambda: message)
-
-
-def _never() -> Finding:
-    raise AssertionError("what it needs has failed")
 
 
 def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
@@ -155,7 +142,7 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
             look=lambda: storage.signatures(root, config.name),
             seconds=SIGNATURE_SECONDS,
         )
-    if not engines.is_on_kubernetes(config) and config.cluster.gpus_per_worker:
+    if not clusters.is_on_kubernetes(config) and config.cluster.gpus_per_worker:
         yield Check(name="GPUs of this machine", look=lambda: machine.gpus(config))
         if config.cluster.gpus_per_worker * config.cluster.workers > 1:
             yield Check(name="shared memory", look=machine.shared_memory)
@@ -181,7 +168,7 @@ def _answers(ask: Callable[[], str]) -> Finding:
 
 
 def _storage(config: Config, workdir: Path) -> Check:
-    if engines.is_on_kubernetes(config) and not config.storage.root:
+    if clusters.is_on_kubernetes(config) and not config.storage.root:
         message = Finding(
             "skipped", "storage.root is empty: it is the pipeline root of each KFP run"
         )
@@ -202,115 +189,114 @@ def _storage(config: Config, workdir: Path) -> Check:
 
 
 def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
-    kubernetes = Kubernetes(config.cluster.kubernetes.namespace or options.namespace)
-    examined = EXAMINED.get(config.cluster.launcher)
-    # Which checks there are depends on the engine, so that it is asked for before them.
-    choice = None if examined else engines.chosen(kubernetes, config)
-    if choice:
-        examined = choice.examined
-    unnamed = (examined or EXAMINED[ENGINES[0]]).plan(config, PodDefaults(image=options.image))
+    try:
+        cluster = Cluster.connected(config.cluster.kubernetes.namespace or options.namespace)
+    except UserError as error:
+        absent = Finding("fail", str(error), "kubectl config get-contexts")
+        yield Check(name=API, look=lambda: absent)
+        return
+    name, choice = config.cluster.launcher, None
+    one: Engine | None = engine(name) if name in ENGINES else None
+    if one is None:
+        # Which checks there are depends on the engine, so that it is asked for before them.
+        one, choice = clusters.chosen(cluster, config)
+    unnamed = clusters.plan(one or engine(ENGINES[0]), config, PodDefaults(image=options.image))
     # The steps have that of the option, even where all tasks name another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
-    yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
-    yield _in_cluster("namespace", lambda: kubernetes_api.namespace(kubernetes))
+    yield Check(name=API, look=lambda: clusters.answers(cluster), show=clusters.SHOW)
+    show = f"kubectl get namespace {cluster.namespace}"
+    yield _in_cluster("namespace", lambda: clusters.namespace(cluster), show)
     if choice:
-        found = choice.finding
+        found = choice
         yield _in_cluster(ENGINE, lambda: found)
-    if examined:
-        yield from _of_engine(config, options, kubernetes, examined)
+    if one:
+        yield from _of_engine(config, options, cluster, one)
 
 
 def _of_engine(
-    config: Config, options: DoctorOptions, kubernetes: Kubernetes, examined: ExaminedEngine
+    config: Config, options: DoctorOptions, cluster: Cluster, one: Engine
 ) -> Iterator[Check]:
-    kind = examined.kind
-    job = examined.plan(config, PodDefaults(image=options.image or IMAGE))
+    kind, where = one.kind, cluster.namespace
+    job = clusters.plan(one, config, PodDefaults(image=options.image or IMAGE))
     served = f"{kind.kind} CRD"
-    yield _in_cluster(served, lambda: controllers.served(kubernetes, examined))
-    yield Check(
-        name=kind.controller,
-        look=lambda: controllers.controller(kubernetes, job),
-        needs=(API, served),
-        show=kubernetes_api.SHOW,
+    yield _in_cluster(served, lambda: clusters.served(cluster, one))
+    yield _in_cluster(
+        kind.controller, lambda: clusters.controller(cluster, one), kind.show, needs=(served,)
     )
-    yield from _of_permissions(config, options, kubernetes, kind)
+    yield from _of_permissions(config, options, cluster, kind)
     settings = config.cluster.kubernetes.job
     if settings.queue_name or settings.suspend:
-        yield _in_cluster("Kueue", lambda: controllers.queue(kubernetes, settings, job))
-    yield from _of_places(config, kubernetes, job)
+        yield _in_cluster("Kueue", lambda: clusters.queue(cluster, settings))
+    show = f"kubectl describe resourcequotas --namespace {where}"
+    yield _in_cluster("quota", lambda: resources.room(cluster, job), show)
+    for resource in resources.devices(job):
+        title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
+        look = partial(resources.present, cluster, job, resource)
+        yield _in_cluster(title, look, "kubectl get nodes")
     # The secret of the store may lack any key, or be absent: only what the configuration itself
     # names has to be there.
-    objects = named_objects.named(examined.plan(config, PodDefaults(store_secret="")))
+    objects = named_objects.named(clusters.plan(one, config, PodDefaults(store_secret="")))
     if named_objects.named(job) - objects:
-        yield _in_cluster("secret of the store", partial(storage.opens, kubernetes, config))
+        yield _in_cluster("secret of the store", partial(storage.opens, cluster, config))
     titles = []
     for each, title in named_objects.KINDS.items():
-        some = frozenset(one for one in objects if one.kind == each)
-        if some:
+        if some := frozenset(named for named in objects if named.kind == each):
             titles.append(title)
-            yield _in_cluster(title, partial(named_objects.present, kubernetes, each, some))
+            yield _present(cluster, each, some, title)
     yield from _of_steps(options)
     # What is absent is said by its own check.
     yield Check(
         name="admission",
-        look=lambda: admission.admits(kubernetes, job),
+        look=lambda: admission.admits(cluster, job),
         needs=(API, "namespace", served, *titles),
         seconds=ADMISSION_SECONDS,
-        show=kubernetes_api.SHOW,
+        show=clusters.SHOW,
     )
-
-
-def _of_places(config: Config, kubernetes: Kubernetes, job: PlannedJob) -> Iterator[Check]:
-    """Check what the pods need of nodes, quotas and the network."""
-    if any(each.pod.get("nodeSelector") for each in resources.roles(job)):
-        yield _in_cluster("nodes", lambda: resources.selected(kubernetes, job))
-    yield _in_cluster("network policy", lambda: isolation.isolated(kubernetes, job))
-    yield _in_cluster("quota", lambda: resources.room(kubernetes, job))
-    for resource in resources.devices(job):
-        title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
-        yield _in_cluster(title, partial(resources.present, kubernetes, job, resource))
 
 
 def _of_steps(options: DoctorOptions) -> Iterator[Check]:
     """Check what the pods of the steps name: their namespace may not be that of the job."""
-    kubernetes = Kubernetes(options.namespace)
+    cluster = Cluster.connected(options.namespace)
     for kind, given in (
         (named_objects.LOGINS, options.pods.pull_secrets),
         (named_objects.CLAIMS, options.pods.mounts),
     ):
-        if given:
-            some = frozenset(named_objects.Named(kind, name) for name in given)
-            title = f"{named_objects.KINDS[kind]} of the steps"
-            yield _in_cluster(title, partial(named_objects.present, kubernetes, kind, some))
+        if some := frozenset(named_objects.Named(kind, name) for name in given):
+            yield _present(cluster, kind, some, f"{named_objects.KINDS[kind]} of the steps")
 
 
-def _in_cluster(name: str, look: Callable[[], Finding]) -> Check:
-    return Check(name=name, look=look, needs=(API,), show=kubernetes_api.SHOW)
+def _present(
+    cluster: Cluster, kind: str, some: frozenset[named_objects.Named], title: str
+) -> Check:
+    look = partial(named_objects.present, cluster, kind, some)
+    return _in_cluster(title, look, named_objects.show(cluster.namespace, kind))
+
+
+def _in_cluster(
+    name: str,
+    look: Callable[[], Finding],
+    show: str = clusters.SHOW,
+    needs: tuple[str, ...] = (),
+) -> Check:
+    return Check(name=name, look=look, needs=(API, *needs), show=show)
 
 
 def _of_permissions(
-    config: Config, options: DoctorOptions, kubernetes: Kubernetes, kind: JobKind
+    config: Config, options: DoctorOptions, cluster: Cluster, kind: JobKind
 ) -> Iterator[Check]:
-    named = options.service_account
-
-    def account() -> Account:
-        return permissions.account_of(named, options.namespace or kubernetes.namespace)
-
-    def of_tasks() -> Finding:
-        own = config.cluster.kubernetes.of(leading(config).role).service_account
-        speaks = Account(kubernetes.namespace, own) if own else account()
-        return permissions.of_account(kubernetes, speaks, TRAINER, kind)
-
-    yield _in_cluster(
-        "permissions of this user", lambda: permissions.of_this_user(kubernetes, kind)
-    )
-    yield _in_cluster(ACCOUNT, lambda: permissions.of_the_ui(kubernetes, account(), named))
-    yield _in_cluster(
-        "permissions of that account",
-        lambda: permissions.of_account(kubernetes, account(), LAUNCHER, kind),
-    )
-    yield _in_cluster("permissions of the tasks", of_tasks)
+    where = cluster.namespace
+    account = permissions.account_of(options.service_account, options.namespace or where)
+    own = config.cluster.kubernetes.of(leading(config).role).service_account
+    tasks = Account(where, own) if own else account
+    show = f"kubectl get serviceaccounts --namespace {account.namespace}"
+    yield _in_cluster("permissions of this user", lambda: permissions.of_this_user(cluster, kind))
+    yield _in_cluster(ACCOUNT, lambda: permissions.of_the_ui(cluster, account), show)
+    for name, who, role in (
+        ("permissions of that account", account, LAUNCHER),
+        ("permissions of the tasks", tasks, TRAINER),
+    ):
+        yield _in_cluster(name, partial(permissions.of_account, cluster, who, role, kind))
 
 
 def show_instance(instance: Instance) -> str:

@@ -1,30 +1,34 @@
-"""What a configuration can be wrong about although each key is right; no TensorFlow is loaded."""
+"""What a configuration can be wrong about although each key is right; no TensorFlow is loaded.
+
+Whether the model takes what the dataset gives, the trainer tries in a process of its own.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from components.kubernetes.pods.template import replicas
 from components.launchers import ENGINES, engine
-from pipelines.doctor.engines import is_on_kubernetes
+from pipelines.doctor.cluster import is_on_kubernetes
 from pipelines.doctor.examination import Finding
 from trainer import storage
+from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 
-def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> Finding:
+def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
     """Check what the keys say together.
 
     Args:
         config: the configuration, each key of which is right.
-        path: where Python looks for the user's own modules.
         elsewhere: whether the steps may run in pods, which have folders of their own.
     """
-    for message, remedy in _contradictions(config, path):
+    for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir
     if folder and not Path(folder).is_dir():
@@ -40,13 +44,9 @@ def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> F
     return Finding("ok", f"{config.name}: {config.training.strategy} with {tasks}")
 
 
-def _contradictions(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
-    if is_on_kubernetes(config):
-        yield from _of_a_job(config)
-    yield from _of_modules(config, path)
-
-
-def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
+def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
+    if not is_on_kubernetes(config):
+        return
     launcher = config.cluster.launcher
     for key in ("in_process", "existing_servers"):
         if getattr(config.cluster, key):
@@ -77,19 +77,30 @@ def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
             yield message, _setting("storage.root=gs://BUCKET")
 
 
-def _of_modules(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
-    named = {
-        "data.dataset": config.data.dataset,
-        "model.name": config.model.name,
-        "training.strategy": config.training.strategy,
-    }
-    for key, value in named.items():
-        module, colon, _ = value.partition(":")
-        top = module.partition(".")[0]
-        if colon and PathFinder.find_spec(top, path) is None:
-            message = f"{key}: {value} names the module {top}, which is nowhere on Python's path"
-            yield message, f"PYTHONPATH=FOLDER flotilla doctor --set {key}={value}"
-
-
 def _setting(assignment: str) -> str:
     return f"flotilla doctor --set '{assignment}'"
+
+
+_OTHERS = "flotilla doctor --set model.name=NAME --set data.dataset=NAME"
+
+
+def fits(config: Config, seconds: float = fitting.SECONDS) -> Finding:
+    """Try one step of the model on made-up examples; nothing is downloaded, no GPU is used."""
+    if find_spec("tensorflow") is None:
+        return Finding("skipped", "TensorFlow is not installed here")
+    try:
+        found = fitting.tried(config, seconds=seconds)
+    except fitting.NotKnownError as error:
+        return Finding("warn", f"not known: {error}", "flotilla doctor")
+    except ConfigError as error:
+        return Finding("fail", str(error), _OTHERS)
+    return Finding("ok", _said(config, found))
+
+
+def _said(config: Config, found: dict[str, Any]) -> str:
+    takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
+    gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
+    return (
+        f"{config.model.name} takes {takes} of {config.data.name} for {found['task']} of "
+        f"{gives}: {found['parameters']} parameters"
+    )

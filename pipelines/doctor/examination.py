@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from components.kubernetes.api.client import RefusedError, UnreachableError
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import RunInterruptedError, UserError
 from trainer.storage.probe import Probe
@@ -42,7 +43,7 @@ class Check:
 
     Attributes:
         name: what it is called in the report.
-        look: looks; a `UserError` of it is a finding too.
+        look: looks; a `UserError`, and an error of the Kubernetes API, is a finding too.
         needs: names of the checks without which there is nothing to look at.
         seconds: how long it may take.
         trace: what it writes while it looks, and removes again.
@@ -121,8 +122,10 @@ class _Look:
     def _work(self) -> None:
         try:
             self._finding = self.check.look()
-        except UserError as error:
+        except (UserError, UnreachableError) as error:
             self._finding = Finding("fail", str(error), self.check.show)
+        except RefusedError as error:
+            self._finding = _refused(error, self.check.show)
         except Exception as error:
             words = " ".join(str(error).split())
             message = f"the check itself failed: {type(error).__name__}: {words}"
@@ -148,6 +151,12 @@ class _Look:
             second.start()
             second.join(max(0.0, until - time.monotonic()))
         return trace.uri if trace.is_left else ""
+
+
+def _refused(error: RefusedError, show: str) -> Finding:
+    if error.is_forbidden:
+        return Finding("warn", f"may not be read: {error}", show)
+    return Finding("fail", f"cannot be read: {error}", show)
 
 
 def _removed(trace: Probe) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from components.image import IMAGE
+from components.kubernetes.api.client import RefusedError
 from components.kubernetes.api.rbac import TRAINER, granting
 from components.kubernetes.names import Tree
-from pipelines.doctor.engines import PlannedJob
+from pipelines.doctor.cluster import Cluster, PlannedJob
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
@@ -41,10 +41,10 @@ class Named:
 
 def named(job: PlannedJob) -> frozenset[Named]:
     """Return all that the pods of a job, and its group of pods, name."""
-    classes = job.examined.priority_classes(job.tree)
-    found = {Named(CLASSES, each) for each in classes}
+    group = job.tree["spec"].get("runPolicy", {}).get("schedulingPolicy", {})
+    found = {Named(CLASSES, group["priorityClass"])} if "priorityClass" in group else set()
     for role in job.roles:
-        found.update(_of_pod(role.template["spec"]))
+        found.update(_of_pod(role.pod))
     return frozenset(found)
 
 
@@ -81,56 +81,47 @@ def _of_volume(volume: Tree) -> Iterator[Named]:
             yield Named(kind, reference[name])
 
 
-def present(kubernetes: Kubernetes, kind: str, objects: frozenset[Named]) -> Finding:
+def present(cluster: Cluster, kind: str, objects: frozenset[Named]) -> Finding:
     """Check that all objects of one kind are there, with the keys that the job reads."""
+    where = cluster.namespace
     by_name: dict[str, set[str]] = {}
     for each in sorted(objects):
         by_name.setdefault(each.name, set()).update({each.key} - {""})
     missing, remedies = [], []
     for name, keys in by_name.items():
-        answer = kubernetes.get(_path(kubernetes.namespace, kind, name))
-        remedy = _remedy(kubernetes.namespace, kind, name, sorted(keys))
-        if answer.is_missing:
+        try:
+            data = cluster.api.read(f"{_root(where, kind)}/{quote(name)}").get("data")
+        except RefusedError as error:
+            if not error.is_missing:
+                raise
             missing.append(name)
-            remedies.append(remedy)
-        elif not answer.is_good:
-            return unexpected(
-                answer, f"{KINDS[kind]} {', '.join(by_name)}", _show(kubernetes, kind, name)
-            )
-        elif absent := sorted(keys - _keys(answer.tree)):
+            remedies.append(_remedy(where, kind, name, sorted(keys)))
+            continue
+        if absent := sorted(keys - set(data if isinstance(data, Mapping) else ())):
             missing.append(f"{name} (without {', '.join(absent)})")
-            remedies.append(_patch(kubernetes.namespace, name, absent))
+            values = json.dumps({"stringData": dict.fromkeys(absent, "VALUE")})
+            patch = f"kubectl patch secret {name} --namespace {where} --patch '{values}'"
+            remedies.append(patch)
     if missing:
-        message = f"not there in {kubernetes.namespace}: {', '.join(missing)}"
+        message = f"not there in {where}: {', '.join(missing)}"
         return Finding("fail", message, " && ".join(remedies))
     return Finding("ok", ", ".join(by_name))
 
 
-def _keys(tree: Tree) -> set[str]:
-    data = tree.get("data")
-    return set(data) if isinstance(data, Mapping) else set()
+def show(where: str, kind: str) -> str:
+    """Return the command that lists what there is of a kind."""
+    *_, plural = _root(where, kind).split("/")
+    return f"kubectl get {plural}" + ("" if kind == CLASSES else f" --namespace {where}")
 
 
-def _path(namespace: str, kind: str, name: str) -> str:
+def _root(where: str, kind: str) -> str:
     if kind == CLASSES:
-        return f"/apis/scheduling.k8s.io/v1/priorityclasses/{quote(name)}"
-    plural = SECRETS if kind == LOGINS else kind
-    return f"/api/v1/namespaces/{quote(namespace)}/{plural}/{quote(name)}"
-
-
-def _show(kubernetes: Kubernetes, kind: str, name: str) -> str:
-    plural = SECRETS if kind == LOGINS else kind
-    place = "" if kind == CLASSES else f" --namespace {kubernetes.namespace}"
-    return f"kubectl get {plural} {name}{place}"
-
-
-def _patch(namespace: str, name: str, keys: list[str]) -> str:
-    values = json.dumps({"stringData": dict.fromkeys(keys, "VALUE")})
-    return f"kubectl patch secret {name} --namespace {namespace} --patch '{values}'"
+        return "/apis/scheduling.k8s.io/v1/priorityclasses"
+    return f"/api/v1/namespaces/{where}/{SECRETS if kind == LOGINS else kind}"
 
 
 # The command that makes an object of each kind.
-REMEDIES = {
+_REMEDIES = {
     SECRETS: "kubectl create secret generic {name} --namespace {namespace} {literals}",
     LOGINS: (
         "kubectl create secret docker-registry {name} --namespace {namespace} "
@@ -151,7 +142,7 @@ def _remedy(namespace: str, kind: str, name: str, keys: list[str]) -> str:
     if kind == ACCOUNTS and name == TRAINER:
         return granting(namespace, f"system:serviceaccount:{namespace}:{name}", TRAINER)
     literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
-    return REMEDIES[kind].format(name=name, namespace=namespace, literals=literals)
+    return _REMEDIES[kind].format(name=name, namespace=namespace, literals=literals)
 
 
 _BUILD = "docker build --tag HOST/NAME:TAG . && docker push HOST/NAME:TAG"
@@ -160,7 +151,7 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 def image_names(job: PlannedJob) -> set[str]:
     """Return the images of all roles of a job; an empty one where a role names none."""
-    return {each.template["spec"]["containers"][0].get("image", "") for each in job.roles}
+    return {each.pod["containers"][0].get("image", "") for each in job.roles}
 
 
 def judge_images(images: Iterable[str]) -> Finding:

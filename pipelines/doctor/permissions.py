@@ -6,24 +6,16 @@ of steps and tasks, and for that of runs that are started from the KFP UI.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from urllib.parse import quote
 
+from components.kubernetes.api import rbac
+from components.kubernetes.api.client import RefusedError
 from components.kubernetes.api.kinds import JobKind
-from components.kubernetes.api.rbac import (
-    FILE,
-    LAUNCHER,
-    REVIEWS,
-    WHO,
-    Permission,
-    granting,
-    needed,
-)
-from components.kubernetes.names import Tree
+from components.kubernetes.api.rbac import FILE, LAUNCHER, Permission, granting, needed
+from pipelines.doctor.cluster import Cluster
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 from trainer.errors import ConfigError
 
 
@@ -40,74 +32,42 @@ class Account:
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
-def of_this_user(kubernetes: Kubernetes, kind: JobKind) -> Finding:
+def of_this_user(cluster: Cluster, kind: JobKind) -> Finding:
     """Check that the caller may launch a job."""
-    user = _name_of_this_user(kubernetes)
-    answers = _reviews(kubernetes, "SelfSubjectAccessReview", {}, needed(LAUNCHER, kind))
-    if isinstance(answers, Answer):
-        message = f"the API does not return what {user or 'this user'} may do ({answers.words})"
-        return Finding(
-            "fail", message, f"kubectl auth can-i --list --namespace {kubernetes.namespace}"
-        )
-    return _judged(kubernetes, user, LAUNCHER, answers)
+    where, user = cluster.namespace, rbac.user_of(cluster.api)
+    try:
+        found = {each: rbac.may(cluster.api, each, where) for each in needed(LAUNCHER, kind)}
+    except RefusedError as error:
+        message = f"the API does not say what {user} may do: {error}"
+        return Finding("fail", message, f"kubectl auth can-i --list --namespace {where}")
+    return _judged(where, user, LAUNCHER, found)
 
 
-def of_account(kubernetes: Kubernetes, account: Account, role: str, kind: JobKind) -> Finding:
+def of_account(cluster: Cluster, account: Account, role: str, kind: JobKind) -> Finding:
     """Check that a service account has what a role of deploy/base/rbac.yaml grants."""
+    where, wanted = cluster.namespace, needed(role, kind)
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
-    answers = _reviews(kubernetes, "SubjectAccessReview", subject, needed(role, kind))
-    if isinstance(answers, Answer):
-        message = f"may not check what {account.user} may do ({answers.words})"
-        where = f"--namespace {kubernetes.namespace} --as {account.user}"
-        show = f"kubectl auth can-i {needed(role, kind)[0]} {where}"
-        return Finding("warn", f"{message}; check each one", show)
-    return _judged(kubernetes, account.user, role, answers)
+    try:
+        found = {each: rbac.may(cluster.api, each, where, subject) for each in wanted}
+    except RefusedError as error:
+        message = f"may not check what {account.user} may do ({error}); check each one"
+        show = f"kubectl auth can-i {wanted[0]} --namespace {where} --as {account.user}"
+        return Finding("warn", message, show)
+    return _judged(where, account.user, role, found)
 
 
-def _reviews(
-    kubernetes: Kubernetes, kind: str, subject: Tree, needed: Sequence[Permission]
-) -> dict[Permission, bool] | Answer:
-    """Return which permissions are there, or the answer of an API that does not say."""
-    found: dict[Permission, bool] = {}
-    for permission in needed:
-        attributes = permission.attributes(kubernetes.namespace)
-        body = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": kind,
-            "spec": {"resourceAttributes": attributes, **subject},
-        }
-        answer = kubernetes.post(f"{REVIEWS}/{kind.lower()}s", body)
-        if not answer.is_good:
-            return answer
-        found[permission] = bool(answer.tree.get("status", {}).get("allowed"))
-    return found
-
-
-def _judged(
-    kubernetes: Kubernetes, user: str, role: str, answers: dict[Permission, bool]
-) -> Finding:
-    who, where = user or "this user", kubernetes.namespace
-    missing = [permission for permission, allowed in answers.items() if not allowed]
+def _judged(where: str, user: str, role: str, found: Mapping[Permission, bool]) -> Finding:
+    missing = [permission for permission, allowed in found.items() if not allowed]
     if not missing:
-        return Finding("ok", f"{who} may do in {where} all that {role} of {FILE} grants")
-    words = ", ".join(map(str, missing))
+        return Finding("ok", f"{user} may do in {where} all that {role} of {FILE} grants")
     fatal = any(not permission.is_optional for permission in missing)
-    message = f"{who} may not in {where}: {words}"
+    message = f"{user} may not in {where}: {', '.join(map(str, missing))}"
     return Finding("fail" if fatal else "warn", message, granting(where, user, role))
 
 
-def _name_of_this_user(kubernetes: Kubernetes) -> str:
-    """Return as whom we ask, and nothing where the API does not say (Kubernetes before 1.28)."""
-    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
-    answer = kubernetes.post(WHO, body)
-    if answer.status not in (HTTPStatus.OK, HTTPStatus.CREATED):
-        return ""
-    return str(answer.tree.get("status", {}).get("userInfo", {}).get("username") or "")
-
-
-# The account of a KFP instance for one team, and of a profile of one for many.
-USUAL, PROFILES = "pipeline-runner", "default-editor"
+# The account of a KFP instance for one team; that of a profile is `default-editor`.
+USUAL = "pipeline-runner"
 
 
 def account_of(text: str, namespace: str) -> Account:
@@ -123,30 +83,16 @@ def check_name(text: str) -> None:
         raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
 
 
-def of_the_ui(kubernetes: Kubernetes, account: Account, text: str) -> Finding:
-    """Check that the account of runs that are started from the KFP UI is there, and name it.
-
-    `text` is the option that named it.
-    """
-    answer = kubernetes.get(_account_path(account))
+def of_the_ui(cluster: Cluster, account: Account) -> Finding:
+    """Check that the account of runs that are started from the KFP UI is there, and name it."""
     message = f"runs started from the KFP UI use {account.user}"
-    if answer.is_good:
-        return Finding("ok", message)
-    show = f"kubectl get serviceaccounts --namespace {account.namespace}"
-    if not answer.is_missing:
-        seen = unexpected(answer, "it", show)
-        return Finding(seen.state, f"{message}; {seen.message}", show)
-    profiles = Account(account.namespace, PROFILES)
-    if not text and kubernetes.get(_account_path(profiles)).is_good:
-        again = f"flotilla doctor --service-account {PROFILES}"
-        return Finding(
-            "fail", f"{message}, which does not exist; {PROFILES} of a profile does", again
-        )
-    message = (
-        f"{message}, which does not exist: name the right one by --service-account NAMESPACE:NAME"
-    )
-    return Finding("fail", message, show)
-
-
-def _account_path(account: Account) -> str:
-    return f"/api/v1/namespaces/{quote(account.namespace)}/serviceaccounts/{quote(account.name)}"
+    place = f"/api/v1/namespaces/{account.namespace}/serviceaccounts/{account.name}"
+    try:
+        cluster.api.read(place)
+    except RefusedError as error:
+        if not error.is_missing:
+            raise
+        message += ", which does not exist: name the right one by --service-account NAMESPACE:NAME"
+        show = f"kubectl get serviceaccounts --namespace {account.namespace}"
+        return Finding("fail", message, show)
+    return Finding("ok", message)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from components.kubernetes.api.client import RefusedError
+from pipelines.doctor.cluster import Cluster
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -113,22 +114,23 @@ def _of_s3(location: Location, trouble: str) -> str:
 _PAIR = frozenset(BOTO_KEYS[:2])
 
 
-def opens(kubernetes: Kubernetes, config: Config) -> Finding:
+def opens(cluster: Cluster, config: Config) -> Finding:
     """Say whether the secret holds a whole pair of keys for the store of the configuration.
 
     Without one the pods rely on a role of their service account, which may well be meant.
     """
-    show = f"kubectl get secret {KFP_SECRET} --namespace {kubernetes.namespace}"
-    answer = kubernetes.find("secrets", KFP_SECRET)
+    where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     if config.storage.root.startswith("minio://"):
         pairs.append(frozenset(KFP_KEYS))
-    if not answer.is_good and not answer.is_missing:
-        return unexpected(answer, f"secret {KFP_SECRET}", show)
-    data = answer.tree.get("data")
+    try:
+        data = cluster.api.read(f"/api/v1/namespaces/{where}/secrets/{KFP_SECRET}").get("data")
+    except RefusedError as error:
+        if not error.is_missing:
+            raise
+        data, lacking = None, "is not there"
     keys = set(data) if isinstance(data, Mapping) else set()
     if any(pair <= keys for pair in pairs):
         return Finding("ok", KFP_SECRET)
-    lacking = "is not there" if answer.is_missing else "has no pair of keys for this store"
     message = f"{KFP_SECRET} {lacking}: a role of the service account has to open the store"
-    return Finding("warn", message, show)
+    return Finding("warn", message, f"kubectl get secret {KFP_SECRET} --namespace {where}")

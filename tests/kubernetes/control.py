@@ -18,11 +18,8 @@ WEBHOOK_FAILED = (
     '"https://training-operator.kubeflow.svc:443/validate-kubeflow-org-v1-tfjob?timeout=10s": '
     'no endpoints available for service "training-operator"'
 )
-_DEPLOYMENTS = r"GET /apis/apps/v1/(namespaces/(?P<namespace>[^/]+)/)?deployments"
 # Groups of the API server itself.
 BUILT_IN = {"networking.k8s.io", "batch", "coordination.k8s.io"}
-# Where Kueue's webhook sets `suspend`, by the kind of job.
-_SUSPENDED = {"tfjobs": "kubeflow.org/tfjob", "jobsets": "jobset.x-k8s.io/jobset"}
 _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
@@ -49,8 +46,6 @@ class Control:
         self.kinds = {"kubeflow.org/v1": ["tfjobs", "tfjobs/status", "pytorchjobs"]}
         self.absent: set[str] = set()
         self.is_webhook_silent = False
-        # The kinds of jobs that Kueue looks after, where it is installed (see `install_kueue`).
-        self.frameworks: set[str] = set()
         self.jobsets = JobSetApi()
         store.webhooks.append(self.jobsets.check)
         self.reviews: list[Tree] = []
@@ -60,17 +55,12 @@ class Control:
             (r"GET /apis/(?P<group>[^/]+)", self._group),
             (r"GET /apis/(?P<group>[^/]+)/(?P<version>v[^/]+)", self._kinds),
             (r"GET /api/v1/namespaces/(?P<name>[^/]+)", self._namespace),
-            (r"GET /api/v1/nodes", self._nodes),
+            (r"GET /api/v1/nodes", lambda: self._all("nodes")),
+            (r"GET /apis/apps/v1/deployments", lambda: self._all("deployments")),
             (r"GET /apis/scheduling.k8s.io/v1/priorityclasses/(?P<name>[^/]+)", self._class),
         ]
 
-    def answer(
-        self, method: str, path: str, body: Tree, query: dict[str, str], token: str = ""
-    ) -> Tree:
-        found = re.fullmatch(_DEPLOYMENTS, f"{method} {path}")
-        if found:
-            labels = query.get("labelSelector", "")
-            return {"items": self._store.all("deployments", found["namespace"] or "", labels)}
+    def answer(self, method: str, path: str, body: Tree, token: str = "") -> Tree:
         if method == "POST":
             return self._review(path, body, self.user_of(token))
         for pattern, answer in self._answers:
@@ -93,27 +83,9 @@ class Control:
         if self.is_webhook_silent:
             raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
 
-    def install_kueue(self, *frameworks: str) -> None:
-        """Serve Kueue's kinds, and have it look after these kinds of jobs."""
+    def install_kueue(self) -> None:
+        """Serve Kueue's kinds."""
         self.kinds["kueue.x-k8s.io/v1beta1"] = ["localqueues", "clusterqueues", "workloads"]
-        self.frameworks = set(frameworks)
-        listed = "".join(f"  - {each}\n" for each in frameworks)
-        text = f"integrations:\n  frameworks:\n{listed}  # - kubeflow.org/tfjob\n"
-        data = {"controller_manager_config.yaml": text}
-        tree = {"metadata": {"name": "kueue-manager-config"}, "data": data}
-        self._store.create("configmaps", "kueue-system", tree)
-
-    def mutated(self, kind: str, tree: Tree) -> Tree:
-        """Return an object as the webhooks of the cluster change it: Kueue suspends its jobs."""
-        labels = tree.get("metadata", {}).get("labels") or {}
-        if _SUSPENDED.get(kind) not in self.frameworks:
-            return tree
-        if "kueue.x-k8s.io/queue-name" not in labels:
-            return tree
-        if kind == "jobsets":
-            return {**tree, "spec": {**tree["spec"], "suspend": True}}
-        policy = {**tree["spec"]["runPolicy"], "suspend": True}
-        return {**tree, "spec": {**tree["spec"], "runPolicy": policy}}
 
     def admitted(self, kind: str, tree: Tree, query: dict[str, str]) -> Tree:
         """Return an object as its API stores it, with its defaults, or refuse it."""
@@ -191,8 +163,8 @@ class Control:
         labels = self._store.labels.get(name, {})
         return {"metadata": {"name": name, "labels": labels}, "status": {"phase": "Active"}}
 
-    def _nodes(self) -> Tree:
-        return {"items": self._store.all("nodes")}
+    def _all(self, kind: str) -> Tree:
+        return {"items": self._store.all(kind)}
 
     def _class(self, name: str) -> Tree:
         return self._store.get("priorityclasses", "", name)

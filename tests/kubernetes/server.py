@@ -177,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         if not found:
             token = self._token()
-            return self.server.control.answer(self.command, parts.path, body, query, token)
+            return self.server.control.answer(self.command, parts.path, body, token)
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
         # In this order: who has no permission does not learn what the cluster serves.
         self._authorize(found, query)
@@ -190,7 +190,6 @@ class Handler(BaseHTTPRequestHandler):
             return self._list(kind, namespace, query)
         if self.command == "POST":
             self.server.control.check_namespace(namespace)
-            body = self.server.control.mutated(kind, body)
             body = self.server.control.admitted(kind, body, query)
         if kind == "tfjobs" and self.command in ("POST", "PATCH"):
             self.server.control.call_webhook()

@@ -7,7 +7,6 @@ from kubernetes import client
 
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
-from tests.kubernetes.test_api_server import ARGS, tfjob
 
 
 def review(api, user=None, **attributes):
@@ -76,37 +75,12 @@ def test_quotas_and_secrets_are_objects_like_others(kube, api):
     assert core.read_namespaced_secret("s", NAMESPACE).data == {"k": "dg=="}
 
 
-def test_deployments_are_selected_by_their_labels(kube, api):
-    kube.install_operator()
+def test_deployments_of_the_whole_cluster(kube, api):
     apps = client.AppsV1Api(api)
-    label = "control-plane=kubeflow-training-operator"
-    for found in (
-        apps.list_deployment_for_all_namespaces(label_selector=label),
-        apps.list_namespaced_deployment("kubeflow"),
-    ):
-        assert [each.status.ready_replicas for each in found.items] == [1]
-    assert not apps.list_deployment_for_all_namespaces(label_selector="a=b").items
-    kube.install_operator(replicas=0)
-    [found] = apps.list_deployment_for_all_namespaces().items
-    assert found.status.ready_replicas is None
-
-
-def test_kueue_suspends_the_jobs_that_it_looks_after(kube, api):
-    objects = client.CustomObjectsApi(api)
-    job = tfjob()
-    job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
-
-    def suspended(tree):
-        made = objects.create_namespaced_custom_object(*ARGS, tree, dry_run="All")
-        return made["spec"]["runPolicy"].get("suspend", False)
-
-    assert not suspended(job)
-    kube.server.control.install_kueue("batch/job")
-    assert not suspended(job)
-    kube.server.control.frameworks = {"kubeflow.org/tfjob"}
-    assert suspended(job)
-    assert not suspended(tfjob())
-    assert not kube.jobs()
+    for replicas in (1, 0):
+        kube.install_operator(replicas=replicas)
+        [found] = apps.list_deployment_for_all_namespaces().items
+        assert found.status.ready_replicas == (replicas or None)
 
 
 def test_a_forbidden_request_names_user_verb_and_resource(kube, api):

@@ -248,15 +248,6 @@ def test_without_the_controller_a_jobset_is_read_and_deleted_and_not_written(kub
     assert kube.jobsets() == []
 
 
-def test_kueue_suspends_the_jobsets_that_it_looks_after(kube, jobsets):
-    tree = jobset()
-    tree["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team"
-    assert "suspend" not in create(jobsets, tree)["spec"]
-    kube.server.control.install_kueue("jobset.x-k8s.io/jobset")
-    tree["metadata"]["name"] = "b"
-    assert create(jobsets, tree)["spec"]["suspend"] is True
-
-
 def test_a_quota_of_jobsets_is_named_with_their_group(kube, jobsets):
     hard = {"count/jobsets.jobset.x-k8s.io": "0"}
     kube.store.create(

@@ -155,20 +155,27 @@ class Api:
         answered_at: monotonic time of the last answer.
     """
 
-    def __init__(self, connection: Connection, namespace: str) -> None:
-        """Open no connection yet."""
+    def __init__(
+        self, connection: Connection, namespace: str, timeout: urllib3.Timeout = _TIMEOUT
+    ) -> None:
+        """Open no connection yet; `timeout` is that of requests that name none."""
         self._configuration = connection.configuration
         pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
         self._pool = pool.pool_manager
         self._namespace = quote(namespace or connection.namespace)
+        self._timeout = timeout
         self.answered_at = time.monotonic()
 
-    def create(self, resource: Resource, tree: Tree, *, strict: bool = False) -> Tree:
+    def create(
+        self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
+    ) -> Tree:
         """Create an object; a conflict where one of its name exists.
 
         The API drops fields that it does not know without a word; with `strict` it refuses them.
+        What `is_tried` is judged by all that admits objects, and not made.
         """
-        query = {"fieldValidation": "Strict"} if strict else None
+        query = {"fieldValidation": "Strict"} if strict else {}
+        query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)
 
     def get(self, resource: Resource, name: str) -> Tree:
@@ -177,7 +184,7 @@ class Api:
 
     def patch(self, resource: Resource, name: str, patch: Tree, *, quick: bool = False) -> Tree:
         """Merge a patch into an object."""
-        timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
+        timeout = _QUICK_TIMEOUT if quick else None
         return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
     def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
@@ -190,11 +197,15 @@ class Api:
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
-            timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
+            timeout = _QUICK_TIMEOUT if quick else None
             self._ask("DELETE", self._path(resource, name), body=body, timeout=timeout)
         except RefusedError as error:
             if not error.is_missing and not (uid and error.code == HTTPStatus.CONFLICT):
                 raise
+
+    def read(self, path: str) -> Tree:
+        """Return what the API has at a path."""
+        return self._ask("GET", path)
 
     def post(self, path: str, body: Tree) -> Tree:
         """Return the answer to an object that is only asked about, such as an access review."""
@@ -212,7 +223,7 @@ class Api:
     def serves(self, resource: Resource) -> bool:
         """Return whether the API has a kind; who may do nothing with it is refused either way."""
         try:
-            found = self._ask("GET", f"/apis/{resource.api_version}")
+            found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
             return not error.is_missing
         return any(each.get("name") == resource.plural for each in found.get("resources") or [])
@@ -252,7 +263,7 @@ class Api:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Tree | None = None,
-        timeout: urllib3.Timeout = _TIMEOUT,
+        timeout: urllib3.Timeout | None = None,
         *,
         stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:
@@ -266,7 +277,7 @@ class Api:
                 f"{self._configuration.host}{path}{f'?{urlencode(query)}' if query else ''}",
                 json=body,
                 headers={"Content-Type": kind, **({"authorization": token} if token else {})},
-                timeout=timeout,
+                timeout=timeout or self._timeout,
                 preload_content=not stream,
                 retries=False,
             )
@@ -283,7 +294,7 @@ class Api:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Tree | None = None,
-        timeout: urllib3.Timeout = _TIMEOUT,
+        timeout: urllib3.Timeout | None = None,
     ) -> Tree:
         answer = self.request(method, path, query, body, timeout)
         tree: Tree = self._checked(answer, f"{method} {path}").json()

@@ -7,8 +7,9 @@ orphan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
 from components.kubernetes.api.kinds import JobKind
@@ -89,10 +90,10 @@ def require(api: Api, namespace: str, kind: JobKind) -> None:
     """
     asked = [each for each in needed(LAUNCHER, kind) if not each.is_optional]
     try:
-        missing = [each for each in asked if not _may(api, each, namespace)]
+        missing = [each for each in asked if not may(api, each, namespace)]
         if not missing:
             return
-        user = _user(api)
+        user = user_of(api)
     except (RefusedError, UnreachableError):
         return
     raise UserError(refusal(missing, user, namespace))
@@ -101,7 +102,7 @@ def require(api: Api, namespace: str, kind: JobKind) -> None:
 def may_isolate(api: Api, namespace: str) -> bool:
     """Return whether the launcher may make network policies; not where the API does not say."""
     try:
-        return _may(api, ISOLATION, namespace)
+        return may(api, ISOLATION, namespace)
     except (RefusedError, UnreachableError):
         return False
 
@@ -128,7 +129,7 @@ def granting(namespace: str, user: str, role: str) -> str:
     )
 
 
-def _user(api: Api) -> str:
+def user_of(api: Api) -> str:
     """Return as whom the API knows this process; before Kubernetes 1.28 it does not say."""
     try:
         answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))
@@ -137,10 +138,14 @@ def _user(api: Api) -> str:
     return str(answer.get("status", {}).get("userInfo", {}).get("username") or "this user")
 
 
-def _may(api: Api, permission: Permission, namespace: str) -> bool:
-    body = _body("authorization", "SelfSubjectAccessReview")
-    body["spec"] = {"resourceAttributes": permission.attributes(namespace)}
-    answer = api.post(f"{REVIEWS}/selfsubjectaccessreviews", body)
+def may(
+    api: Api, permission: Permission, namespace: str, subject: Mapping[str, Any] | None = None
+) -> bool:
+    """Return whether this user, or the `user` and `groups` of another subject, may do it."""
+    kind = "SubjectAccessReview" if subject else "SelfSubjectAccessReview"
+    body = _body("authorization", kind)
+    body["spec"] = {"resourceAttributes": permission.attributes(namespace), **(subject or {})}
+    answer = api.post(f"{REVIEWS}/{kind.lower()}s", body)
     return bool(answer["status"]["allowed"])
 
 

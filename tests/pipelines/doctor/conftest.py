@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import urllib3
-import yaml
 
 from pipelines.cli import app
-from pipelines.doctor import fit, kubernetes_api
+from pipelines.doctor import cluster as clusters
+from pipelines.doctor import configuration
 from pipelines.doctor.examination import Finding
 from pipelines.runs import kfp_access
-from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
 
 RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"
-POLICY = ROOT / "deploy/base/networkpolicy.yaml"
 IMAGE = "cluster.kubernetes.pod.image=registry.example.com/flotilla:1"
-OWN_TIMEOUT = kubernetes_api._TIMEOUT
+OWN_TIMEOUT = clusters.TIMEOUT
 LONG_TIMEOUT = urllib3.Timeout(connect=3, read=60)
 
 
@@ -56,20 +54,21 @@ Doctor = Callable[..., Report]
 
 @pytest.fixture(autouse=True)
 def _without_tensorflow(monkeypatch) -> None:
-    """Leave out the one check that takes seconds; `test_fit` has its own."""
-    monkeypatch.setattr(fit, "fits", lambda _config: Finding("ok", "not tried in this test"))
+    """Leave out the one check that takes seconds; `test_configuration` has its own."""
+    finding = Finding("ok", "not tried in this test")
+    monkeypatch.setattr(configuration, "fits", lambda _config: finding)
 
 
 @pytest.fixture(autouse=True)
 def _long_timeout(monkeypatch) -> None:
     """Wait longer than the doctor does: what is examined is not how busy this machine is."""
-    monkeypatch.setattr(kubernetes_api, "_TIMEOUT", LONG_TIMEOUT)
+    monkeypatch.setattr(clusters, "TIMEOUT", LONG_TIMEOUT)
 
 
 @pytest.fixture
 def own_timeout(monkeypatch) -> None:
     """Wait as long as the doctor does, for an API that says nothing."""
-    monkeypatch.setattr(kubernetes_api, "_TIMEOUT", OWN_TIMEOUT)
+    monkeypatch.setattr(clusters, "TIMEOUT", OWN_TIMEOUT)
 
 
 @pytest.fixture
@@ -97,7 +96,6 @@ def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
         made.install_operator()
         made.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "pipeline-runner"}})
-        made.store.create("networkpolicies", NAMESPACE, yaml.safe_load(POLICY.read_text()))
         yield made
 
 
@@ -107,6 +105,23 @@ def of_job(doctor) -> Doctor:
 
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         return doctor("cluster.launcher=tfjob", IMAGE, *settings, options=options)
+
+    return call
+
+
+@pytest.fixture
+def jobset(kube) -> Cluster:
+    """A cluster with JobSet as well."""
+    kube.install_jobset()
+    return kube
+
+
+@pytest.fixture
+def of_jobset(doctor) -> Doctor:
+    """Call the doctor for a JobSet that stores nothing of its own."""
+
+    def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
+        return doctor("cluster.launcher=jobset", IMAGE, *settings, options=options)
 
     return call
 

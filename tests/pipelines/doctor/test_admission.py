@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.kubernetes import crd
 from tests.kubernetes.admission import ENFORCE
 from tests.kubernetes.cluster import NAMESPACE
-
-
-def test_a_namespace_that_admits_everything(kube, of_job):
-    said = f"{NAMESPACE} admits the job and a pod of each role"
-    assert of_job()["admission"]["message"] == said
-    kube.store.labels[NAMESPACE] = {ENFORCE: "restricted"}
-    assert of_job()["admission"]["message"] == f"{said} (Pod Security restricted)"
-    assert (kube.jobs(), kube.pods()) == ([], {})
+from tests.kubernetes.jobset_api import CRD
 
 
 def test_pods_that_pod_security_refuses(kube, of_job):
@@ -19,7 +15,7 @@ def test_pods_that_pod_security_refuses(kube, of_job):
     report = of_job("cluster.kubernetes.worker.security=image")
     assert report.failed() == ["admission"]
     found = report["admission"]
-    assert found["message"].startswith(f"{NAMESPACE} refuses a Worker pod: pods ")
+    assert found["message"].startswith(f"{NAMESPACE} refuses a worker pod: pods ")
     assert 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation' in found["message"]
     assert found["remedy"] == "flotilla doctor --set cluster.kubernetes.pod.security=restricted"
 
@@ -45,17 +41,6 @@ def test_a_full_quota(kube, of_job):
     assert found["remedy"] == f"kubectl describe resourcequotas --namespace {NAMESPACE}"
 
 
-def test_who_may_not_make_pods_learns_the_level(kube, of_job):
-    kube.store.labels[NAMESPACE] = {ENFORCE: "baseline"}
-    kube.faults.add("POST .*/pods", 403)
-    report = of_job()
-    found = report["admission"]
-    assert (report.code, found["state"]) == (0, "warn")
-    assert f"whether {NAMESPACE} admits a PS pod could not be tried: pods is" in found["message"]
-    assert found["message"].endswith("; it enforces Pod Security baseline")
-    assert found["remedy"] == f"kubectl auth can-i create pods --namespace {NAMESPACE}"
-
-
 def test_an_operator_whose_webhook_nobody_answers(kube, of_job):
     kube.server.control.is_webhook_silent = True
     report = of_job()
@@ -63,9 +48,36 @@ def test_an_operator_whose_webhook_nobody_answers(kube, of_job):
     assert "the training operator does not answer" in report["admission"]["message"]
 
 
-def test_without_the_kind_nothing_is_tried(kube, of_job):
-    kube.server.control.kinds.clear()
+def test_who_may_not_make_pods_gets_a_warning(kube, of_job):
+    kube.faults.add("POST .*/pods", 403)
     report = of_job()
-    assert report.failed() == ["TFJob CRD"]
-    assert report["admission"]["message"] == "it needs TFJob CRD"
-    assert report["training operator"]["state"] == "skipped"
+    found = report["admission"]
+    assert (report.code, found["state"]) == (0, "warn")
+    assert f"whether {NAMESPACE} admits a ps pod is not known: pods is" in found["message"]
+    assert found["remedy"] == f"kubectl auth can-i create pods --namespace {NAMESPACE}"
+
+
+def test_a_jobset_whose_controller_is_away(jobset, of_jobset):
+    jobset.install_jobset(replicas=0)
+    report = of_jobset()
+    assert report.failed() == ["JobSet controller", "admission"]
+    said = "the JobSet controller does not answer, so that no job can be made: "
+    assert report["admission"]["message"].startswith(said)
+    assert "mjobset.kb.io" in report["admission"]["message"]
+    assert report["admission"]["remedy"] == (
+        "kubectl get deployments --all-namespaces --selector app.kubernetes.io/name=jobset"
+    )
+
+
+@pytest.mark.skipif(
+    not (crd.FOLDER / f"{CRD}.yaml").is_file(), reason="the CRD of JobSet is not here"
+)
+def test_a_kind_that_is_too_old_for_a_field(jobset, of_jobset):
+    jobset.install_jobset(lacks=["spec.network.publishNotReadyAddresses"])
+    report = of_jobset()
+    assert report.failed() == ["admission"]
+    found = report["admission"]
+    said = "the JobSet of this cluster is too old: install 0.12.0, or leave the setting out"
+    assert found["message"].startswith(said)
+    assert "spec.network.publishNotReadyAddresses" in found["message"]
+    assert found["remedy"].endswith("/v0.12.0/manifests.yaml")

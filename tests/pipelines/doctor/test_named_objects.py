@@ -8,8 +8,10 @@ import hypothesis
 import pytest
 from hypothesis import given
 
-from pipelines.doctor.engines import EXAMINED
-from pipelines.doctor.named_objects import named
+from components.image import IMAGE
+from components.launchers import engine
+from pipelines.doctor.cluster import plan
+from pipelines.doctor.named_objects import image_names, judge_images, named
 from tests.components.kubernetes import settings
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.load import parse_config
@@ -150,16 +152,16 @@ def test_who_may_not_look_is_reported_so(of_job, kube):
     kube.faults.add("/secrets/", 403)
     report = of_job(f"{POD}.env_from_secrets=[a]")
     assert (report.code, report["secrets"]["state"]) == (0, "warn")
-    assert report["secrets"]["remedy"] == f"kubectl get secrets a --namespace {NAMESPACE}"
+    assert report["secrets"]["remedy"] == f"kubectl get secrets --namespace {NAMESPACE}"
 
 
 @hypothesis.settings(max_examples=20, deadline=None)
 @given(settings.configurations)
 def test_of_any_settings_all_that_is_named_is_found(tree):
     config = parse_config(tree)
-    job = EXAMINED["tfjob"].plan(config)
+    job = plan(engine("tfjob"), config)
     found = {each.name for each in named(job)}
-    for role in (each.name.lower() for each in job.roles):
+    for role in (each.name for each in job.roles):
         pod = config.cluster.kubernetes.of(role)
         said = {*pod.image_pull_secrets, *pod.env_from_secrets, *pod.env_from_config_maps}
         said |= {each.partition("/")[0] for each in pod.secret_env.values()}
@@ -173,3 +175,85 @@ def test_a_volume_of_any_form_is_no_trouble(of_job, kube, source):
     assert kube.jobs() == []
     setting = f"{POD}.volumes=[{{name: v, mount_path: /v, source: {source}}}]"
     assert of_job(setting).failed() == []
+
+
+JOB = "cluster.launcher=tfjob"
+OURS = "registry.example.com/flotilla:1"
+
+
+@pytest.mark.parametrize(
+    ("image", "state"),
+    [
+        ("flotilla:1", "warn"),
+        ("team/flotilla:1", "warn"),
+        ("localhost:5000/flotilla:1", "ok"),
+        ("registry.example.com/flotilla@sha256:" + "a" * 64, "ok"),
+    ],
+)
+def test_images(image, state):
+    tree = plan(
+        engine("tfjob"), parse_config({"cluster": {"kubernetes": {"pod": {"image": image}}}})
+    )
+    found = judge_images(image_names(tree))
+    assert found.state == state
+    assert found.remedy or state == "ok"
+
+
+@pytest.mark.usefixtures("kube")
+def test_where_none_is_named_it_is_said_what_to_give(doctor):
+    report = doctor(JOB)
+    found = report["image"]
+    assert (report.failed(), found["state"]) == ([], "warn")
+    assert found["message"] == (
+        "none is named, and that of the upload is not known here: give it by --image; without an "
+        f"upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
+    )
+    assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
+
+
+@pytest.mark.usefixtures("kube")
+def test_the_default_is_named_where_it_is_given(doctor):
+    report = doctor(JOB, options=("--image", IMAGE))
+    said = f"{IMAGE} names no registry: every node has to have it already"
+    assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
+    assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
+    assert doctor(options=("--image", IMAGE))["image"]["message"] == said
+
+
+@pytest.mark.usefixtures("kube")
+def test_one_role_without_a_name_of_its_own_is_enough(doctor):
+    report = doctor(JOB, f"cluster.kubernetes.worker.image={OURS}")
+    assert report["image"]["message"].startswith("none is named")
+    roles = [f"cluster.kubernetes.{role}.image={OURS}" for role in ("chief", "ps", "worker")]
+    assert (report["image"]["state"], doctor(JOB, *roles)["image"]["message"]) == ("warn", OURS)
+
+
+@pytest.mark.usefixtures("kube")
+def test_the_given_one_is_that_of_all_that_name_none(doctor):
+    report = doctor(JOB, options=("--image", OURS))
+    assert (report["image"]["state"], report["image"]["message"]) == ("ok", OURS)
+    worker = "registry.example.com/workers:2"
+    report = doctor(JOB, f"cluster.kubernetes.worker.image={worker}", options=("--image", OURS))
+    assert report["image"]["message"] == f"{OURS}, {worker}"
+
+
+@pytest.mark.usefixtures("kube")
+def test_the_given_one_is_judged_where_all_tasks_name_another(of_job):
+    report = of_job(options=("--image", "flotilla:1"))
+    found = report["image"]
+    assert found["state"] == "warn"
+    assert found["message"] == "flotilla:1 names no registry: every node has to have it already"
+    assert found["remedy"].endswith("&& flotilla doctor --image HOST/NAME:TAG")
+
+
+@pytest.mark.parametrize(("image", "state"), [(OURS, "ok"), ("flotilla:1", "warn")])
+def test_steps_have_it_whatever_the_launcher_is(doctor, image, state):
+    assert doctor(options=("--image", image))["image"]["state"] == state
+    assert "image" not in doctor().states()
+
+
+def test_what_is_no_image_is_wrong_usage_as_for_compile(doctor):
+    report = doctor(options=("--image", "No Image"))
+    assert (report.code, report.lines) == (2, [])
+    said = "--image 'No Image' is not the name of an image: write it as host/name:tag"
+    assert said in report.err

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 import pytest
 
-from pipelines.doctor.engines import EXAMINED
-from pipelines.doctor.resources import amount, roles, written
+from pipelines.doctor.resources import amount, written
 from tests.kubernetes.cluster import NAMESPACE
-from trainer.config.load import parse_config
 
 CPU = "cluster.kubernetes.pod.resources.requests.cpu=2"
 MEMORY = "cluster.kubernetes.pod.resources.limits.memory=4Gi"
@@ -94,27 +90,6 @@ def test_what_is_over_already_and_not_asked_for_is_no_matter(of_job, quota):
     assert of_job()["quota"]["state"] == "ok"
 
 
-def test_pods_have_to_name_what_a_quota_counts(of_job, quota, kube):
-    quota({"requests.cpu": "100"})
-    found = of_job()["quota"]
-    assert (found["state"], "its pods would be refused" in found["message"]) == ("fail", True)
-    assert "cluster.kubernetes.pod.resources.requests.cpu=AMOUNT" in found["remedy"]
-    defaults = {"limits": [{"type": "Container", "default": {"cpu": "1"}}]}
-    kube.store.create("limitranges", NAMESPACE, {"metadata": {"name": "usual"}, "spec": defaults})
-    assert of_job()["quota"]["state"] == "ok"
-
-
-def test_the_defaults_of_the_namespace_count(of_job, quota, kube):
-    quota({"requests.cpu": "3"})
-    ranges = [
-        {"type": "Pod", "max": {"cpu": "1"}},
-        {"type": "Container", "default": {"cpu": "4"}, "defaultRequest": {"cpu": "1"}},
-    ]
-    tree = {"metadata": {"name": "usual"}, "spec": {"limits": ranges}}
-    kube.store.create("limitranges", NAMESPACE, tree)
-    assert "requests 4, 0 of 3" in of_job()["quota"]["message"]
-
-
 def test_a_quota_for_some_pods_is_left_out(of_job, quota):
     quota({"pods": "1"}, scopes=["BestEffort"])
     found = of_job()["quota"]
@@ -146,7 +121,7 @@ def test_nodes_with_too_few_gpus_each(of_job, node):
         node(name, nvidia_com__gpu="1")
     found = of_job(GPU)["GPUs of the cluster"]
     assert found["state"] == "fail"
-    assert "2 Worker pods ask for 2 nvidia.com/gpu each" in found["message"]
+    assert "2 worker pods ask for 2 nvidia.com/gpu each" in found["message"]
     assert "have room for 0 (1 on one node at most)" in found["message"]
 
 
@@ -185,46 +160,6 @@ def test_nodes_are_selected_by_their_labels(of_job, node):
     assert of_job(GPU, select)["GPUs of the cluster"]["state"] == "ok"
 
 
-SPOT = "cluster.kubernetes.worker.node_selector={pool: spot}"
-
-
-def test_a_selector_that_no_node_has(of_job, node):
-    node("a", {"pool": "cpu"})
-    node("b", {"pool": "gpu", "zone": "x"})
-    report = of_job(SPOT)
-    found = report["nodes"]
-    assert report.failed() == ["nodes"]
-    assert found["message"] == (
-        "no node takes a Worker pod: all 2 have not pool=spot (but pool=cpu, pool=gpu)"
-    )
-    assert found["remedy"] == "kubectl get nodes --label-columns pool"
-    node("c", {"pool": "spot"})
-    assert of_job(SPOT)["nodes"]["state"] == "ok"
-    assert "nodes" not in of_job().states()
-
-
-def test_a_selector_whose_nodes_are_tainted(of_job, node):
-    node("a", {"pool": "spot"}, taints=[{"key": "spot", "effect": "NoSchedule"}])
-    found = of_job(SPOT)["nodes"]
-    assert (
-        found["message"] == "no node takes a Worker pod: all 1 keep it off by taints or are drained"
-    )
-    tolerates = "cluster.kubernetes.worker.tolerations=[{key: spot, operator: Exists}]"
-    assert of_job(SPOT, tolerates)["nodes"]["state"] == "ok"
-
-
-def test_a_pool_that_an_autoscaler_may_fill(of_job, node):
-    node("a", {"cloud.google.com/gke-nodepool": "default"})
-    found = of_job(SPOT)["nodes"]
-    assert (found["state"], "an autoscaler may add one" in found["message"]) == ("warn", True)
-
-
-def test_nodes_that_may_not_be_read(of_job, kube):
-    kube.faults.add("GET /api/v1/nodes", 403)
-    found = of_job(SPOT)["nodes"]
-    assert (found["state"], found["message"][:22]) == ("warn", "may not read the nodes")
-
-
 def test_without_gpus_nobody_looks_for_them(of_job, kube):
     assert "GPUs of the cluster" not in of_job().states()
     assert not [each for each in kube.server.requests if "nodes" in each]
@@ -239,18 +174,32 @@ def test_another_device_of_the_limits_is_looked_for_too(of_job, node):
     assert of_job(limit)["google.com/tpu"]["state"] == "ok"
 
 
-def test_a_limit_alone_is_a_request_too():
-    limits = {"limits": {"cpu": "500m"}}
-    kubernetes = {"pod": {"resources": limits}, "ps": {"resources": {"requests": {"cpu": 0.1}}}}
-    found = {
-        each.name: each
-        for each in roles(
-            EXAMINED["tfjob"].plan(parse_config({"cluster": {"kubernetes": kubernetes}}))
-        )
-    }
-    assert found["Worker"].requests == {"cpu": Decimal("0.5")}
-    assert found["PS"].requests == {"cpu": Decimal("0.1")}
-    assert found["Worker"].count == 2
+def test_a_limit_alone_is_a_request_too(of_job, quota):
+    quota({"requests.cpu": "1500m"})
+    limits = "cluster.kubernetes.pod.resources.limits.cpu=500m"
+    own = "cluster.kubernetes.ps.resources.requests.cpu=0.1"
+    said = "requests 1600m, 0 of 1500m"
+    assert said in of_job(limits, own)["quota"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("hard", "said"),
+    [
+        # A parameter server, a chief and two workers: a Job each, and one service of all.
+        ({"count/jobsets.jobset.x-k8s.io": "0"}, "requests 1, 0 of 0 are used"),
+        ({"count/jobs.batch": "3"}, "requests 4, 0 of 3 are used"),
+        ({"count/pods": "3"}, "requests 4, 0 of 3 are used"),
+        ({"services": "0"}, "requests 1, 0 of 0 are used"),
+        ({"count/leases.coordination.k8s.io": "0"}, "requests 1, 0 of 0 are used"),
+        ({"count/tfjobs.kubeflow.org": "0", "services": "1"}, ""),
+    ],
+)
+@pytest.mark.usefixtures("jobset")
+def test_a_quota_for_jobsets(of_jobset, quota, hard, said):
+    quota(hard)
+    found = of_jobset()["quota"]
+    wanted = f"the quota team is too small: {next(iter(hard))}: the job {said}"
+    assert found["message"] == (wanted if said else "room for the job in team")
 
 
 @pytest.mark.parametrize("text", ["0", "1500m", "1", "3Gi", "5Mi", "7Ki", "12", "1001m"])

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from pipelines.doctor import versions
-from pipelines.doctor.engines import EXAMINED
+from pipelines.doctor.cluster import CONTROLLERS
 from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 
@@ -35,8 +35,8 @@ def test_the_packages_are_pinned_to_it():
     ("launcher", "part"), [("tfjob", versions.OPERATOR), ("jobset", versions.JOBSET)]
 )
 def test_the_newest_controller_that_was_run_is_the_one_to_install(launcher, part):
-    assert EXAMINED[launcher].part is part
-    assert re.search(rf"[/=]v{re.escape(part.seen[-1])}['/]", EXAMINED[launcher].install)
+    assert CONTROLLERS[launcher].part is part
+    assert re.search(rf"[/=]v{re.escape(part.seen[-1])}['/]", CONTROLLERS[launcher].install)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from pipelines.doctor.fit import fits
+from pipelines.doctor.configuration import fits
 from tests.pipelines.doctor.conftest import content
 from trainer.config.load import parse_config
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 import yaml
 
+from components.jobset.manifest import KIND as JOBSET
 from components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
 from components.tfjob.manifest import KIND
-from pipelines.doctor.engines import EXAMINED
+from pipelines.doctor.checks import _answers
 from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
 from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import RUNNER
+from tests.trainer.tracking import hub_server
+from trainer.tracking import addresses, hub, mlflow_run
+from trainer.tracking.hub import Hub
 
+CONTROLLERS = {"TFJob": "training operator", "JobSet": "JobSet controller"}
 OF_THE_CLUSTER = [
     "namespace",
-    "TFJob CRD",
-    "training operator",
     "admission",
     "permissions of this user",
     "account of the KFP UI",
     "permissions of that account",
     "permissions of the tasks",
-    "network policy",
     "quota",
 ]
 
@@ -44,32 +51,39 @@ def granted(role):
     }
 
 
-@pytest.mark.usefixtures("kube")
-def test_where_nothing_is_wrong_nothing_fails(of_job):
-    report = of_job()
+@pytest.mark.parametrize("kind", ["TFJob", "JobSet"])
+@pytest.mark.usefixtures("jobset")
+def test_where_nothing_is_wrong_nothing_fails(of_job, of_jobset, kind):
+    report = (of_job if kind == "TFJob" else of_jobset)("cluster.evaluator=true")
     assert (report.code, report.answer["status"], report.failed()) == (0, "done", [])
     states = report.states()
-    assert {states[name] for name in [*OF_THE_CLUSTER, "Kubernetes API", "image"]} == {"ok"}
+    own = [f"{kind} CRD", CONTROLLERS[kind]]
+    assert {states[name] for name in [*OF_THE_CLUSTER, *own, "Kubernetes API", "image"]} == {"ok"}
     assert "v1.31.4" in report["Kubernetes API"]["message"]
     assert RUNNER in report["account of the KFP UI"]["message"]
     assert states["storage"] == "skipped"
 
 
-def test_nothing_is_changed_in_the_cluster(kube, of_job):
+def test_nothing_is_changed_in_the_cluster(jobset, of_job, of_jobset):
+    kube = jobset
     version = kube.store.version()
     of_job("cluster.kubernetes.pod.env_from_secrets=[keys]", "cluster.gpus_per_worker=1")
     assert kube.store.version() == version
     wrote = [each for each in kube.server.requests if not each.startswith("GET")]
     assert wrote
-    assert all("reviews" in each or each.endswith("?dryRun=All") for each in wrote)
+    assert all("reviews" in each or each.endswith("dryRun=All") for each in wrote)
+    of_jobset("cluster.gpus_per_worker=1")
+    assert kube.store.version() == version
+    strict = "/jobsets?fieldValidation=Strict&dryRun=All"
+    assert any(strict in each for each in kube.server.requests)
 
 
 @pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
 def test_the_permissions_are_those_of_the_file(role):
     asked = {
         (each.verb, each.group, each.resource)
-        for examined in EXAMINED.values()
-        for each in needed(role, examined.kind)
+        for kind in (KIND, JOBSET)
+        for each in needed(role, kind)
     }
     assert asked == granted(role)
 
@@ -93,25 +107,6 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     }
 
 
-def test_without_the_kind(kube, of_job):
-    kube.server.control.kinds.clear()
-    report = of_job()
-    assert (report.code, report.failed()) == (1, ["TFJob CRD"])
-    assert "tfjobs.kubeflow.org/v1 is not served" in report["TFJob CRD"]["message"]
-    assert "training operator is not installed" in report["TFJob CRD"]["message"]
-    assert report["TFJob CRD"]["remedy"].startswith("kubectl apply --server-side --kustomize")
-
-
-def test_with_the_kind_in_another_version_only(kube, of_job):
-    kube.server.control.kinds = {"kubeflow.org/v1beta1": ["tfjobs"]}
-    assert "only kubeflow.org/v1beta1" in of_job()["TFJob CRD"]["message"]
-
-
-def test_with_other_kinds_of_the_group_only(kube, of_job):
-    kube.server.control.kinds = {"kubeflow.org/v1": ["notebooks"]}
-    assert "served without tfjobs" in of_job()["TFJob CRD"]["message"]
-
-
 def test_without_a_permission_of_the_user(kube, of_job):
     kube.server.control.deny(USER, "create tfjobs", "get pods/log")
     report = of_job()
@@ -132,6 +127,19 @@ def test_without_a_permission_of_the_account(kube, of_job):
     found = report["permissions of that account"]
     assert found["message"] == f"{RUNNER} may not in {NAMESPACE}: delete tfjobs.kubeflow.org"
     assert f"--serviceaccount {NAMESPACE}:pipeline-runner" in found["remedy"]
+
+
+def test_permissions_of_a_jobset(jobset, of_jobset):
+    deny = jobset.server.control.deny
+    deny(RUNNER, "delete jobs", "watch leases")
+    report = of_jobset()
+    # A run goes on without them.
+    assert (report.code, report.failed()) == (0, [])
+    assert report["permissions of that account"]["message"].endswith(": delete jobs.batch")
+    found = report["permissions of the tasks"]
+    assert (found["state"], found["message"]) == (
+        "warn", f"{RUNNER} may not in {NAMESPACE}: watch leases.coordination.k8s.io",
+    )  # fmt: skip
 
 
 def test_events_are_not_needed(kube, of_job):
@@ -172,16 +180,6 @@ def test_an_account_of_another_namespace(kube, of_job):
     assert "system:serviceaccount:kubeflow:robot" in report["account of the KFP UI"]["message"]
     users = {spec.get("user") for spec in kube.server.control.reviews}
     assert users == {None, "system:serviceaccount:kubeflow:robot"}
-
-
-def test_without_the_account_that_of_a_profile_is_proposed(kube, of_job):
-    kube.store.delete("serviceaccounts", NAMESPACE, "pipeline-runner")
-    assert of_job()["account of the KFP UI"]["remedy"].startswith("kubectl get serviceaccounts")
-    kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "default-editor"}})
-    report = of_job()
-    assert report.failed() == ["account of the KFP UI"]
-    remedy = report["account of the KFP UI"]["remedy"]
-    assert remedy == "flotilla doctor --service-account default-editor"
 
 
 @pytest.mark.parametrize("text", ["a:b:c", ":a", "a:", "a b", "a/b"])
@@ -252,7 +250,7 @@ def test_an_api_that_fails_for_one_question(kube, of_job):
     kube.faults.add("/resourcequotas", 500)
     report = of_job()
     assert report.failed() == ["quota"]
-    assert "HTTP 500" in report["quota"]["message"]
+    assert "/resourcequotas" in report["quota"]["message"]
 
 
 def test_without_a_kubeconfig(doctor, tmp_path, monkeypatch):
@@ -281,3 +279,191 @@ def test_the_cluster_is_left_alone_when_the_launcher_is_local(kube, doctor):
 def test_the_cluster_is_looked_at_on_demand(kube, doctor):
     assert doctor(options=("--kubernetes",))["TFJob CRD"]["state"] == "ok"
     assert kube.server.requests
+
+
+class Instance(ThreadingHTTPServer):
+    """Answers every GET with one document; `closed` are paths with a status of their own."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.status, self.answer = 200, {"tag_name": "2.17.0", "multi_user": False}
+        self.asked: list[str] = []
+        self.paths: list[str] = []
+        self.closed: dict[str, int] = {}
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Instance
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.headers.get("Authorization", ""))
+        self.server.paths.append(self.path)
+        text = json.dumps(self.server.answer).encode()
+        path = self.path.partition("?")[0]
+        self.send_response(self.server.closed.get(path, self.server.status))
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    with Instance() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def of(report):
+    return report["KFP instance"]
+
+
+def test_an_instance_reports_its_version(doctor, instance):
+    report = doctor(options=("--endpoint", instance.url))
+    assert (report.code, of(report)["state"]) == (0, "ok")
+    assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
+
+
+EXPERIMENTS = "/apis/v2beta1/experiments"
+
+
+def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monkeypatch):
+    instance.answer = {"tag_name": "2.17.0", "multi_user": True}
+    report = doctor(options=("--endpoint", instance.url))
+    assert report.failed() == ["KFP instance"]
+    assert of(report)["message"] == (
+        f"{instance.url} has several users: give --namespace, or set KFP_NAMESPACE"
+    )
+    assert of(report)["remedy"] == "flotilla doctor --namespace NAMESPACE"
+    assert not [path for path in instance.paths if path.startswith(EXPERIMENTS)]
+    monkeypatch.setenv("KFP_NAMESPACE", "team")
+    assert of(doctor(options=("--endpoint", instance.url)))["state"] == "ok"
+    report = doctor(options=("--endpoint", instance.url, "--namespace", "mine"))
+    assert of(report)["message"] == f"{instance.url} is KFP 2.17.0, in mine"
+    asked = [path for path in instance.paths if path.startswith(EXPERIMENTS)]
+    assert ["namespace=team" in asked[0], "namespace=mine" in asked[1]] == [True, True]
+
+
+def test_a_namespace_of_others_is_found_out(doctor, instance):
+    instance.answer = {"tag_name": "2.17.0", "multi_user": True}
+    instance.closed[EXPERIMENTS] = 403
+    report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
+    assert report.failed() == ["KFP instance"]
+    assert "does not permit it: give --namespace" in of(report)["message"]
+
+
+def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
+    # It refuses what names one.
+    instance.closed[EXPERIMENTS] = 400
+    report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
+    assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")
+
+
+def test_a_token_is_sent_and_never_printed(doctor, instance, tmp_path):
+    (tmp_path / "token").write_text("ey-secret", encoding="utf-8")
+    instance.status = 401
+    options = ("--endpoint", instance.url, "--token-file", str(tmp_path / "token"))
+    report = doctor(options=options)
+    assert set(instance.asked) == {"Bearer ey-secret"}
+    assert of(report)["state"] == "fail"
+    assert "ey-secret" not in str(report)
+
+
+def test_the_endpoint_of_the_environment(doctor, instance, monkeypatch):
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+    assert of(doctor())["state"] == "ok"
+
+
+def test_an_instance_that_keeps_its_version_for_itself(doctor, instance):
+    instance.answer = {}
+    found = of(doctor(options=("--endpoint", instance.url)))
+    assert (found["state"], found["remedy"]) == (
+        "warn", f"curl --include {instance.url}/apis/v2beta1/healthz",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_an_instance_that_refuses(doctor, instance, status):
+    instance.status = status
+    report = doctor(options=("--endpoint", instance.url))
+    assert report.failed() == ["KFP instance"]
+    assert str(status) in of(report)["message"]
+    assert of(report)["remedy"].startswith("curl --include")
+
+
+def test_a_password_in_the_endpoint_is_not_repeated(doctor):
+    report = doctor(options=("--endpoint", "http://me:hush@127.0.0.1:1"))
+    assert report.code == 2
+    assert "--endpoint" in report.answer["message"]
+    assert "hush" not in str(report)
+
+
+def test_an_instance_that_is_not_there(doctor, instance):
+    instance.shutdown()
+    instance.server_close()
+    report = doctor(options=("--endpoint", instance.url))
+    assert (report.code, report.failed()) == (1, ["KFP instance"])
+
+
+def test_an_endpoint_that_is_none(doctor):
+    report = doctor(options=("--endpoint", "ftp://kfp"))
+    assert (report.code, report.failed()) == (1, ["KFP instance"])
+    assert "is not the URL of a KFP instance" in of(report)["message"]
+
+
+def test_without_an_instance_the_option_is_named(doctor):
+    assert of(doctor())["state"] == "skipped"
+    assert "give --endpoint" in of(doctor())["message"]
+
+
+AWAY = "http://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    monkeypatch.delenv(hub.TOKEN_FILE, raising=False)
+
+
+def test_trackers_are_checked_only_where_they_are_named(doctor, monkeypatch):
+    monkeypatch.setenv(addresses.URI, AWAY)
+    monkeypatch.delenv(addresses.HUB, raising=False)
+    found = doctor()
+    assert "model registry" not in found.states()
+    assert found["MLflow"]["state"] == "warn"
+    assert found.code == 0
+    message = found["MLflow"]["message"]
+    assert f"{AWAY}/health does not answer: ConnectionError" in message
+    assert message.endswith("a run goes on without it")
+
+
+def test_a_registry_that_answers_and_one_that_is_away():
+    with hub_server.serving() as (address, store):
+        found = _answers(Hub(address).check)
+        assert found.state == "ok"
+        assert f"the model registry answers at {address}" in found.message
+        store.fault = lambda _verb, _path: (401, {"message": "who are you"})
+        found = _answers(Hub(address).check)
+        assert (found.state, "401 who are you" in found.message) == ("warn", True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(addresses.URI, address)
+            found = _answers(mlflow_run.health)
+    assert found.state == "warn"
+    assert "answers 401: is it a server of MLflow?" in found.message
+    assert _answers(Hub(AWAY).check).state == "warn"
+
+
+@pytest.mark.parametrize("address", ["http://", "https://[::1", "http://user:secret@127.0.0.1:1"])
+def test_an_address_that_is_none_is_a_warning_without_its_password(monkeypatch, address):
+    monkeypatch.setenv(addresses.URI, address)
+    found = _answers(mlflow_run.health)
+    assert found.state == "warn"
+    assert "secret" not in found.message
+    assert "\n" not in found.message

@@ -1,0 +1,313 @@
+"""The cluster that the job would run on: its API, its namespace, the engine, and Kueue.
+
+Whoever looks lets the errors of the API pass: `examination` makes a finding of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import urllib3
+
+from components.image import DEFAULTS, PodDefaults
+from components.kubernetes import choice
+from components.kubernetes.api.client import (
+    Api,
+    RefusedError,
+    UnreachableError,
+    connect,
+)
+from components.kubernetes.engine import Engine, document
+from components.kubernetes.names import Tree
+from components.kubernetes.pods.template import replicas
+from components.launchers import ENGINES, engine
+from pipelines.doctor import versions
+from pipelines.doctor.examination import Finding
+from trainer.config.cluster import Launcher
+from trainer.config.kubernetes import JobConfig
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+TIMEOUT = urllib3.Timeout(connect=3, read=5)
+SHOW = "kubectl cluster-info"
+NODES = "/api/v1/nodes"
+_KUEUE = "kueue.x-k8s.io"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The API to which the configuration of this machine, or of this pod, leads.
+
+    Attributes:
+        api: with short timeouts, in the namespace.
+        host: the address of the API.
+        namespace: where the job is to run.
+        is_named: whether the namespace was named, and not left to the context.
+    """
+
+    api: Api
+    host: str
+    namespace: str
+    is_named: bool
+
+    @classmethod
+    def connected(cls, namespace: str) -> Cluster:
+        """Return it; nothing is asked yet. Raises `UserError` where no API is named."""
+        connection = connect()
+        name = namespace or connection.namespace
+        return cls(
+            api=Api(connection, name, timeout=TIMEOUT),
+            host=str(connection.configuration.host),
+            namespace=name,
+            is_named=bool(namespace),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """The pods of one role: their number, and their template."""
+
+    name: str
+    count: int
+    template: Tree
+
+    @property
+    def pod(self) -> Tree:
+        """Return the specification of a pod."""
+        found: Tree = self.template["spec"]
+        return found
+
+    @property
+    def resources(self) -> Tree:
+        """Return what its container asks for."""
+        found: Tree = self.pod["containers"][0].get("resources", {})
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob:
+    """The job that a run would make; its name stands for that of a run."""
+
+    engine: Engine
+    tree: Tree
+    roles: Sequence[Role]
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return str(self.tree["metadata"]["name"])
+
+
+def plan(of: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> PlannedJob:
+    """Return the job that a run of `config` would make."""
+    tree = document(of, config, defaults)
+    templates = zip(replicas(config).items(), of.templates(tree), strict=True)
+    roles = [Role(name=name, count=count, template=each) for (name, count), each in templates]
+    return PlannedJob(engine=of, tree=tree, roles=roles)
+
+
+def answers(cluster: Cluster) -> Finding:
+    """Check that the API answers, and knows the caller."""
+    host, who = cluster.host, "kubectl auth whoami"
+    try:
+        answer = cluster.api.request("GET", "/version")
+    except UnreachableError as error:
+        return Finding("fail", f"{host} does not answer {error}", SHOW)
+    if answer.status == HTTPStatus.UNAUTHORIZED:
+        message = f"{host} does not know the caller, or no longer: renew the login"
+        return Finding("fail", message, who)
+    if answer.status == HTTPStatus.FORBIDDEN:
+        return Finding("warn", f"{host} answers, but does not return its version", who)
+    try:
+        version = str(answer.json()["gitVersion"])
+    except (ValueError, KeyError, TypeError):
+        return Finding("fail", f"{host} is no Kubernetes API (HTTP {answer.status})", SHOW)
+    return versions.judged(versions.KUBERNETES, version, f"{version} at {host}", SHOW)
+
+
+def namespace(cluster: Cluster) -> Finding:
+    """Check that the namespace of the job is there."""
+    name = cluster.namespace
+    try:
+        cluster.api.read(f"/api/v1/namespaces/{name}")
+    except RefusedError as error:
+        if not error.is_missing:
+            raise
+        return Finding("fail", f"there is no namespace {name}", f"kubectl create namespace {name}")
+    if not cluster.is_named:
+        return Finding("ok", f"{name}, to which the context leads; --namespace names another")
+    return Finding("ok", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controller:
+    """The program that acts on the jobs of an engine.
+
+    Attributes:
+        part: it, with its versions.
+        install: the command that installs it.
+        marks: parts of the name, or of the image, of its deployment.
+    """
+
+    part: versions.Part
+    install: str
+    marks: tuple[str, ...]
+
+
+CONTROLLERS: Mapping[Launcher, Controller] = {
+    "tfjob": Controller(
+        part=versions.OPERATOR,
+        install=(
+            "kubectl apply --server-side --kustomize "
+            "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone"
+            f"?ref=v{versions.OPERATOR.seen[-1]}'"
+        ),
+        marks=("training-operator",),
+    ),
+    "jobset": Controller(
+        part=versions.JOBSET,
+        install=(
+            "kubectl apply --server-side --filename "
+            "https://github.com/kubernetes-sigs/jobset/releases/"
+            f"download/v{versions.JOBSET.seen[-1]}/manifests.yaml"
+        ),
+        # Its releases before 0.11 have the image alone in common with it.
+        marks=("jobset-controller", "jobset/jobset"),
+    ),
+}
+
+
+def served(cluster: Cluster, of: Engine) -> Finding:
+    """Check that the version of the jobs that the launcher writes is served."""
+    named = f"{of.kind.resource.plural}.{of.kind.resource.api_version}"
+    if cluster.api.serves(of.kind.resource):
+        return Finding("ok", f"{named} is served")
+    message = f"{named} is not served: the {of.kind.controller} is not installed, or another one"
+    return Finding("fail", message, CONTROLLERS[of.name].install)
+
+
+def controller(cluster: Cluster, of: Engine) -> Finding:
+    """Look for the deployment of the controller.
+
+    That the API serves a kind says nothing of it: the kind stays when its controller is removed.
+    """
+    known = CONTROLLERS[of.name]
+    try:
+        every = cluster.api.read("/apis/apps/v1/deployments")["items"]
+    except RefusedError as error:
+        if not error.is_forbidden:
+            raise
+        message = "whether one runs could not be seen: its deployment may not be read"
+        return Finding("warn", message, of.kind.show)
+    found = [each for each in every if _is_controller(each, known)]
+    ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
+    if ready:
+        message = f"{_place(ready[0])} is ready"
+        return versions.judged(known.part, _tag(ready[0], known), message, of.kind.show)
+    if found:
+        name, home = (found[0]["metadata"][key] for key in ("name", "namespace"))
+        message = f"{_place(found[0])} has no ready pod: nobody takes up a job"
+        return Finding("fail", message, f"kubectl describe deployment {name} --namespace {home}")
+    message = f"no deployment of the cluster is that of the {of.kind.controller}"
+    return Finding("fail", message, known.install)
+
+
+def _is_controller(deployment: Tree, known: Controller) -> bool:
+    words = [deployment["metadata"]["name"], *_images(deployment)]
+    return any(mark in text for text in words for mark in known.marks)
+
+
+def _images(deployment: Tree) -> list[str]:
+    template = deployment.get("spec", {}).get("template", {}).get("spec", {})
+    return [each.get("image", "") for each in template.get("containers", [])]
+
+
+def _tag(deployment: Tree, known: Controller) -> str:
+    """Return the tag of the controller's image, which is its version in a release."""
+    named = [each.partition("@")[0] for each in _images(deployment)]
+    own = (each for each in named if any(mark in each for mark in known.marks))
+    return next(own, "").rpartition(":")[2]
+
+
+def _place(deployment: Tree) -> str:
+    metadata = deployment["metadata"]
+    return f"the deployment {metadata['name']} in {metadata['namespace']}"
+
+
+def queue(cluster: Cluster, settings: JobConfig) -> Finding:
+    """Check that Kueue is there, and has the queue that the job names."""
+    name, where = settings.queue_name, cluster.namespace
+    key = "flotilla doctor --set cluster.kubernetes.job"
+    try:
+        group = cluster.api.read(f"/apis/{_KUEUE}")
+    except RefusedError as error:
+        if not error.is_missing:
+            raise
+        if settings.suspend:
+            message = "Kueue is not installed, and the job is suspended until someone resumes it"
+            return Finding("fail", message, f"{key}.suspend=false")
+        message = f"Kueue is not installed: nobody reads the queue {name}"
+        return Finding("warn", message, f"{key}.queue_name=")
+    if not name:
+        message = "the job is suspended and names no queue: Kueue lets it wait for ever"
+        return Finding("fail", message, f"{key}.queue_name=QUEUE")
+    version = group.get("preferredVersion", {}).get("version", "v1beta1")
+    try:
+        cluster.api.read(f"/apis/{_KUEUE}/{version}/namespaces/{where}/localqueues/{name}")
+    except RefusedError as error:
+        if not error.is_missing:
+            raise
+        show = f"kubectl get localqueues --namespace {where}"
+        return Finding("fail", f"there is no local queue {name} in {where}", show)
+    return Finding("ok", f"{where} has the queue {name}")
+
+
+def is_on_kubernetes(config: Config) -> bool:
+    """Return whether a run that is started here trains on Kubernetes."""
+    launcher = config.cluster.launcher
+    return launcher in ENGINES or (launcher == "auto" and choice.is_on_a_cluster())
+
+
+_HERE = (
+    "a run that is started here trains on this machine, since neither a pod nor KUBECONFIG names a "
+    "cluster"
+)
+IS_HERE = Finding(
+    "ok", f"{_HERE}; in the pods of a KFP instance auto takes what its cluster has: --kubernetes"
+)
+
+
+def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
+    """Return the engine that `auto` takes on this cluster, or none, and what there is to say."""
+    absent: list[str] = []
+    for name in ENGINES:
+        one = engine(name)
+        try:
+            if cluster.api.serves(one.kind.resource):
+                return one, _accepted(config, one, absent)
+        except RefusedError as error:
+            if error.is_forbidden:
+                return one, _accepted(config, one, absent)
+            return None, Finding("fail", str(error), SHOW)
+        except UnreachableError as error:
+            return None, Finding("fail", f"{cluster.host} does not answer {error}", SHOW)
+        absent.append(f"{one.kind.kind}s")
+    message = f"the cluster serves neither {' nor '.join(absent)}: no engine is installed"
+    return None, Finding("fail", message, CONTROLLERS[ENGINES[0]].install)
+
+
+def _accepted(config: Config, one: Engine, absent: Sequence[str]) -> Finding:
+    """Return which engine is taken and why, and what of the configuration is not one of it."""
+    launcher = config.cluster.launcher
+    but = f", and no {' and no '.join(absent)}" if absent else ""
+    message = f"auto takes {one.name}: the cluster serves {one.kind.kind}s{but}"
+    if launcher != "auto":
+        return Finding("ok", f"cluster.launcher is {launcher}; {message}")
+    try:
+        one.check(config)
+    except ConfigError as error:
+        remedy = "flotilla doctor --set cluster.launcher=tfjob"
+        return Finding("fail", f"{message}; {error}", remedy)
+    return Finding("ok", message if choice.is_on_a_cluster() else f"{message}; {_HERE}")

@@ -1,0 +1,313 @@
+"""The API, the namespace, which engine is examined, and whether it is there."""
+
+from __future__ import annotations
+
+import pytest
+from kubernetes.config import kube_config
+
+from components.jobset.manifest import KIND
+from pipelines.doctor import versions
+from tests.kubernetes.cluster import NAMESPACE
+from tests.kubernetes.faults import SILENCE
+from tests.pipelines.doctor.conftest import IMAGE
+
+CONTROLLER, PLACE = "jobset-controller-manager", "jobset-system"
+QUEUE = ("cluster.kubernetes.job.queue_name=gpus", "cluster.kubernetes.job.suspend=true")
+
+
+@pytest.fixture
+def of_auto(doctor):
+    def call(*settings, options=()):
+        return doctor("cluster.launcher=auto", IMAGE, *settings, options=options)
+
+    return call
+
+
+def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
+    report = of_auto()
+    assert (report.code, report.failed()) == (0, [])
+    found = report["engine"]
+    said = "auto takes jobset: the cluster serves JobSets"
+    assert (found["state"], found["message"]) == ("ok", said)
+    assert report["JobSet CRD"]["state"] == report["JobSet controller"]["state"] == "ok"
+    assert "TFJob CRD" not in report.states()
+    assert report["storage"]["state"] == "skipped"
+    jobset.faults.add("GET .*/apis/jobset", 403)
+    # Where nobody may look it is taken all the same: the launcher names what is missing.
+    assert of_auto()["engine"]["message"].startswith("auto takes jobset: ")
+
+
+@pytest.mark.usefixtures("kube")
+def test_auto_takes_tfjob_where_it_is_alone(of_auto):
+    report = of_auto()
+    said = "auto takes tfjob: the cluster serves TFJobs, and no JobSets"
+    assert (report["engine"]["message"], report.failed()) == (said, [])
+    assert report["TFJob CRD"]["state"] == report["training operator"]["state"] == "ok"
+
+
+def test_a_cluster_that_serves_neither(kube, of_auto):
+    kube.server.control.kinds.clear()
+    report = of_auto()
+    assert (report.code, report.failed()) == (1, ["engine"])
+    found = report["engine"]
+    assert found["message"] == (
+        "the cluster serves neither JobSets nor TFJobs: no engine is installed"
+    )
+    assert found["remedy"].startswith("kubectl apply --server-side --filename https://github.com/")
+    # There is no job of which more could be said.
+    assert {"admission", "quota", "JobSet CRD", "TFJob CRD"}.isdisjoint(report.states())
+
+
+def test_an_api_that_fails_or_is_not_there(kube, of_auto):
+    kube.faults.add("GET .*/apis/jobset", 500)
+    report = of_auto()
+    assert report.failed() == ["engine"]
+    assert "does not answer GET /apis/jobset" in report["engine"]["message"]
+    kube.faults.down = True
+    report = of_auto()
+    assert report.failed() == ["Kubernetes API"]
+    assert report["engine"]["message"] == "it needs Kubernetes API"
+
+
+def test_a_setting_that_the_engine_does_not_have(jobset, of_auto):
+    assert jobset.jobsets() == []
+    report = of_auto("cluster.kubernetes.job.scheduling={gang: true}")
+    assert report.failed() == ["engine"]
+    assert "auto takes jobset: the cluster serves JobSets; " in report["engine"]["message"]
+    assert "cluster.kubernetes.job.scheduling: not with" in report["engine"]["message"]
+    assert report["engine"]["remedy"] == "flotilla doctor --set cluster.launcher=tfjob"
+
+
+def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
+    monkeypatch.delenv("KUBECONFIG")
+    report = of_auto()
+    assert (report.code, kube.server.requests) == (0, [])
+    found = report["engine"]
+    said = "trains on this machine, since neither a pod nor KUBECONFIG names a cluster; in the pods"
+    assert (found["state"], said in found["message"]) == ("ok", True)
+    said = "auto is local here; --kubernetes checks it anyway"
+    assert report["Kubernetes API"]["message"] == said
+    # It is where a run stores what it makes.
+    assert report["storage"]["state"] == "ok"
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kube.kubeconfig))
+    report = of_auto(options=("--kubernetes",))
+    said = "auto takes tfjob: the cluster serves TFJobs, and no JobSets; a run that is started here"
+    assert report["engine"]["message"].startswith(said)
+    assert report["TFJob CRD"]["state"] == "ok"
+
+
+def test_the_launcher_names_the_oldest_version_that_the_doctor_accepts():
+    assert f"install {versions.JOBSET.oldest} or newer" in KIND.outdated
+
+
+@pytest.mark.usefixtures("jobset")
+def test_a_local_run_has_the_engine_examined_that_auto_takes(doctor):
+    report = doctor(options=("--kubernetes",))
+    assert report["engine"]["message"] == (
+        "cluster.launcher is local; auto takes jobset: the cluster serves JobSets"
+    )
+    assert report["JobSet CRD"]["state"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_timeout")
+def test_an_api_that_hangs(kube, of_auto):
+    kube.faults.add("GET .*/apis/jobset", SILENCE)
+    report = of_auto()
+    assert report.failed() == ["engine"]
+    assert "timed out" in report["engine"]["message"]
+    assert report["loopback"]["state"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        (
+            "tfjob",
+            (
+                "tfjobs.kubeflow.org/v1 is not served: the training operator is not installed",
+                "overlays/standalone?ref=v1.9.4'",
+            ),
+        ),
+        (
+            "jobset",
+            (
+                "jobsets.jobset.x-k8s.io/v1alpha2 is not served: the JobSet controller is not",
+                "/v0.12.0/manifests.yaml",
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "kinds", [{}, {"kubeflow.org/v1": ["notebooks"], "jobset.x-k8s.io/v1alpha1": ["jobsets"]}]
+)
+def test_without_the_kind(kube, doctor, kinds, launcher, said):
+    kube.server.control.kinds = kinds
+    report = doctor(f"cluster.launcher={launcher}", IMAGE)
+    [name] = report.failed()
+    assert name in ("TFJob CRD", "JobSet CRD")
+    assert report[name]["message"].startswith(said[0])
+    assert report[name]["remedy"].endswith(said[1])
+    assert report["admission"]["message"] == f"it needs {name}"
+
+
+@pytest.mark.usefixtures("kube")
+def test_the_operator_is_seen_by_its_deployment(of_job):
+    found = of_job()["training operator"]
+    said = "the deployment training-operator in kubeflow is ready"
+    assert (found["state"], found["message"]) == ("ok", said)
+
+
+def test_an_operator_without_a_pod(kube, of_job):
+    kube.install_operator(replicas=0)
+    report = of_job()
+    found = report["training operator"]
+    assert report.failed() == ["training operator"]
+    assert found["message"].endswith("kubeflow has no ready pod: nobody takes up a job")
+    assert found["remedy"] == "kubectl describe deployment training-operator --namespace kubeflow"
+
+
+def test_a_kind_whose_operator_is_gone(kube, of_job):
+    kube.store.remove("deployments", "kubeflow", "training-operator")
+    report = of_job()
+    assert report["TFJob CRD"]["state"] == "ok"
+    assert report.failed() == ["training operator"]
+    found = report["training operator"]
+    assert found["message"] == "no deployment of the cluster is that of the training operator"
+    assert found["remedy"].startswith("kubectl apply --server-side --kustomize")
+
+
+def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
+    kube.faults.add("/deployments", 403)
+    found = of_job()["training operator"]
+    assert (found["state"], "could not be seen" in found["message"]) == ("warn", True)
+    assert found["remedy"].startswith("kubectl get deployments --all-namespaces --selector")
+
+
+@pytest.fixture
+def deployment(jobset):
+    """Have the controller be another deployment than that of a release."""
+
+    def give(place, name, image):
+        jobset.store.remove("deployments", PLACE, CONTROLLER)
+        tree = {
+            "metadata": {"name": name},
+            "spec": {"template": {"spec": {"containers": [{"image": image}]}}},
+            "status": {"readyReplicas": 1},
+        }
+        jobset.store.create("deployments", place, tree)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "image"),
+    [
+        # Releases before 0.11, the chart, Kubeflow Trainer, and a vendor's.
+        (PLACE, CONTROLLER, "registry.example.com/jobset/jobset:v0.10.1"),
+        ("batch", "jobset-controller", "registry.example.com/mirror/js:v0.12.0"),
+        ("kubeflow-system", CONTROLLER, "registry.example.com/jobset/jobset:v0.12.0"),
+        ("vendor", "js", "registry.example.com:5000/jobset/jobset:v0.12.0@sha256:0a"),
+    ],
+)
+def test_a_controller_that_was_installed_in_another_way(of_jobset, deployment, place, name, image):
+    deployment(place, name, image)
+    found = of_jobset()["JobSet controller"]
+    assert found["state"] == "ok"
+    assert found["message"].startswith(f"the deployment {name} in {place} is ready")
+
+
+def test_an_operator_of_the_controller_is_not_the_controller(of_jobset, deployment):
+    deployment("vendor", "jobset-operator", "registry.example.com/jobset-operator:1")
+    found = of_jobset()["JobSet controller"]
+    assert found["message"] == "no deployment of the cluster is that of the JobSet controller"
+    assert found["state"] == "fail"
+
+
+def test_a_version_that_is_too_old(jobset, of_jobset):
+    jobset.install_jobset("v0.8.2")
+    report = of_jobset()
+    assert report.code == 0
+    found = report["JobSet controller"]
+    assert (found["state"], found["message"]) == (
+        "warn", f"the deployment {CONTROLLER} in {PLACE} is ready; JobSet has to be 0.9 or later",
+    )  # fmt: skip
+
+
+def test_a_queue_of_kueue(kube, of_job):
+    kube.server.control.install_kueue()
+    report = of_job(*QUEUE)
+    assert report.failed() == ["Kueue"]
+    assert report["Kueue"]["message"] == f"there is no local queue gpus in {NAMESPACE}"
+    assert "names no queue" in of_job(QUEUE[1])["Kueue"]["message"]
+    kube.store.create("localqueues", NAMESPACE, {"metadata": {"name": "gpus"}})
+    assert of_job(*QUEUE)["Kueue"]["message"] == f"{NAMESPACE} has the queue gpus"
+    assert "Kueue" not in of_job().states()
+
+
+def test_without_kueue(kube, of_job):
+    report = of_job(*QUEUE)
+    assert report.failed() == ["Kueue"]
+    assert "until someone resumes it" in report["Kueue"]["message"]
+    found = of_job(QUEUE[0])["Kueue"]
+    said = "Kueue is not installed: nobody reads the queue gpus"
+    assert (found["state"], found["message"]) == ("warn", said)
+    assert kube.store.all("tfjobs", NAMESPACE) == []
+
+
+@pytest.fixture
+def team(kube):
+    """A namespace of the instance that is not that of the kubeconfig, with all that is needed."""
+    kube.store.create("serviceaccounts", "team", {"metadata": {"name": "pipeline-runner"}})
+    kube.store.create("secrets", "team", {"metadata": {"name": "keys"}})
+    kube.server.control.absent.add(NAMESPACE)
+    return kube
+
+
+def looked_into(kube):
+    """Return every namespace that a path or a review has named."""
+    paths = [each.partition("/namespaces/")[2].partition("/")[0] for each in kube.server.requests]
+    reviews = [spec["resourceAttributes"]["namespace"] for spec in kube.server.control.reviews]
+    return {*paths, *reviews} - {""}
+
+
+@pytest.mark.parametrize("by", ["--namespace", "-n", "KFP_NAMESPACE"])
+def test_the_namespace_of_the_instance_is_the_one_that_is_looked_at(team, of_job, monkeypatch, by):
+    options = (by, "team") if by.startswith("-") else ()
+    monkeypatch.setenv("KFP_NAMESPACE", "other" if options else "team")
+    report = of_job("cluster.kubernetes.pod.env_from_secrets=[keys]", options=options)
+    assert (report.code, report.failed()) == (0, [])
+    assert report["namespace"]["message"] == "team"
+    assert looked_into(team) == {"team"}
+    said = report["account of the KFP UI"]["message"]
+    assert said.endswith("system:serviceaccount:team:pipeline-runner")
+
+
+def test_that_of_the_context_is_reported_to_be_that(kube, of_job):
+    said = f"{NAMESPACE}, to which the context leads; --namespace names another"
+    assert of_job()["namespace"]["message"] == said
+    assert looked_into(kube) == {NAMESPACE}
+    named = of_job(options=("--namespace", NAMESPACE))
+    assert named["namespace"]["message"] == NAMESPACE
+
+
+def test_a_job_of_another_namespace_is_launched_from_that_of_the_steps(team, of_job):
+    team.store.create("secrets", "jobs", {"metadata": {"name": "keys"}})
+    report = of_job(
+        "cluster.kubernetes.namespace=jobs",
+        "cluster.kubernetes.pod.env_from_secrets=[keys]",
+        options=("--namespace", "team"),
+    )
+    assert report.failed() == []
+    assert report["namespace"]["message"] == "jobs"
+    found = report["permissions of that account"]["message"]
+    assert found.startswith("system:serviceaccount:team:pipeline-runner may do in jobs all")
+
+
+@pytest.mark.parametrize("name", ["Team", "a/b", "a b", "-a", "a" * 64, "../nodes"])
+def test_what_is_no_namespace(doctor, monkeypatch, name):
+    report = doctor(options=(f"--namespace={name}",))
+    assert (report.code, report.lines) == (2, [])
+    assert f"{name!r} is not the name of a namespace" in report.err
+    monkeypatch.setenv("KFP_NAMESPACE", name)
+    assert f"{name!r} is not the name of a namespace" in doctor().err
