@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from trainer import storage
 from trainer.errors import UserError
 from trainer.events import to_tree
-from trainer.json_records import from_tree, parse
+from trainer.json_records import record_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,9 @@ def check(artifact: Any, uri: str) -> None:
 
 
 def _read(artifact: Any) -> Descriptor:
-    try:
-        tree = parse(Path(artifact.path).read_bytes())
-    except (OSError, ValueError):
-        tree = None
-    if found := from_tree(Descriptor, tree):
-        return found
+    with suppress(OSError):
+        if found := record_in(Descriptor, Path(artifact.path).read_bytes()):
+            return found
     raise UserError(
         f"the artifact {artifact.uri} is no descriptor of what a step has published: take it from "
         "that step, or leave it out and pass the URI alone"

@@ -50,15 +50,23 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
 def from_tree(kind: type[Record], tree: object) -> Record | None:
     """Return the record of a dataclass that a JSON object holds; None where it holds none."""
     try:
-        return _adapter(kind).validate_json(json.dumps(tree))
+        return cast(Record, _adapter(cast(Any, kind)).validate_json(json.dumps(tree)))
     except ValidationError:
         return None
 
 
+def record_in(kind: type[Record], text: str | bytes) -> Record | None:
+    """Return the record of a dataclass that a JSON text holds; None where it holds none."""
+    try:
+        return from_tree(kind, parse(text))
+    except ValueError:
+        return None
+
+
 @cache
-def _adapter(kind: type[Record]) -> TypeAdapter[Record]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     if "__pydantic_config__" not in vars(kind):
-        cast(Any, kind).__pydantic_config__ = _STRICT
+        kind.__pydantic_config__ = _STRICT
     return TypeAdapter(kind)
 
 

@@ -30,7 +30,7 @@ from trainer import storage, user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.events import now, to_tree
-from trainer.json_records import from_tree, parse
+from trainer.json_records import parse, record_in
 from trainer.masking import masked
 from trainer.promotion import lineage, trained
 
@@ -274,14 +274,12 @@ def read_given(at: str, step: str) -> Given:
     """
     uri = file_of(at, GIVEN, step)
     try:
-        found = from_tree(Given, parse(storage.read_bytes(uri)))
+        found = record_in(Given, storage.read_bytes(uri))
     except storage.Missing:
         raise UserError(
             f"what {step} was given is not on record ({uri}): the run was made by an older "
             "version, or the store did not take the record; start the run again to have one"
         ) from None
-    except ValueError:
-        found = None
     if found is None:
         raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")
     return found

@@ -39,7 +39,7 @@ from trainer.events import (
     now,
     to_tree,
 )
-from trainer.json_records import from_tree, parse
+from trainer.json_records import record_in
 from trainer.masking import masked
 from trainer.step_result import StepResult
 from trainer.storage.retry import in_parallel, shorter_retry
@@ -300,14 +300,6 @@ def published_records(at: str) -> list[StepRecord]:
     return sorted((each for each in found if each), key=lambda each: each.began)
 
 
-def record_in(data: bytes) -> StepRecord | None:
-    """Return the record in the bytes of its file; None where it is none."""
-    try:
-        return from_tree(StepRecord, parse(data))
-    except ValueError:
-        return None
-
-
 def read(at: str, *, well: bool) -> list[StepRecord]:
     """Return the records of the run at the URI `at`, in the order in which its steps began.
 
@@ -357,7 +349,7 @@ def _uri(at: str, step: str) -> str:
 def _read(uri: str) -> StepRecord | None:
     record = None
     try:
-        record = record_in(storage.read_bytes(uri))
+        record = record_in(StepRecord, storage.read_bytes(uri))
     except storage.Missing:
         return None
     except storage.Corrupt as error:

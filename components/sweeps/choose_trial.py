@@ -7,7 +7,7 @@ from components.records.record import Step
 from components.sweeps import run_trial
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.json_records import from_tree, parse
+from trainer.json_records import record_in
 from trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, ranked
 
 
@@ -37,7 +37,7 @@ class Chosen(NamedTuple):
 def work(step: Step) -> Chosen:
     """Choose by the metric of validation among the trials that `ended` a rung, as JSON texts."""
     plan = run_trial.sweep_of(step.sweep)
-    ended_here = [each for text in step.ended if (each := from_tree(Trial, parse(text)))]
+    ended_here = [each for text in step.ended if (each := record_in(Trial, text))]
     here = {each.number: each for each in ended_here}
     every = [
         here.get(each.number) or run_trial.known(step.root, step.run_id, each)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from components.table import maker_of
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import INTERRUPTED, ConfigError
-from trainer.json_records import from_tree, parse, tree_of
+from trainer.json_records import parse, record_in, tree_of
 from trainer.sweeps.sweep import FAILED, Sweep, Trial, value_of
 
 #: What the step of a place without a trial returns.
@@ -98,13 +99,9 @@ def _at(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | N
 
 def sweep_of(text: str) -> Sweep:
     """Return the sweep of the run parameter `sweep`; raises `ConfigError`."""
-    try:
-        found = from_tree(Sweep, parse(text))
-    except ValueError:
-        found = None
-    if found is None:
-        raise ConfigError("sweep: it is not the sweep that `flotilla sweep --compile` wrote")
-    return found
+    if found := record_in(Sweep, text):
+        return found
+    raise ConfigError("sweep: it is not the sweep that `flotilla sweep --compile` wrote")
 
 
 def trial_run_id(run_id: str, number: int) -> str:
@@ -114,11 +111,10 @@ def trial_run_id(run_id: str, number: int) -> str:
 
 def known(root: str, run_id: str, planned: Trial) -> Trial:
     """Return a trial as it was published last; as it was planned where it has not ended yet."""
-    try:
-        tree = parse(storage.read_bytes(_uri(root, run_id, planned.number)))
-    except (storage.Missing, ValueError):
-        return planned
-    return from_tree(Trial, tree) or planned
+    with suppress(storage.Missing):
+        text = storage.read_bytes(_uri(root, run_id, planned.number))
+        return record_in(Trial, text) or planned
+    return planned
 
 
 def _uri(root: str, run_id: str, number: int) -> str:

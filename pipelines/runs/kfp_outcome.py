@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from components.records.step_record import StepRecord, published_records, record_in
+from components.records.step_record import StepRecord, published_records
 from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of, published_by
 from pipelines.runs.kfp_causes import explained, failed_pods, waiting_pods
 from pipelines.runs.kfp_client import Client, InstanceError
@@ -23,6 +23,7 @@ from pipelines.runs.kfp_run import RemoteRun
 from pipelines.runs.outcome import RunResult
 from trainer import storage
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, UserError
+from trainer.json_records import record_in
 from trainer.storage.retry import shorter_retry
 
 DATA, TRAINER = maker_of("validation"), maker_of("checkpoint")
@@ -105,7 +106,7 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
             if error.status != _ABSENT:
                 return []
             continue
-        if record := record_in(data):
+        if record := record_in(StepRecord, data):
             found.append(record)
     return sorted(found, key=lambda record: record.began)
 

@@ -14,7 +14,7 @@ from trainer import storage
 from trainer.cluster.launcher import Job
 from trainer.errors import UserError
 from trainer.events import to_tree
-from trainer.json_records import from_tree, parse
+from trainer.json_records import record_in
 
 FILE = "end.json"
 ALL_STEPS, EARLY_STOP = "all steps", "early stop"
@@ -63,8 +63,8 @@ def record(job: Job, checkpoint: str) -> Completion:
 def is_over(job: Job) -> bool:
     """Return whether training is over, by its record and the newest checkpoint."""
     try:
-        found = from_tree(Completion, parse(storage.read_bytes(_place(job))))
-    except (storage.Missing, ValueError):
+        found = record_in(Completion, storage.read_bytes(_place(job)))
+    except storage.Missing:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False

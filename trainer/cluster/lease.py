@@ -29,7 +29,7 @@ from functools import cache, partial
 from trainer import events, storage
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.json_records import from_tree, parse
+from trainer.json_records import record_in
 from trainer.storage.local import is_gone, is_living, writer
 
 FOLDER = ".lock"
@@ -116,7 +116,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
             except storage.Corrupt:
                 found[number] = None
             else:
-                found[number] = _parse_holder(data)
+                found[number] = record_in(LeaseHolder, data)
     return found
 
 
@@ -135,13 +135,6 @@ def remove_expired(uri: str) -> list[str]:
 def lease_uri(uri: str, number: int) -> str:
     """Return the URI of the lease file with this number, of the folder `uri`."""
     return storage.join(uri, FOLDER, f"{number:06d}{_SUFFIX}")
-
-
-def _parse_holder(data: bytes) -> LeaseHolder | None:
-    try:
-        return from_tree(LeaseHolder, parse(data))
-    except ValueError:
-        return None
 
 
 def clock_time(seconds: float) -> str:
