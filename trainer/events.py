@@ -28,7 +28,6 @@ from typing import Any, dataclass_transform
 
 from trainer.json_records import from_tree, parse_mapping, tree_of
 from trainer.masking import masked
-from trainer.step_result import StepResult
 
 VARIABLE = "FLOTILLA_EVENTS"
 MARK = '{"event": '
@@ -80,6 +79,31 @@ class StepBegin(Event):
 
     step: str
     inputs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """How a pipeline step ended.
+
+    Attributes:
+        step: its name.
+        status: `done`, `failed` or `interrupted`.
+        exit_code: see `trainer.errors`.
+        error: one line, empty where there is none.
+        traceback: of an error in the user's code, else empty.
+        seconds, metrics: of this try; key values for the closing table.
+        uri, output: of what the step has published, its URI and its kind, or empty.
+    """
+
+    step: str
+    status: str
+    exit_code: int = 0
+    error: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    uri: str = ""
+    output: str = ""
 
 
 class StepEnd(Event, StepResult):

@@ -34,6 +34,7 @@ from trainer.events import (
     Stalled,
     StepBegin,
     StepEnd,
+    StepResult,
     Suspension,
     TaskFailed,
     now,
@@ -41,7 +42,6 @@ from trainer.events import (
 )
 from trainer.json_records import record_in
 from trainer.masking import masked
-from trainer.step_result import StepResult
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pipelines.cli.options import Assignments, Run, Workdir, of_instance
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
 from trainer.errors import FAILED
-from trainer.step_result import StepResult
+from trainer.events import StepResult
 
 _KILLED = "the process of the step was killed"
 

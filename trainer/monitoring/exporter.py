@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, start_http_server
 
 from trainer import events, storage
 from trainer.checkpoints.index import KIND
@@ -29,10 +26,6 @@ from trainer.monitoring.task_watch import TaskWatch
 from trainer.topology import Cluster, Task
 
 LOOPBACK = "127.0.0.1"
-# A client that sends nothing, or reads nothing, is left after so many seconds.
-CLIENT_SECONDS = 5.0
-# More clients at once are refused: each takes the interpreter for a moment.
-MOST_CLIENTS = 4
 log = logging.getLogger(__name__)
 
 
@@ -65,80 +58,17 @@ def served(registry: CollectorRegistry, port: int) -> WSGIServer | None:
     Port 0 is any that is free.
     """
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
+    # One socket for the addresses of both families, where the system has both.
+    tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)
     try:
-        server = _server(host, port, make_wsgi_app(registry))
+        with suppress(OSError) if len(tried) > 1 else nullcontext():
+            return start_http_server(port, tried[0], registry)[0]
+        return start_http_server(port, tried[-1], registry)[0]
     except OSError as error:
         reason = f"cluster.metrics_port: {port} on {host}: {error.strerror or error}"
         log.warning("no metrics for Prometheus: %s", reason)
         events.emit(events.MetricsUnserved(reason=reason))
         return None
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.1,), name="metrics-server", daemon=True
-    )
-    thread.start()
-    return server
-
-
-def _server(host: str, port: int, app: Any) -> WSGIServer:
-    kind = _server_of(socket.AF_INET)
-    if host == EVERY_HOST:
-        # An address of each family, where the system has both.
-        with suppress(OSError):
-            return make_server("::", port, app, _server_of(socket.AF_INET6), _Handler)
-        host = ""
-    elif ":" in host:
-        kind = _server_of(socket.AF_INET6)
-    return make_server(host, port, app, kind, _Handler)
-
-
-def _server_of(family: socket.AddressFamily) -> type[WSGIServer]:
-    class Server(_Server):
-        address_family = family
-
-    return Server
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_SECONDS
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a scrape is no news."""
-
-
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    # `server_close` would wait for the clients.
-    block_on_close = False
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_CLIENTS)
-        super().__init__(*arguments, **settings)
-
-    def server_bind(self) -> None:
-        """Bind, without the name of this host, for which the base asks a name server."""
-        if self.address_family == socket.AF_INET6 and self.server_address[0] == "::":
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, unless there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one client."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Log no traceback of a client that has left."""
-        log.debug("a client of the metrics has left", exc_info=True)
 
 
 def _read_newest(job: Job, metrics: RunMetrics) -> None:

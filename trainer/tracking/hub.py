@@ -80,40 +80,20 @@ class Hub:
         Raises:
             UserError: it does not answer, refuses, or knows another model under this version.
         """
-        name, number = model.name, str(model.version)
-        parent = self._ensured(
-            "registered_models", {"name": name, "state": "LIVE", "owner": "flotilla"}
-        )
-        version = self._ensured(
-            "model_versions",
-            {
-                "name": number,
-                "registeredModelId": parent,
-                "state": "LIVE",
-                "author": f"run {model.run_id}",
-                "customProperties": _properties(model.properties),
-            },
-            f"registered_models/{parent}/versions",
-        )
-        self._ensure_artifact(version, model)
-        return version
-
-    def _ensured(self, kind: str, wanted: Mapping[str, Any], listed: str = "") -> str:
-        """Return the id of what has this name; it is made where there is none."""
-        if found := self._found(listed or kind, wanted["name"]):
-            return str(found["id"])
-        made = self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
-        # Another run may have made it meanwhile.
-        made = made or self._found(listed or kind, wanted["name"])
-        if not made or "id" not in made:
-            raise self._strange(f"no id for {wanted['name']}")
-        return str(made["id"])
-
-    def _ensure_artifact(self, version: str, model: PromotedModel) -> None:
-        place, name = f"model_versions/{version}/artifacts", f"{model.name}-{model.version}"
+        owner = {"name": model.name, "state": "LIVE", "owner": "flotilla"}
+        parent = self._ensured("registered_models", owner)["id"]
         wanted = {
+            "name": str(model.version),
+            "registeredModelId": parent,
+            "state": "LIVE",
+            "author": f"run {model.run_id}",
+            "customProperties": _properties(model.properties),
+        }
+        listed = f"registered_models/{parent}/versions"
+        version = str(self._ensured("model_versions", wanted, listed)["id"])
+        artifact = {
             "artifactType": "model-artifact",
-            "name": name,
+            "name": f"{model.name}-{model.version}",
             "uri": model.uri,
             "modelFormatName": "tensorflow",
             "modelFormatVersion": "2",
@@ -121,16 +101,25 @@ class Hub:
             "modelSourceId": model.run_id,
             "state": "LIVE",
         }
-        found = self._found(place, name)
-        if not found:
-            found = self._ask("POST", place, body=wanted, unless=HTTPStatus.CONFLICT)
-            found = found or self._found(place, name) or {}
+        found = self._ensured(f"model_versions/{version}/artifacts", artifact)
         if found.get("uri") != model.uri:
             raise UserError(
                 f"the registry at {masked(self._home)} has another {model.name}, version "
                 f"{model.version}, at {masked(str(found.get('uri')))}: it is left as it is; give "
                 "this model another name"
             )
+        return version
+
+    def _ensured(self, kind: str, wanted: Mapping[str, Any], listed: str = "") -> dict[str, Any]:
+        """Return what has this name; it is made where there is none."""
+        listed = listed or kind
+        found = self._found(listed, wanted["name"])
+        found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
+        # Another run may have made it meanwhile.
+        found = found or self._found(listed, wanted["name"])
+        if not found or "id" not in found:
+            raise self._strange(f"no id for {wanted['name']}")
+        return found
 
     def _found(self, place: str, name: str) -> dict[str, Any] | None:
         # To find by name is no way: its server compares by LIKE, and `my_model` is `my-model`.

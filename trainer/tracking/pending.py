@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainer.errors import RunInterruptedError
-from trainer.events import AttemptBegin, Event, HandedOn, Progress, Restart, StepEnd, Validation
+from trainer.events import AttemptBegin, Event, Progress, Restart, StepEnd, Validation
 from trainer.json_records import is_number
 from trainer.masking import masked
+from trainer.run_state import RunState
 
 # As many points of a curve as a history has rows.
 MOST_POINTS = 2000
@@ -58,13 +58,14 @@ class Reader:
 
     def __init__(self) -> None:
         """Begin before the first event."""
+        self._state = RunState()
+        # The global step of the last point of training.
         self._last = 0
-        self._reached = 0
-        self._restarts = 0
 
     def read(self, event: Event) -> Pending:
         """Return what one event adds."""
         pending = Pending()
+        self._state.take(event)
         if isinstance(event, AttemptBegin):
             # The tracker passes over what a repeated stretch has again.
             self._last = min(self._last, event.global_step)
@@ -72,13 +73,9 @@ class Reader:
         elif isinstance(event, Progress):
             self._add_progress(event, pending)
         elif isinstance(event, Validation):
-            named = {f"validation_{name}": value for name, value in event.metrics.items()}
-            _add(pending, named, event.global_step, event.time, repeats=False)
+            _add(pending, "validation_", event.metrics, event.global_step, event.time)
         elif isinstance(event, Restart):
-            self._restarts += 1
-            pending.tags["flotilla.restarts"] = str(self._restarts)
-        elif isinstance(event, HandedOn):
-            self._reached = event.global_step
+            pending.tags["flotilla.restarts"] = str(self._state.counts[Restart])
         elif isinstance(event, StepEnd):
             self._add_step(event, pending)
         return pending
@@ -94,34 +91,30 @@ class Reader:
             "steps_per_second": event.steps_per_second,
             **event.metrics,
         }
-        _add(pending, values, event.global_step, event.time, repeats=True)
+        _add(pending, "", values, event.global_step, event.time)
 
     def _add_step(self, event: StepEnd, pending: Pending) -> None:
         metrics = event.metrics
-        if isinstance(step := metrics.get("handed_on_step"), int):
-            self._reached = step
         if event.output == _TEST:
-            named = {f"test_{name}": value for name, value in metrics.items()}
-            _add(pending, named, self._reached, event.time, repeats=False)
-        if event.uri:
-            pending.tags[f"flotilla.{event.step}.uri"] = _tag(event.uri)
-        if decision := metrics.get("decision"):
-            pending.tags[f"flotilla.{event.step}.decision"] = _tag(str(decision))
-            if reasons := metrics.get("reasons"):
-                pending.tags[f"flotilla.{event.step}.reasons"] = _tag("; ".join(map(str, reasons)))
+            _add(pending, "test_", metrics, self._state.handed_on_step, event.time)
+        tags = {"uri": event.uri, "decision": metrics.get("decision")}
+        if tags["decision"]:
+            tags["reasons"] = "; ".join(map(str, metrics.get("reasons", ())))
+        pending.tags |= {
+            f"flotilla.{event.step}.{name}": _tag(str(text)) for name, text in tags.items() if text
+        }
         if event.error:
             pending.tags["flotilla.error"] = _tag(f"{event.step}: {event.error}")
 
 
-def _add(
-    pending: Pending, values: Mapping[str, Any], step: int, time: float, *, repeats: bool
-) -> None:
+def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, time: float) -> None:
+    """Add a point of each curve; without a prefix they are of training."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            inner = {f"{name}/{key}": each for key, each in value.items()}
-            _add(pending, inner, step, time, repeats=repeats)
-        elif is_number(value) and math.isfinite(value):
-            point = Point(name, float(value), step, int(time * 1000), repeats)
+            _add(pending, f"{prefix}{name}/", value, step, time)
+        elif is_number(value):
+            repeats = not prefix.startswith(("validation_", "test_"))
+            point = Point(f"{prefix}{name}", float(value), step, int(time * 1000), repeats)
             pending.points.append(point)
 
 

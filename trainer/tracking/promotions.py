@@ -6,8 +6,10 @@ one line of log, and a retry of the step tries again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +38,18 @@ def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> Non
         wanted["MLflow"] = lambda: register_in_mlflow(model)
     if hub:
         wanted["the model registry"] = lambda: Hub(hub).announce(model)
-    threads = {name: _Call(call) for name, call in wanted.items()}
-    for name, each in threads.items():
-        if words := each.failure(seconds):
+    answers: dict[str, queue.SimpleQueue[str]] = {}
+    for name, call in wanted.items():
+        answers[name] = queue.SimpleQueue()
+        # One that is late is left behind.
+        work = functools.partial(_answer, call, answers[name])
+        threading.Thread(target=work, name="promotion", daemon=True).start()
+    for name, answer in answers.items():
+        try:
+            words = answer.get(timeout=seconds)
+        except queue.Empty:
+            words = f"no answer within {seconds:g} s"
+        if words:
             log.warning(
                 "%s does not know that version %d of %s was promoted: %s; the promotion holds",
                 name,
@@ -48,26 +59,16 @@ def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> Non
             )
 
 
-class _Call:
-    """A call in a thread of its own, which is left behind when it is late."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call, self._words = call, ""
-        self._thread = threading.Thread(target=self._work, name="promotion", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            self._call()
-        except ImportError:
-            self._words = MISSING
-        except Exception as error:
-            self._words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:300]
-
-    def failure(self, seconds: float) -> str:
-        """Return why it failed, after so many seconds at most; empty where it did not."""
-        self._thread.join(seconds)
-        return f"no answer within {seconds:g} s" if self._thread.is_alive() else self._words
+def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
+    """Put why a call failed, or an empty text."""
+    words = ""
+    try:
+        call()
+    except ImportError:
+        words = MISSING
+    except Exception as error:
+        words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:300]
+    answer.put(words)
 
 
 def register_in_mlflow(model: PromotedModel) -> str:

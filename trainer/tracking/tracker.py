@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from trainer import events
 from trainer.cluster.launcher import Job
@@ -38,21 +37,10 @@ _STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
 log = logging.getLogger(__name__)
 
 
-class Target(Protocol):
-    """Where it is written; `trainer.tracking.mlflow_run.MlflowRun`."""
-
-    @property
-    def url(self) -> str:
-        """The address, to be read in a message."""
-
-    def write(self, pending: Pending) -> None:
-        """Write all of it; may raise anything, and is then called again with it."""
-
-
 class Tracker:
     """Writes what it hears. Its thread begins with the first event that says something."""
 
-    def __init__(self, target: Target, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
+    def __init__(self, target: MlflowRun, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
         """Wait for `first_pause` seconds after a first failure, and longer after each next one."""
         self._target = target
         self._reader = Reader()

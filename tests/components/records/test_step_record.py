@@ -14,7 +14,7 @@ from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace, FilePlace
 from trainer import storage
 from trainer.errors import UserError
-from trainer.step_result import StepResult
+from trainer.events import StepResult
 from trainer.storage import retry
 
 RUN = "0b7c"

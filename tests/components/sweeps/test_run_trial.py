@@ -12,8 +12,8 @@ from tests.trainer.sweeps.test_sweep import a_sweep
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.events import StepResult
 from trainer.json_records import tree_of
-from trainer.step_result import StepResult
 
 RUN = "digits-1"
 

@@ -96,12 +96,6 @@ def test_a_port_that_is_taken_is_one_warning(tmp_path, monkeypatch, caplog, host
     assert caplog.text.count("no metrics for Prometheus: ") == 1
 
 
-def test_an_address_of_another_machine_is_one_warning(serving, monkeypatch, caplog):
-    monkeypatch.setenv(METRICS_HOST, "192.0.2.1")
-    assert serving() is None
-    assert caplog.text.count("no metrics for Prometheus: ") == 1
-
-
 def test_it_is_off_where_no_port_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr(exporter, "served", None)
     with exporter.exported(job_at(tmp_path, 0), ALONE, CHIEF):
@@ -121,19 +115,6 @@ def test_a_run_is_served_in_its_block_and_not_after_it(tmp_path, port):
         assert found["process_resident_memory_bytes",] > 0
         with pytest.raises(OSError, match="refused"):
             scrape(port)
-
-
-def test_clients_that_say_nothing_do_not_keep_others_out_for_ever(serving, monkeypatch):
-    port = serving().server_port
-    with monkeypatch.context() as patch:
-        patch.setattr(exporter._Handler, "timeout", 0.2)
-        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(exporter.MOST_CLIENTS)]
-        for each in idle:
-            each.settimeout(60)
-            # Closed by the server.
-            assert each.recv(1) == b""
-            each.close()
-    assert scrape(port)
 
 
 def test_only_reading_is_answered(serving):

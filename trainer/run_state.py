@@ -1,0 +1,156 @@
+"""The state of a run: the one projection of its events, from which every reader takes its part.
+
+A reader gives it each event in order, whether it hears them, follows a file or reads one; what it
+holds is bounded. What is "newest" is of the newest start of the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    EvaluatorLeft,
+    Event,
+    HandedOn,
+    Interrupted,
+    Progress,
+    Restart,
+    RunBegin,
+    ServersLost,
+    Stalled,
+    StepBegin,
+    StepEnd,
+    Suspension,
+    TaskFailed,
+    UserCodeFailed,
+)
+
+#: What a record and the report tell of a step beside its end.
+INCIDENTS = (
+    Restart,
+    ServersLost,
+    Suspension,
+    Stalled,
+    TaskFailed,
+    EvaluatorLeft,
+    CheckpointPassedOver,
+)
+# A run of weeks has more; of these the newest are kept.
+_MOST = 10_000
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+@dataclass(kw_only=True)
+class StepTry:
+    """One try of a pipeline step, of a `start` of the run; `end` is None until it has ended."""
+
+    step: str
+    began: float
+    start: int
+    end: StepEnd | None = None
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """A run so far.
+
+    Attributes:
+        start: how often it was started before, from 0 on.
+        counts: of the events of each kind, over all starts.
+        global_step: that training is at: where the newest attempt began, or what it reached.
+        handed_on_step: of the checkpoint that went on to the next steps; 0 before that.
+        moved: when that was, in seconds since 1970; 0 before training.
+        seen_until: the time of the last event, of each start.
+        tries: every try of every step, in the order in which they began.
+        incidents: of the kinds of `INCIDENTS`, and attempts that resumed.
+        checkpoints: those that were published.
+    """
+
+    start: int = 0
+    counts: Counter[type[Event]] = field(default_factory=Counter)
+    global_step: int = -1
+    moved: float = 0.0
+    handed_on_step: int = 0
+    seen_until: dict[int, float] = field(default_factory=dict)
+    tries: list[StepTry] = field(default_factory=list)
+    incidents: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST))
+    checkpoints: deque[CheckpointPublished] = field(default_factory=lambda: deque(maxlen=_MOST))
+    _newest: dict[type[Event], Event] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        """Take the next event."""
+        if isinstance(event, RunBegin) and self.seen_until:
+            self.start += 1
+            self._newest.clear()
+        self.seen_until[self.start] = max(event.time, self.seen_until.get(self.start, 0.0))
+        self.counts[type(event)] += 1
+        self._newest[type(event)] = event
+        if isinstance(event, INCIDENTS) or (isinstance(event, AttemptBegin) and event.resumed):
+            self.incidents.append(event)
+        match event:
+            case AttemptBegin() | Progress():
+                self.global_step, self.moved = event.global_step, event.time
+            case HandedOn():
+                self.handed_on_step = event.global_step
+            case CheckpointPublished():
+                self.checkpoints.append(event)
+            case StepBegin():
+                self.tries.append(StepTry(step=event.step, began=event.time, start=self.start))
+            case StepEnd():
+                self._end_step(event)
+
+    def _end_step(self, event: StepEnd) -> None:
+        if isinstance(step := event.metrics.get("handed_on_step"), int):
+            self.handed_on_step = step
+        open_ones = (
+            each
+            for each in self.tries
+            if (each.step, each.start, each.end) == (event.step, self.start, None)
+        )
+        # Of one whose beginning a full disk has lost, the end says when it was.
+        lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
+        found = next(open_ones, lost)
+        found.end = event
+        if found is lost:
+            self.tries.append(found)
+
+    def newest(self, kind: type[_Kind]) -> _Kind | None:
+        """Return the newest event of a kind; None where there is none yet."""
+        return cast("_Kind | None", self._newest.get(kind))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was asked to end."""
+        return Interrupted in self._newest
+
+    @property
+    def step(self) -> str:
+        """The pipeline step that runs; empty between two steps."""
+        last = self.tries[-1] if self.tries else None
+        return last.step if last and last.start == self.start and last.end is None else ""
+
+    @property
+    def traceback(self) -> str:
+        """Of the newest error in the user's code, in a training task; empty where there is none."""
+        failed = self.newest(UserCodeFailed)
+        return failed.traceback if failed else ""
+
+    @property
+    def suspension(self) -> Suspension | None:
+        """The suspension that the job is in; None where it may run."""
+        found = self.newest(Suspension)
+        return None if found is None or found.is_over else found
+
+
+def state_of(events: Iterable[Event]) -> RunState:
+    """Return the state of a run after these events."""
+    state = RunState()
+    for event in events:
+        state.take(event)
+    return state
