@@ -37,7 +37,7 @@ class Stubs(AsyncParameterServer):
         with tf.device(server_device(0)):
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False)
         made = self.coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(1).repeat())
-        self.feed(iter(made))
+        self._workers, self._iterator = self.cluster.count("worker"), iter(made)
         self.hand_out(self._update, TURN)
 
     def look(self) -> None:

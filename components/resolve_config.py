@@ -64,7 +64,7 @@ def resolve_config(
     cluster_evaluator: bool, cluster_gpus_per_worker: int,
     cluster_gpu_memory_mb: int, cluster_communication: str, cluster_placement: str,
     cluster_existing_servers: bool, cluster_in_process: bool, cluster_max_restarts: int,
-    cluster_recovery: str, cluster_snapshot_seconds: float, cluster_metrics_port: int,
+    cluster_recovery: str, cluster_metrics_port: int,
     cluster_kubernetes: str,
     evaluation_batch_size: int, evaluation_slices: str, gate_min: str, gate_max: str,
     gate_champion_metric: str, gate_champion_margin: str, gate_champion_confidence: float,

@@ -188,18 +188,14 @@ class ServersLost(Event):
         recovery: `partial`: their values alone go back; `full`: those of all servers do.
         global_step: that training had reached, as far as the chief knows.
         back_to: the global step of the values that go back; -1 where it is not known.
-        snapshot_age: seconds since the snapshot that these are of; 0: of a checkpoint.
         reason: why the recovery is full, else empty.
-        rejoined: whether they were started again at once, and the attempt goes on with them.
     """
 
     servers: tuple[str, ...]
     recovery: str
     global_step: int
     back_to: int
-    snapshot_age: float = 0.0
     reason: str = ""
-    rejoined: bool = False
 
 
 class Suspension(Event):

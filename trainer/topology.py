@@ -158,8 +158,31 @@ def _hint(role: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a strategy may do; a class of the user's own has those of the class that it is of.
+
+    Attributes:
+        spares_workers: training continues when a worker is lost, without a new attempt of the
+            chief.
+        mixes_steps: it is asynchronous: values of several global steps are side by side while
+            training goes on, and a gradient is of an earlier step than that of its update.
+        keeps_values: the next attempt may go on with the variables that are on the servers.
+        aggregates: the first gradients of a step are its update (`replicas_to_aggregate`).
+        copies: each worker has a copy of all variables.
+        own_steps: the `train_step` of a model's own can be run.
+    """
+
+    spares_workers: bool = False
+    mixes_steps: bool = False
+    keeps_values: bool = False
+    aggregates: bool = False
+    copies: bool = False
+    own_steps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The roles of a strategy, and its class.
+    """The roles of a strategy, its class, and what it may do.
 
     Attributes:
         implementation: the class as `package.module:Class`.
@@ -167,9 +190,11 @@ class Topology:
             and worker 0 publishes.
         servers: whether variables are on parameter servers.
         workers: whether there are workers; otherwise the chief trains alone.
+        capabilities: see there.
     """
 
     implementation: str
+    capabilities: Capabilities = Capabilities()
     chief: bool = True
     servers: bool = True
     workers: bool = True
@@ -191,24 +216,40 @@ class Topology:
 #: Every strategy that has a name.
 TOPOLOGIES = {
     "single": Topology(
-        implementation="trainer.strategies.mirrored:Single", servers=False, workers=False
+        implementation="trainer.strategies.mirrored:Single",
+        servers=False,
+        workers=False,
+        capabilities=Capabilities(own_steps=True),
     ),
     "async_parameter_server": Topology(
-        implementation="trainer.strategies.async_parameter_server:AsyncParameterServer"
+        implementation="trainer.strategies.async_parameter_server:AsyncParameterServer",
+        capabilities=Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True),
     ),
     "sync_parameter_server": Topology(
-        implementation="trainer.strategies.sync_parameter_server:SyncParameterServer"
+        implementation="trainer.strategies.sync_parameter_server:SyncParameterServer",
+        capabilities=Capabilities(spares_workers=True, keeps_values=True, aggregates=True),
     ),
-    "in_graph": Topology(implementation="trainer.strategies.in_graph:InGraph"),
+    "in_graph": Topology(
+        implementation="trainer.strategies.in_graph:InGraph",
+        capabilities=Capabilities(keeps_values=True),
+    ),
     "multi_worker_mirrored": Topology(
-        implementation="trainer.strategies.mirrored:MultiWorkerMirrored", chief=False, servers=False
+        implementation="trainer.strategies.mirrored:MultiWorkerMirrored",
+        chief=False,
+        servers=False,
+        capabilities=Capabilities(copies=True, own_steps=True),
     ),
 }
+#: A class of the user's own, before it is imported: it may be asynchronous, and spare workers.
+OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
 
 
 def topology_of(strategy: str) -> Topology:
-    """Return the topology of a strategy; a user's own class gets chief, servers and workers."""
-    return TOPOLOGIES.get(strategy) or Topology(implementation=strategy)
+    """Return the topology of a strategy; a user's own class gets chief, servers and workers.
+
+    What that may do is known once it is imported: `Strategy.capabilities`.
+    """
+    return TOPOLOGIES.get(strategy) or Topology(implementation=strategy, capabilities=OWN)
 
 
 def leader(cluster: Cluster) -> Task:

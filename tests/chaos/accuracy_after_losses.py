@@ -2,13 +2,13 @@
 
     export PYTHONPATH=examples/clicks_large
     python -m tests.chaos.accuracy_after_losses $PYTHONPATH/clicks_large.yaml --steps 4000 \
-        --losses 20 --set cluster.snapshot_seconds=1 --seed 1 --seed 2 --seed 3
+        --losses 20 --set training.checkpoint_seconds=10 --seed 1 --seed 2 --seed 3
 
 For each seed two runs train the same number of steps, one after the other: an undisturbed one, and
 one of which a parameter server is killed (SIGKILL) so many times. The kills are spaced evenly over
-the steps; the last one is as far from the end. Progress is reported, and a snapshot is taken, about
-once a second at one moment, so each kill comes up to a second after the progress that reaches its
-step, drawn by the seed. A kill waits until the run has gone on after the one before.
+the steps; the last one is as far from the end. Progress is reported about once a second, so each
+kill comes up to a second after the progress that reaches its step, drawn by the seed. A kill waits
+until the run has gone on after the one before.
 
 The newest checkpoints of both, which are those of the last step, answer the same test split. What
 they differ by has the chance of asynchronous training in it: that of undisturbed runs of several
@@ -121,7 +121,6 @@ def _measured(
 
 def _say_losses(course: Course, struck: int) -> None:
     back = [each.global_step - each.back_to for each in course.losses]
-    ages = [each.snapshot_age for each in course.losses]
     partial = sum(each.recovery == "partial" for each in course.losses)
     reasons = sorted({each.reason for each in course.losses if each.reason})
     say(
@@ -131,7 +130,6 @@ def _say_losses(course: Course, struck: int) -> None:
     )
     say(f"  of {[','.join(each.servers) for each in course.losses]}")
     say(f"  steps that their values went back, {sum(back)} in all: {back}")
-    say(f"  seconds since the snapshot, 0 of a checkpoint: {[round(each, 1) for each in ages]}")
     waits = course.returns.get("ps", [])
     say(f"  seconds without progress: {[round(each, 1) for each in waits]}")
 

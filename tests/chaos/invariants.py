@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
@@ -159,34 +159,17 @@ def no_published_step_is_repeated(outcome: Outcome) -> Iterator[str]:
 
 
 def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
-    """The values of lost servers go back to the newest checkpoint, or to a snapshot after it.
-
-    In a checkpoint that was saved when servers were lost, theirs are as old as was said then.
-    """
-    # By the step of each checkpoint, how old the values of servers are that were lost.
-    ages: dict[int, Mapping[str, int]] = {}
+    """The values of lost servers go back to the newest checkpoint that is published and whole."""
+    published: dict[str, int] = {}
     for event in outcome.events:
         if isinstance(event, CheckpointPublished):
-            ages.setdefault(event.global_step, {})
+            published[event.uri] = event.global_step
         elif isinstance(event, CheckpointPassedOver):
-            ages.pop(_step_of(event.uri), None)
-        elif isinstance(event, AttemptBegin):
-            ages = {step: each for step, each in ages.items() if step <= event.global_step}
-        elif isinstance(event, ServersLost) and (event.recovery == "partial" or event.snapshot_age):
-            # What is left was saved at one of the two, and may be published by now.
-            saved = (event.global_step, event.back_to)
-            there = [step for step in ages if step < max(saved) and step not in saved]
-            newest = max(there, default=0)
-            bound = min(ages.get(newest, {}).get(each, newest) for each in event.servers)
-            if event.back_to < bound:
-                yield f"values went back to step {event.back_to}, and {bound} is the bound"
-            if event.recovery == "partial" and not event.rejoined:
-                ages[event.global_step] = dict.fromkeys(event.servers, event.back_to)
-
-
-def _step_of(uri: str) -> int:
-    digits = storage.name_of(uri).rpartition("-")[2]
-    return int(digits) if digits.isdecimal() else -1
+            published.pop(event.uri, None)
+        elif isinstance(event, ServersLost) and event.recovery == "partial":
+            newest = max(published.values(), default=0)
+            if event.back_to < newest:
+                yield f"values went back to step {event.back_to}, and {newest} is the bound"
 
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
@@ -198,9 +181,7 @@ def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []
     for event in outcome.events:
-        if isinstance(event, ServersLost) and event.rejoined:
-            before = [pair for pair in before if pair[0] <= event.back_to]
-        elif isinstance(event, ServersLost) and event.recovery == "partial":
+        if isinstance(event, ServersLost) and event.recovery == "partial":
             backs.append(event.back_to)
         elif isinstance(event, AttemptBegin):
             least = min([event.global_step, *backs])
@@ -219,10 +200,10 @@ def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
 def rows_are_whole(outcome: Outcome) -> Iterator[str]:
     """In a checkpoint an id has one row, in one shard, with slots, and all rows are counted.
 
-    A step that a loss has ended halfway may leave an id with two rows, or a row without a count.
-    The copy of a snapshot has its counts of an earlier moment.
+    A step that a loss has ended halfway may leave an id with two rows, or a row without a count:
+    its count is of another moment where values stayed on the servers.
     """
-    most, counts = outcome.halfway * _disturbances(outcome), not _is_of_snapshot(outcome)
+    most, counts = outcome.halfway * _disturbances(outcome), not _has_kept_values(outcome)
     for uri, shards in rows_of(outcome).items():
         for words in faults_of(shards, halfway=most, counts=counts):
             yield f"{storage.name_of(uri)}: {words}"
@@ -232,7 +213,7 @@ def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
     """What a checkpoint has of a table each later one has, but for rows that were taken back."""
     most = outcome.halfway * _disturbances(outcome)
     found = rows_of(outcome)
-    if _is_of_snapshot(outcome):
+    if _has_kept_values(outcome):
         # Rows that were taken back while it was made are not counted.
         most += sum(len(each.ids) for shards in found.values() for each in shards.values())
     for (uri, earlier), (later_uri, later) in combinations(found.items(), 2):
@@ -258,12 +239,8 @@ def _disturbances(outcome: Outcome) -> int:
     return restarts(outcome) + max(0, attempts(outcome) - 1)
 
 
-def _is_of_snapshot(outcome: Outcome) -> bool:
-    return any(
-        (isinstance(each, ServersLost) and each.snapshot_age)
-        or (isinstance(each, AttemptBegin) and each.checkpoint >= 0)
-        for each in outcome.events
-    )
+def _has_kept_values(outcome: Outcome) -> bool:
+    return any(isinstance(each, AttemptBegin) and each.checkpoint >= 0 for each in outcome.events)
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:

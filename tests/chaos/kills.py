@@ -93,7 +93,6 @@ class Kills:
                 self.found.restarts += 1
             elif isinstance(event, ServersLost):
                 self.found.losses.append(event)
-                self._has_begun |= event.rejoined
             elif isinstance(event, AttemptBegin):
                 self._has_begun = True
             elif isinstance(event, Progress):

@@ -23,15 +23,8 @@ def begin(step):
     return AttemptBegin(global_step=step, steps=400, resumed=True)
 
 
-def lost(step, back_to, *, rejoined=False):
-    return ServersLost(
-        servers=("ps-1",),
-        recovery="partial",
-        global_step=step,
-        back_to=back_to,
-        snapshot_age=1.0,
-        rejoined=rejoined,
-    )
+def lost(step, back_to):
+    return ServersLost(servers=("ps-1",), recovery="partial", global_step=step, back_to=back_to)
 
 
 @pytest.fixture
@@ -85,15 +78,6 @@ def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
     )
     assert steps == [210, 220, 320]
     assert [each.back_to for each in course.losses] == [200]
-
-
-def test_a_run_goes_on_without_a_new_attempt_where_the_server_is_joined(struck_at):
-    steps, course = struck_at(
-        3, progress(210), progress(220), lost(220, 200, rejoined=True), progress(230), progress(320)
-    )
-    # The next one has been due since 200.
-    assert steps == [210, 230]
-    assert len(course.returns["ps"]) == 1
 
 
 def drifting_progress(cost, between):

@@ -1,7 +1,4 @@
-"""A parameter server dies, and a new attempt begins: what goes back, and what does not.
-
-So it is where the strategy is synchronous, or a single server has all variables.
-"""
+"""A chief or servers die, and a new attempt begins: what lives stays, what is lost goes back."""
 
 from __future__ import annotations
 
@@ -9,101 +6,154 @@ import signal
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.cluster.launched import launched
+from tests.cluster.leaving import IDS, STEPS
+from tests.cluster.servers import serving
 from trainer import storage
-from trainer.checkpoints.contents import RECOVERED, of_field
+from trainer.checkpoints.contents import RECOVERED
 from trainer.checkpoints.history import VALIDATION_LOSS
-from trainer.events import AttemptBegin, Saved, ServersLost
+from trainer.checkpoints.index import list_checkpoints
+from trainer.events import AttemptBegin, Restart, ServersLost
+from trainer.topology import Task
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = pytest.mark.cluster
 
-EVERY, STEPS = 400, 1600
+EVERY, END = 400, 2000
 
 
-def settings(*, recovery="partial", training=None, **cluster):
-    own = {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0, "keep": 100}
-    own |= {"strategy": "sync_parameter_server"}
-    sizes = {"parameter_servers": 2, "workers": 1, "max_restarts": 3, "recovery": recovery}
+@pytest.fixture
+def leaving(tmp_path):
+    """Return what lets a chief begin on servers, train and die, and what kills a server."""
+
+    def serve(servers):
+        return serving(tmp_path, ps=servers, workers=1)
+
+    def said(started, saved, uri="file:///run/checkpoints", **given):
+        training = {"strategy": "async_parameter_server", **given.get("training", {})}
+        cluster = {"parameter_servers": started.cluster.count("ps"), "workers": 1}
+        spec = {"config": {"training": training, "cluster": cluster}, "uri": uri, "saved": saved}
+        spec |= {"torn": given.get("torn", False), "layers": given.get("layers", 0)}
+        leading = started.start_module("tests.cluster.leaving", spec)
+        found = leading.next()
+        leading.process.wait()
+        return found
+
+    return serve, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_next_chief_goes_on_with_what_is_there(leaving, servers):
+    serve, said = leaving
+    every = list(range(servers))
+    with serve(servers) as started:
+        first = said(started, -1)
+        other = said(started, 3, "file:///other/checkpoints")
+        second = said(started, 3)
+        third = said(started, 3, torn=True)
+        fourth = said(started, 3)
+        # Of other variables, whose values are its own then.
+        fifth = said(started, 3, training={"optimizer": {"name": "adagrad", "learning_rate": 0.1}})
+        more = said(started, 3, layers=1)
+        fewer = said(started, 3)
+        last = said(started, 3)
+    assert [(each["found"], each["taken"]) for each in (first, other)] == [(0, []), (3, [])]
+    assert (second["found"], second["taken"], second["step"]) == (STEPS, every, 2 * STEPS)
+    assert second["begun"] == first["left"]
+    assert second["left"] != second["begun"]
+    # Every id of the batches has one row, although two chiefs gave them out.
+    assert second["metrics"]["grown"]["rows"] == IDS
+    assert third["begun"] == second["left"]
+    assert (fourth["found"], fourth["taken"], fourth["step"]) == (3, [], STEPS)
+    for each in (fifth, more, fewer):
+        assert (each["found"], each["taken"], each["step"]) == (STEPS, [], STEPS)
+    assert (last["found"], last["taken"], last["step"]) == (STEPS, every, 2 * STEPS)
+    assert last["begun"] == fewer["left"]
+    begun = [value for path, value in fifth["begun"].items() if "accumulator" in path]
+    assert begun
+    assert all(np.unique(each).tolist() == [np.float32(0.1)] for each in begun)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_servers_that_live_keep_their_values_to_the_bit(leaving, lost):
+    serve, said = leaving
+    with serve(2) as started:
+        first = said(started, -1)
+        for work in (started.kill, started.start):
+            work(Task(role="ps", index=lost))
+        second = said(started, 3)
+        # The chief alone: what the server got again is there too.
+        third = said(started, 3)
+    assert (second["found"], second["taken"]) == (STEPS, [1 - lost])
+    # The count of steps stays, also where its server is lost.
+    assert second["step"] == 2 * STEPS
+    stayed = {path for path, each in first["left"].items() if second["begun"][path] == each}
+    living = {path for path, each in first["devices"].items() if f"task:{1 - lost}" in each}
+    assert living <= stayed
+    gone = first["devices"].keys() - living
+    trained = {path for path in gone if "rows" in path or "table" in path}
+    assert trained
+    assert trained.isdisjoint(stayed)
+    assert (third["found"], third["taken"]) == (2 * STEPS, [0, 1])
+    assert third["begun"] == second["left"]
+
+
+def settings(*, training=None, **cluster):
+    own = {"steps": END, "checkpoint_every": EVERY, "validate_every": EVERY, "keep": 100}
+    sizes = {"parameter_servers": 2, "workers": 2, "max_restarts": 3}
     return {"training": {**own, **(training or {})}, "cluster": {**sizes, **cluster}}
-
-
-def values(checkpoints, step):
-    """Return the values of a checkpoint by the paths of the variables."""
-    uri = storage.join(checkpoints, f"step-{step:08d}")
-    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
-    found = of_field(storage.verify(uri).fields)
-    keys = {path: key for path in found for key in [_key(path)]}
-    return {path: reader.get_tensor(key) for path, key in keys.items()}
-
-
-def _key(path):
-    return f"variables/{path.replace('.', '..').replace('/', '.S')}/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 def fields(checkpoints, step):
     return storage.read_manifest(storage.join(checkpoints, f"step-{step:08d}")).fields
 
 
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+def validated(run):
+    return [row["global_step"] // EVERY for row in run.history() if VALIDATION_LOSS in row]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parts_mb", [64, 0])
-def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, lost, parts_mb):
-    config = settings(training={"checkpoint_parts_mb": parts_mb, "validate_every": EVERY})
+def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, parts_mb):
+    config = settings(training={"checkpoint_parts_mb": parts_mb})
     with launched(config, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 100)
-        run.kill(lost)
-        event = run.wait_for(lambda each: isinstance(each, ServersLost))
-        code, said = run.end()
-    assert code == 0, said
-    assert (event.servers, event.recovery, event.reason) == ((lost,), "partial", "")
-    reached, back_to = event.global_step, event.back_to
-    assert back_to % EVERY == 0
-    assert reached > back_to
-    begun = [each.global_step for each in run.events(AttemptBegin)]
-    assert begun == [0, reached]
-    older = fields(run.checkpoints, reached)[RECOVERED][lost]
-    assert older["global_step"] == back_to
-    now, before = values(run.checkpoints, reached), values(run.checkpoints, back_to)
-    assert set(now) == set(before)
-    for path, value in now.items():
-        if path == "global_step":
-            assert value == reached
-        else:
-            went_back = np.array_equal(value, before[path])
-            assert went_back is (path in older["variables"]), path
-    assert run.newest() == STEPS
-    assert RECOVERED not in fields(run.checkpoints, STEPS)
-    # Also where the server died at a boundary, before the validation.
-    validated = [row["global_step"] // EVERY for row in run.history() if VALIDATION_LOSS in row]
-    assert validated == [1, 2, 3, 4]
-
-
-def test_a_single_server_goes_back_to_the_copy_of_the_chief(dataset, tmp_path):
-    every, steps = 4000, 6000
-    training = {"checkpoint_every": every, "steps": steps, "strategy": "async_parameter_server"}
-    config = settings(training=training, snapshot_seconds=0.1, parameter_servers=1)
-    with launched(config, dataset, tmp_path) as run:
-        run.wait_for_step(1000)
         run.kill("ps-0")
-        event = run.wait_for(lambda each: isinstance(each, ServersLost))
+        first = run.wait_for(lambda each: isinstance(each, ServersLost))
+        run.wait_for_step(first.global_step + EVERY)
+        run.kill("ps-1")
+        second = run.wait_for(lambda each: isinstance(each, ServersLost))
         code, said = run.end()
     assert code == 0, said
-    assert (event.recovery, event.reason) == ("full", "no other server has variables")
-    # Later than the checkpoint at the start, and no further back than the looks of the chief.
-    assert 0 < event.back_to <= event.global_step
-    assert event.snapshot_age > 0
+    for name, event in (("ps-0", first), ("ps-1", second)):
+        assert (event.servers, event.recovery, event.reason) == ((name,), "partial", "")
+        assert event.back_to % EVERY == 0
+        assert event.back_to <= event.global_step
     begun = [each.global_step for each in run.events(AttemptBegin)]
-    assert begun == [0, event.back_to]
-    older = fields(run.checkpoints, event.back_to)[RECOVERED]["ps-0"]
-    assert older["global_step"] == event.back_to
-    now, before = values(run.checkpoints, event.back_to), values(run.checkpoints, 0)
-    assert {path for path in now if np.array_equal(now[path], before[path])} == set()
-    assert run.newest() == steps
+    assert begun == [0, first.global_step, second.global_step]
+    assert run.newest() == END
+    assert [step for _, step in list_checkpoints(run.checkpoints)] == list(range(0, END + 1, EVERY))
+    # The next checkpoint says so, and no other one.
+    marked = {
+        step: fields(run.checkpoints, step)[RECOVERED]
+        for _, step in list_checkpoints(run.checkpoints)
+        if RECOVERED in fields(run.checkpoints, step)
+    }
+    for event in (first, second):
+        after = (event.global_step // EVERY + 1) * EVERY
+        (name,) = event.servers
+        assert marked[after][name]["global_step"] == event.back_to
+        assert marked[after][name]["variables"]
+    # Also where the server died at a boundary, before the validation.
+    assert validated(run) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_path):
-    with launched(settings(parameter_servers=3), dataset, tmp_path) as run:
+    training = {"strategy": "sync_parameter_server"}
+    config = settings(training=training, recovery="partial", parameter_servers=3, workers=1)
+    with launched(config, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 100)
         lost = [run.task(name) for name in ("ps-0", "ps-2")]
         for task in lost:
@@ -112,29 +162,44 @@ def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_pat
         code, said = run.end()
     assert code == 0, said
     assert (event.servers, event.recovery) == (("ps-0", "ps-2"), "partial")
-    older = fields(run.checkpoints, event.global_step)[RECOVERED]
-    assert sorted(older) == ["ps-0", "ps-2"]
-    now, before = (values(run.checkpoints, at) for at in (event.global_step, event.back_to))
-    stayed = {path for path in now if not np.array_equal(now[path], before[path])}
-    gone = {path for each in older.values() for path in each["variables"]}
-    assert stayed - {"global_step"} == now.keys() - gone - {"global_step"}
-    assert stayed > {"global_step"}
-    assert run.newest() == STEPS
+    begun = [each.global_step for each in run.events(AttemptBegin)]
+    assert begun == [0, event.global_step]
+    assert run.newest() == END
+    assert validated(run) == [1, 2, 3, 4, 5]
 
 
-def test_a_chief_that_is_killed_in_a_recovery_begins_from_what_is_whole(dataset, tmp_path):
-    # So many steps that no boundary is reached before the server is dead.
-    every, steps = 4000, 8000
-    by_parts = {"checkpoint_parts_mb": 0, "checkpoint_every": every, "steps": steps}
-    with launched(settings(training=by_parts, recovery="partial"), dataset, tmp_path) as run:
-        run.wait_for_step(every + 100)
+@pytest.mark.long
+def test_synchronous_training_goes_back_to_the_checkpoint_as_a_whole(dataset, tmp_path):
+    config = settings(training={"strategy": "sync_parameter_server"}, workers=1)
+    with launched(config, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 100)
         run.kill("ps-1")
-        # Of parts this comes before they are written.
-        saved = run.wait_for(lambda each: isinstance(each, Saved) and each.global_step % every)
-        run.kill("chief-0")
+        event = run.wait_for(lambda each: isinstance(each, ServersLost))
         code, said = run.end()
     assert code == 0, said
-    before = saved.global_step // every * every
+    assert (event.servers, event.recovery) == (("ps-1",), "full")
+    assert "synchronous" in event.reason
     begun = [each.global_step for each in run.events(AttemptBegin)]
-    assert begun[1] in {before, saved.global_step}
+    assert begun == [0, event.back_to]
+    assert event.back_to % EVERY == 0
+    assert run.newest() == END
+
+
+@pytest.mark.slow
+def test_a_chief_that_is_killed_loses_no_step(dataset, tmp_path):
+    every, steps = 500, 3000
+    training = {"steps": steps, "checkpoint_every": 2000, "validate_every": every}
+    with launched(settings(training=training), dataset, tmp_path) as run:
+        run.wait_for_step(2 * every)
+        run.kill("chief-0")
+        attempt = run.wait_for(lambda each: isinstance(each, AttemptBegin))
+        code, said = run.end()
+    assert code == 0, said
+    assert 2 * every <= attempt.global_step < 2000
+    assert (attempt.checkpoint, attempt.resumed) == (0, True)
+    assert [each.task for each in run.events(Restart)] == ["chief-0"]
+    assert not run.events(ServersLost)
+    assert [step for _, step in list_checkpoints(run.checkpoints)] == [0, 2000, steps]
     assert run.newest() == steps
+    steps_of = [row["global_step"] // every for row in run.history() if VALIDATION_LOSS in row]
+    assert steps_of == [1, 2, 3, 4, 5, 6]

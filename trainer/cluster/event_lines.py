@@ -41,12 +41,9 @@ def _lost(event: ServersLost) -> str:
     back = "to the newest checkpoint"
     if event.back_to >= 0:
         back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
-    if event.snapshot_age:
-        back += f", to a snapshot {event.snapshot_age:.1f} s old"
     if event.recovery == "partial":
         whose = "their" if len(event.servers) > 1 else "its"
-        on = ", and training goes on" if event.rejoined else ""
-        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay{on}"
+        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 

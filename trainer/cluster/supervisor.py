@@ -30,7 +30,6 @@ from trainer.cluster import completion, liveness
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER, End, TaskProcess, report_failure
 from trainer.cluster.signals import on_interrupt
-from trainer.config.cluster import ASYNCHRONOUS
 from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.errors import (
@@ -44,7 +43,7 @@ from trainer.errors import (
     TransientError,
     UserError,
 )
-from trainer.topology import TOPOLOGIES, Task
+from trainer.topology import Task, topology_of
 
 # A leader that was asked to stop has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0
@@ -116,13 +115,9 @@ class ServerMemory:
 
 
 def _outlive_the_chief(config: Config) -> bool:
-    """Say whether the next attempt goes on with the variables that a chief leaves on servers.
-
-    It may with a strategy of the user's own.
-    """
-    strategy = config.training.strategy
+    """Say whether the next attempt goes on with the variables that a chief leaves on servers."""
     return (
-        (strategy == ASYNCHRONOUS or strategy not in TOPOLOGIES)
+        topology_of(config.training.strategy).capabilities.mixes_steps
         and config.cluster.recovery != "full"
         and config.data.partition != DYNAMIC
     )

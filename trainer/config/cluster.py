@@ -7,14 +7,10 @@ from typing import Literal
 from pydantic import field_validator
 
 from trainer.config.base import MOST, Section, key
-from trainer.config.data import DYNAMIC
 from trainer.config.kubernetes import KubernetesConfig
-from trainer.topology import TOPOLOGIES
 
 # The ports of a pod that its container does not need to be root for, and those that are taken.
 LOWEST_PORT, TASK_PORTS = 1024, (2222, 2223)
-# The strategy whose servers are copied.
-ASYNCHRONOUS = "async_parameter_server"
 Launcher = Literal["local", "tfjob", "jobset", "auto"]
 
 
@@ -53,13 +49,6 @@ class ClusterConfig(Section):
         "what goes back when a parameter server dies: partial: what it held; full: all servers; "
         "auto: partial where training is asynchronous",
     )
-    snapshot_seconds: float = key(
-        0,
-        "seconds between copies of each server in another task's memory, to which variables go "
-        "back when it dies; 0: none: async_parameter_server",
-        ge=0,
-        le=MOST,
-    )
     metrics_port: int = key(
         0, "port of Prometheus metrics, served by the leading task; 0: none", ge=0, lt=2**16
     )
@@ -76,16 +65,6 @@ class ClusterConfig(Section):
                     f"cluster.placement: {glob!r} is on {server!r}; it has to be ps:0 to "
                     f"ps:{servers - 1}"
                 )
-
-    def refuse_snapshots(self, strategy: str, partition: str) -> None:
-        """Raise `ValueError` where nothing would be taken of a snapshot."""
-        key = "cluster.snapshot_seconds: a snapshot is for values that go back alone, "
-        if strategy in TOPOLOGIES and strategy != ASYNCHRONOUS:
-            raise ValueError(f"{key}of {ASYNCHRONOUS} and not of {strategy}; leave it out")
-        if self.recovery == "full":
-            raise ValueError(f"{key}and cluster.recovery is full; leave one of the two out")
-        if partition == DYNAMIC:
-            raise ValueError(f"{key}and with data.partition dynamic all go back; leave it out")
 
     @field_validator("metrics_port")
     @classmethod

@@ -324,16 +324,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _snapshots_that_are_used(self) -> Config:
-        """`cluster.snapshot_seconds` is for `async_parameter_server`, and where not all go back.
-
-        So it is neither for `cluster.recovery: full` nor for `data.partition: dynamic`.
-        """
-        if self.cluster.snapshot_seconds:
-            self.cluster.refuse_snapshots(self.training.strategy, self.data.partition)
-        return self
-
-    @model_validator(mode="after")
     def _nccl_needs_gpus(self) -> Config:
         """`cluster.communication: nccl` needs `cluster.gpus_per_worker` of 1 or more."""
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
@@ -397,7 +387,7 @@ class Config(Section):
     def _a_worker_for_each_gradient(self) -> Config:
         """`training.replicas_to_aggregate` of `sync_parameter_server` is at most the workers."""
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
-        if self.training.strategy == "sync_parameter_server" and wanted > workers:
+        if topology_of(self.training.strategy).capabilities.aggregates and wanted > workers:
             raise ValueError(
                 f"training.replicas_to_aggregate: {workers} workers cannot give {wanted} "
                 f"gradients; set it to {workers} or less (0: one of each worker)"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -31,16 +30,12 @@ from trainer.strategies.gradients import (
     push,
     push_state,
 )
-from trainer.strategies.left_graphs import LeftGraphs
-from trainer.strategies.left_variables import MisfitError
 from trainer.strategies.parameter_server import Call, Served, worker_number
 from trainer.strategies.placement import server_device
-from trainer.strategies.remade import Remade
 from trainer.strategies.strategy import Batch, Loss, Problem, Report
 from trainer.strategies.towers import ONE, Towers
 from trainer.strategies.turns import (
     LOSS,
-    NO_TURN,
     OTHERS,
     TURN,
     UPDATES,
@@ -53,6 +48,7 @@ from trainer.strategies.turns import (
     unit_of_speed,
 )
 from trainer.strategies.updates.loss_scale import LossScale
+from trainer.topology import topology_of
 
 log = logging.getLogger(__name__)
 
@@ -69,62 +65,38 @@ Update = Callable[[tf.data.Iterator], tf.Tensor]
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
-    spares_workers = mixes_steps = rejoins = leaves_variables = True
+    capabilities = topology_of("async_parameter_server").capabilities
     #: Updates of a turn of the stretch that workers are at; 0 where they rest.
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
     _began = _sent = 0
-    #: The closures that were ever sent, and updates of a turn of the last one.
-    _closure, _handed = 0, 1
-    #: Those of the graph that workers have ready when training begins; 0: none.
-    _first_unit = 0
+    #: The closures that were ever sent.
+    _closure = 0
     #: The mean loss that was reported last.
     _loss = 0.0
 
-    def build(self, problem: Problem) -> None:
-        """Connect, and build model and optimizer on the servers, input on the workers."""
-        self.connect()
-        iterator = self.worker_batches(problem)
-        with suppress(MisfitError):
-            self._build(problem, iterator)
-            return
-        with suppress(Exception):  # What was sent for a graph that is not used may fail.
-            self.wait_until_ready()
-        self._build(problem, iterator)
-
-    def _build(self, problem: Problem, iterator: Any) -> None:
-        self.feed(iterator)
+    def build_on_servers(self, problem: Problem) -> None:
+        """Build model and optimizer on the servers, and input on the workers."""
+        self._workers = self.cluster.count("worker")
+        self._iterator = self.worker_batches(problem)
         self.build_model(problem)
         training = self.config.training
         make = self._local_steps if training.pull_every > 1 else self._step
-        turn = turn_of(training.steps, whole=self.pulls_whole())
-        self.hand_out(make(problem), turn)
-
-    def feed(self, iterator: Any) -> None:
-        """Take the batches of workers, which get ready a graph that a chief has left, if any."""
-        self._graphs = LeftGraphs(self.config, self.left, self.towers.devices)
-        self._workers = self.cluster.count("worker")
-        self._iterator, self._closures = iterator, {}
-        if found := self._graphs.beforehand():
-            number, self._closures[number] = found
-            for _ in range(self._workers):
-                self._send(number, NO_TURN)
+        self.hand_out(make(problem), turn_of(training.steps, whole=self.pulls_whole()))
 
     def hand_out(self, update: Update, turn: int) -> None:
         """Make the closures of the workers, which apply an update of the next of their batches."""
         self._tally, self._turn, self._has_turned = self.tally(), turn, False
         with tf.device(server_device(0)):
-            self._turns = Turns(self._workers, self.applied, self.left and self.left.permit)
-        if self.take_left(self._turns.held()):
-            self._turns.resume()
-            self._graphs.wait(self.wait_until_ready)
+            self._turns = Turns(self._workers, self.applied, self.state and self.state.permit)
+        self.keep(self._turns.held())
+        if self.state and self.state.taken:
+            self._turns.extend(0)
             on_each_worker(self._workers, lambda: alone(lambda: None), HALT_SECONDS)
         self._look()
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
-        left = self._graphs.handed_out(self.handles)
-        self._first_unit = next(iter(left), 0)
-        self._closures = {unit: make(update, unit) for unit in (1, TURN)} | left
+        self._closures = {unit: make(update, unit) for unit in (1, TURN)}
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
@@ -147,25 +119,6 @@ class AsyncParameterServer(Served):
         self._end()
         return self._report()
 
-    def halt(self) -> None:
-        """End all workers, as far as they answer; those of a lost server have ended."""
-        with suppress(tf.errors.OpError):
-            self._turns.extend(0)
-        super().halt()
-
-    def remake(self, remade: Remade) -> None:
-        """Begin with no turn."""
-        self._has_turned = False
-        if self._turns.remake(remade):
-            self._reported = 0 * self._reported
-
-    def prepare(self) -> None:
-        """Have workers that were at it get their graph ready again; there is no turn yet."""
-        unit, self._unit = self._unit, 0
-        self._turns.extend(0)  # It may have failed when they were halted.
-        for _ in range(self._workers if unit else 0):
-            self._send(unit, NO_TURN)
-
     def _look(self) -> None:
         self._seen = self._turns.look()
         self.read_step = self._seen.applied
@@ -173,9 +126,6 @@ class AsyncParameterServer(Served):
     def _go_on(self, steps: int, boundary: int) -> None:
         """Deal turns for the next seconds, and wait until some are reported."""
         unit = unit_of_speed(steps, self._workers, self._turn, self._unit)
-        if boundary - self._seen.applied >= self._first_unit > 0:
-            unit = self._first_unit
-        self._first_unit = 0
         if self._unit not in {0, unit}:
             self._end()
         self._deal(max(AHEAD_SECONDS * steps // unit, 2 * self._workers), boundary, unit)
@@ -214,12 +164,9 @@ class AsyncParameterServer(Served):
         self.warming = unit > 1 and not self._has_turned
         # That of a dead worker waits for its return, or for another one that ends.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
-            self._send(unit, self._closure)
-            self._sent, self._closure, self._handed = self._sent + 1, self._closure + 1, unit
-
-    def _send(self, unit: int, number: int) -> None:
-        arguments = self._iterator, tf.constant(number, tf.int64)
-        self.coordinator.schedule(self._closures[unit], args=arguments)
+            arguments = self._iterator, tf.constant(self._closure, tf.int64)
+            self.coordinator.schedule(self._closures[unit], args=arguments)
+            self._sent, self._closure = self._sent + 1, self._closure + 1
 
     def _end(self) -> None:
         self._turns.extend(0)
@@ -241,8 +188,6 @@ class AsyncParameterServer(Served):
         for index, row in enumerate(new):
             if made := int(row[UPDATES]):
                 self._count(index, made, row[OTHERS])
-        if updates:
-            self._graphs.leave(self._handed, self._closures[self._handed], self.handles)
         reached = self._seen.applied if self._unit else None
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
@@ -271,7 +216,7 @@ class AsyncParameterServer(Served):
                 # On the worker: where a loop is, TensorFlow puts what it computes.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
-            if self.left:
+            if self.state:
                 with tf.control_dependencies([own]):
                     alone(turn_by_turn)
             else:

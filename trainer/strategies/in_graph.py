@@ -16,17 +16,19 @@ from trainer.strategies.parameter_server import Served
 from trainer.strategies.placement import fetched
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.towers import mean
-from trainer.topology import Task
+from trainer.topology import Task, topology_of
 
 
 class InGraph(Served):
     """One chief whose graph spans all workers, with the variables on parameter servers."""
 
-    def build(self, problem: Problem) -> None:
-        """Connect, place the variables, and create the input of each worker on that worker."""
-        self.connect()
+    capabilities = topology_of("in_graph").capabilities
+
+    def build_on_servers(self, problem: Problem) -> None:
+        """Place the variables, and create the input of each worker on that worker."""
         self._workers = range(self.cluster.count("worker"))
         self.build_model(problem, gradients=len(self._workers))
+        self.keep({})
         self._tally = self.tally()
         self._iterators = [self._batches(worker, problem) for worker in self._workers]
         self._steps_of = self._steps(problem)

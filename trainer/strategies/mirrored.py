@@ -48,7 +48,7 @@ from trainer.strategies.strategy import (
 from trainer.strategies.updates import touched_rows
 from trainer.strategies.updates.fused_updates import fuse
 from trainer.strategies.visits import Tally
-from trainer.topology import Task
+from trainer.topology import Task, topology_of
 
 Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
 
@@ -224,6 +224,8 @@ def _varies(gradient: Any) -> bool:
 class Single(Replicated):
     """Model, input and updates in this process."""
 
+    capabilities = topology_of("single").capabilities
+
     def replicate(self) -> tf.distribute.Strategy:
         """Return a strategy over the GPUs, or TensorFlow's default of one device."""
         gpus = tf.config.list_logical_devices("GPU")
@@ -232,6 +234,8 @@ class Single(Replicated):
 
 class MultiWorkerMirrored(Replicated):
     """Workers that each have a copy of the model."""
+
+    capabilities = topology_of("multi_worker_mirrored").capabilities
 
     @property
     def publishes(self) -> bool:

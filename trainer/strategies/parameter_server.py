@@ -8,32 +8,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer import user_code
 from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
-from trainer.strategies.left_graphs import CONFIGURED
-from trainer.strategies.left_variables import STEP, LeftVariables
 from trainer.strategies.placement import (
-    Place,
+    KeptValues,
     build_at,
     build_slots,
-    is_of_keras,
-    made_here,
-    moved,
     optimize_once,
     places_of,
     server_device,
 )
-from trainer.strategies.remade import Remade, connect_again, is_lost
+from trainer.strategies.server_state import STEP, MisfitError, ServerState
 from trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
@@ -45,13 +38,10 @@ from trainer.strategies.strategy import (
 from trainer.strategies.towers import towers_of
 from trainer.strategies.updates import touched_rows
 from trainer.strategies.updates.batch_rows import Lookups, Unforeseen, lookups_of
-from trainer.strategies.updates.touched_rows import RowGroup
 from trainer.strategies.visits import Tally, plan_of
 
 log = logging.getLogger(__name__)
 
-# Workers that are there have their graphs ready by then.
-READY_SECONDS = 20.0
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
 # A closure and its arguments.
@@ -83,22 +73,33 @@ class Served(KerasStrategy):
     io_device = "/job:chief/task:0"
     #: Where all rows of a batch are known before the model is computed.
     lookups: Lookups | None = None
-    #: Of which a snapshot copies the rows that have changed; empty without snapshots.
-    row_groups: Sequence[RowGroup] = ()
-    #: Whether it goes on with servers that were started again: see `rejoin`.
-    rejoins = False
-    #: Whether the next chief may go on with the variables that this one leaves on the servers.
-    leaves_variables = False
-    #: What is there of the run, where that is so.
-    left: LeftVariables | None = None
-    #: Where the variables of the model are, and those that are not there yet.
-    _places: Sequence[Place] = ()
-    _made_here: Sequence[tf.Variable] = ()
+    #: What servers keep of the run for the next attempt, where anything is kept.
+    state: ServerState | None = None
     _tally: Tally
-    _configured: Sequence[tuple[tf.Variable, Any]] = ()
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
-    #: Variables that have names on the servers, by what they are.
-    _outlive: Mapping[str, tf.Variable] = MappingProxyType({})
+
+    def build(self, problem: Problem) -> None:
+        """Connect, and build model, optimizer and input, for what is on the servers if it fits."""
+        self.connect()
+        with suppress(MisfitError):
+            self.build_on_servers(problem)
+            return
+        self.build_on_servers(problem)
+
+    def build_on_servers(self, problem: Problem) -> None:
+        """Build all there is, and call `keep` before anything is traced with it.
+
+        Raises:
+            MisfitError: what is on the servers does not fit; all has to be built again.
+        """
+        raise NotImplementedError
+
+    def find_state(self, uri: str) -> ServerState | None:
+        """Connect, and look for what an attempt before has left."""
+        if self.capabilities.keeps_values:
+            self.connect()
+            self.state = ServerState(uri, self.cluster.count("ps"))
+        return self.state
 
     def connect(self) -> None:
         """Connect to all tasks and wait until they answer.
@@ -131,114 +132,56 @@ class Served(KerasStrategy):
 
         `gradients` is how many of them make an update.
         """
-        if self.left and self.left.places:
-            self._build_for_left(problem, gradients, self.left)
-        else:
-            servers, named = self.cluster.count("ps"), self.config.cluster.placement
-            self._places = places_of(problem.build_model, problem.check, servers, named)
-            self.model, self._made_here = build_at(problem.build_model, self._places), []
-            self._make_updates(problem, gradients)
-            build_slots(self.optimizer, self.model)
+        servers, named = self.cluster.count("ps"), self.config.cluster.placement
+        self._kept = KeptValues(self.state.taken if self.state else ())
+        places = places_of(problem.build_model, problem.check, servers, named)
+        self.model = build_at(problem.build_model, places, self._kept)
+        with tf.device(server_device(0)):
+            self.optimizer = self.make_optimizer(problem)
+            self.scale = self.make_scale(gradients=gradients)
+        build_slots(self.optimizer, self.model, self._kept)
         training = self.config.training
         whole = training.pull_every > 1 or self.pulls_whole()
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
         self.lookups = None if whole else lookups_of(self.model)
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
-        saved = {id(each) for each in self.variables().values()}
-        # What a configuration says, and no checkpoint: the learning rate.
-        self._configured = [
-            (each.value, each.numpy())
-            for each in self.optimizer.variables
-            if id(each.value) not in saved
-        ]
-        if self.config.cluster.snapshot_seconds:
-            self.row_groups = touched_rows.row_groups(
-                self.model, self.optimizer, training, pulled=whole
-            )
 
-    def _build_for_left(self, problem: Problem, gradients: int, left: LeftVariables) -> None:
-        self._places = [Place("", server) for server in left.places]
-        try:
-            with made_here() as self._made_here:
-                self.model = build_at(problem.build_model, self._places)
-            self._make_updates(problem, gradients)
-            # One of the user's may change its slots when it has made them.
-            there = nullcontext[list[tf.Variable]]([])
-            with made_here() if is_of_keras(self.optimizer) else there as slots:
-                build_slots(self.optimizer, self.model)
-            self._made_here = [*self._made_here, *slots]
-        # Whatever it is, it must not come again and again: what is left has to be removed.
-        except Exception as error:
-            if is_lost(error):
-                raise
-            left.refuse(f"the model cannot be built for it: {user_code.message_of(error)}")
-
-    def _make_updates(self, problem: Problem, gradients: int) -> None:
-        with tf.device(server_device(0)):
-            self.optimizer = self.make_optimizer(problem)
-            self.scale = self.make_scale(gradients=gradients)
-
-    def take_left(self, others: Mapping[str, tf.Variable]) -> bool:
-        """Give what is on the servers names, and return whether it was left by an earlier chief.
+    def keep(self, others: Mapping[str, tf.Variable]) -> None:
+        """Give what is on the servers names, and take the values that are there by them.
 
         `others` are what a strategy has there besides model and optimizer.
 
         Raises:
-            MisfitError: what is left is of other variables; all has to be built again.
+            MisfitError: what is there is of other variables; all has to be built again.
         """
-        if not self.left:
-            return False
+        if not self.state:
+            return
         parts = table_state.parts_of(self.model)
         unsaved = {
             f"{index}/{number}": each
             for index, part in enumerate(parts)
             for number, each in enumerate(part.unsaved)
         }
-        marks = {
-            f"marks/{index}": group.marks
-            for index, group in enumerate(self.row_groups)
-            if group.marks is not None
-        }
         saved = dict(self.variables())
-        variables = {STEP: saved.pop(STEP), **saved, **unsaved, **marks, **others}
+        variables = {STEP: saved[STEP], **saved, **unsaved, **others}
         # With other variables frozen a slot of the same path may be that of another one.
         training = self.config.training
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
-        held = {id(each) for each in variables.values()}
-        for each in self._made_here:
-            # The model function has made it, and does not use it.
-            if id(each) not in held:
-                moved(each)
-        self._outlive = variables
-        places = [place.server for place in self._places]
-        is_left = self.left.take(variables, parts, described, places)
-        for each in marks.values():
-            # Of this chief's snapshots all rows are new.
-            each.assign(tf.ones(each.shape, tf.bool))
-        return is_left
-
-    def handles(self) -> dict[str, tf.Tensor]:
-        """Return the handles of what each chief of a run has on the servers, by what they are."""
-        parts = table_state.parts_of(self.model)
-        return {
-            **{name: each.handle for name, each in self._outlive.items()},
-            **({"permit": self.left.permit.handle} if self.left else {}),
-            **{f"{CONFIGURED}{n}": each.handle for n, (each, _) in enumerate(self._configured)},
-            **{f"map/{n}": each.map for n, each in enumerate(parts)},
-            **{f"mutex/{n}": each.mutex for n, each in enumerate(parts)},
-        }
+        self.state.take(variables, parts, described, saved)
+        # What the model function has made, and Keras does not know of.
+        self._kept.give_others(variables.values())
 
     def settle(self, *, is_whole: bool) -> None:
-        """Say whether the variables have values that the next chief may go on from."""
-        if self.left:
-            self.left.settle(is_whole=is_whole)
+        """Say whether the variables have values that the next attempt may go on from."""
+        if self.state:
+            self.state.settle(is_whole=is_whole)
 
     def restored(self) -> None:
-        """Let tables find their rows, unless they do, and workers that go on may add some."""
-        if not (self.left and self.left.is_taken):
-            super().restored()
+        """Let tables find their rows, but for those that were taken: workers may add some."""
+        taken = self.state.is_taken if self.state else lambda _device: False
+        table_state.restored(self.model, lambda device: not taken(device))
 
     def tally(self) -> Tally:
         """Return a tally of local steps, each with a batch for every device of a worker."""
@@ -328,59 +271,6 @@ class Served(KerasStrategy):
         ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]
-
-    def halt(self) -> None:
-        """Wait until no worker runs anything; an error of the coordinator has cancelled it."""
-        # What the functions of the workers end with does not matter any more.
-        with suppress(Exception):
-            self.coordinator.join()
-
-    def rejoin(
-        self,
-        lost: Collection[int],
-        others: Callable[[Remade], None],
-        assign: Callable[[], None],
-    ) -> None:
-        """Go on with servers that were started again, without a new attempt.
-
-        To be called when nothing runs on the cluster (`halt`), and the servers answer. `others`
-        makes what others had there; `assign` gives variables of a checkpoint their values.
-
-        Raises:
-            OpError: of TensorFlow, where a task is gone meanwhile.
-        """
-        connect_again(self.coordinator)
-        remade = Remade(lost, self.left.names if self.left else {})
-        if self.left:
-            self.left.remake(remade)
-        for each in self.variables().values():
-            remade.variable(each)
-        for variable, value in self._configured:
-            if remade.variable(variable):
-                variable.assign(value)
-        for group in self.row_groups:
-            if group.marks is not None:
-                remade.variable(group.marks, tf.ones)
-        table_state.remake(self.model, remade)
-        self.remake(remade)
-        others(remade)
-        remade.rebind()
-        remade.require_reached(self.cluster.count("worker"))
-        self.prepare()
-        assign()
-        table_state.restored_on(self.model, remade)
-        self.settle(is_whole=True)
-        self.wait_until_ready()
-
-    def wait_until_ready(self) -> bool:
-        """Wait for what workers were sent, and return whether it has ended; it may do so later."""
-        return bool(self.coordinator._cluster.closure_queue.wait(READY_SECONDS))
-
-    def remake(self, remade: Remade) -> None:
-        """Make again what a strategy has on servers besides model and optimizer."""
-
-    def prepare(self) -> None:
-        """Have workers get the graphs of their steps ready, without a step."""
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums over all parts, one for each worker; that of a dead worker moves."""

@@ -9,7 +9,8 @@ variable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,11 +21,9 @@ import tensorflow as tf
 from keras.src.backend import Variable
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.eager import context, executor
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest, without_memory
-from trainer.strategies.remade import without_name
 from trainer.strategies.table_state import BEGINS, together
 from trainer.strategies.updates.fused_updates import fuse
 
@@ -117,103 +116,85 @@ def places_of(
     return [Place(each.path, server) for each, server in zip(sizes, chosen, strict=True)]
 
 
-def build_at(build_model: Callable[[], keras.Model], places: Sequence[Place]) -> keras.Model:
+class KeptValues:
+    """The servers that have values for variables before these are made, such as large tables.
+
+    Large variables there are made without values, as memory that nobody has touched: nothing of a
+    table is on a server twice. Each has its initializer by `BEGINS`.
+    """
+
+    def __init__(self, servers: Collection[int] = ()) -> None:
+        """Begin without a variable."""
+        self._servers = servers
+        self._made: list[tuple[keras.Variable, Any]] = []
+
+    @contextmanager
+    def spared(self, server: Callable[[], int]) -> Iterator[None]:
+        """Make them so in the block; `server` returns that of the variable that is made next."""
+        initialize = Variable._initialize_with_initializer
+
+        def initialized(variable: Any, initializer: Any) -> None:
+            shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
+            is_small = math.prod(shape) * dtype.size < LARGE_BYTES
+            if is_small or server() not in self._servers:
+                initialize(variable, initializer)
+                return
+            variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
+            self._made.append((variable, initializer))
+            # The value that it shows may be a copy of another type.
+            for each in (variable, variable._value):
+                setattr(each, BEGINS, initializer)
+
+        with _replaced(Variable, "_initialize_with_initializer", initialized):
+            yield
+
+    def give_others(self, kept: Collection[tf.Variable]) -> None:
+        """Give their first values to those that have none, and are not among `kept`."""
+        has_values = {id(each) for each in kept}
+        for variable, initializer in self._made:
+            if id(variable.value) not in has_values:
+                with tf.device(variable.value.device):
+                    variable.assign(initializer(variable.shape, dtype=variable.dtype))
+
+
+NONE_KEPT = KeptValues()
+
+
+def build_at(
+    build_model: Callable[[], keras.Model],
+    places: Sequence[Place],
+    kept: KeptValues = NONE_KEPT,
+) -> keras.Model:
     """Build a model with each variable on its server, in the order in which they are made.
 
     Raises:
         ConfigError: a server has no memory for one.
         ValueError: they are more or fewer than the places.
     """
-    left, more = iter(places), list[Place]()
+    left, more = deque(places), 0
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        place = next(left, None)
-        if place is None:
-            # Not here, where it would be an error of the user's function.
-            place = Place("", 0)
-            more.append(place)
+        nonlocal more
+        # Without a place it is not an error here, where it would be one of the user's function.
+        more += not left
+        place = left.popleft() if left else Place("", 0)
         with tf.device(server_device(place.server)), _memory_for(place.path or "a variable"):
             return next_creator(**kwargs)
 
-    with tf.variable_creator_scope(create):
+    with (
+        tf.variable_creator_scope(create),
+        kept.spared(lambda: left[0].server if left else -1),
+    ):
         model = build_model()
-    if more or (lacking := len(list(left))):
-        differ = f"{len(more)} more" if more else f"{lacking} fewer"
+    if more or left:
+        differ = f"{more} more" if more else f"{len(left)} fewer"
         raise ValueError(f"the model has {differ} variables than it has places")
     return model
 
 
-class _Elsewhere(ResourceVariable):
-    """A variable that says that it is on a server, and is here until it gets a handle of there."""
-
-    _server = ""
-
-    @property
-    def device(self) -> str:
-        """Return the device of the server."""
-        return self._server
-
-
-@contextmanager
-def made_here() -> Iterator[list[tf.Variable]]:
-    """Make variables in this process that are to get other handles; return the list of them.
-
-    It costs some messages to make one on the server that the device of the scope names, which it
-    says to be on. Large ones have no values, and so memory that nobody has touched. They have
-    their initializers by `BEGINS`. See `moved`. What only a server is to compute is made there: a
-    `tf.Variable` whose value is a function, and may be large.
-    """
-    made: list[tf.Variable] = []
-    has_initializer = False
-    here = f"{context.context().host_address_space()}/device:CPU:0"
-    own = tf.DeviceSpec.from_string(here)
-
-    def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if callable(kwargs.get("initial_value")) and not has_initializer:
-            return next_creator(**kwargs)
-        of_scope = tf.DeviceSpec.from_string(context.context().device_name or "")
-        with tf.device(here):
-            each = next_creator(**kwargs)
-        each.__class__ = _Elsewhere
-        each._server = own.make_merged_spec(of_scope).to_string()
-        made.append(each)
-        return each
-
-    def initialized(variable: Any, initializer: Any) -> None:
-        nonlocal has_initializer
-        shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
-        is_large = math.prod(shape) * dtype.size >= LARGE_BYTES
-        has_initializer = True
-        try:
-            if is_large:
-                variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
-            else:
-                initialize(variable, initializer)
-        finally:
-            has_initializer = False
-        # The value that it shows may be a copy of another type.
-        for each in (variable, variable._value) if is_large else ():
-            setattr(each, BEGINS, initializer)
-
-    initialize = Variable._initialize_with_initializer
-    replaced = _replaced(Variable, "_initialize_with_initializer", initialized)
-    with tf.variable_creator_scope(create), replaced:
-        yield made
-
-
-def moved(variable: tf.Variable) -> None:
-    """Put a variable that was made here on its server, with the value that it begins with."""
-    begins = getattr(variable, BEGINS, None)
-    with tf.device(variable.device):
-        if begins:
-            first = begins(variable.shape, dtype=variable.dtype.name)
-        else:
-            first = tf.identity(variable.read_value())
-    of = variable.shape, variable.dtype, variable.device
-    variable._handle = without_name(*of, first).handle
-
-
-def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
+def build_slots(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, kept: KeptValues = NONE_KEPT
+) -> None:
     """Create the optimizer's slots, each on the server of its variable.
 
     Updates run there too: elsewhere, variable and slots would be sent over the network, whole
@@ -226,7 +207,9 @@ def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> No
         reference_variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> keras.Variable:
         slot = f"a slot of {reference_variable.path}"
-        with tf.device(reference_variable.value.device), _memory_for(slot):
+        device = reference_variable.value.device
+        server = tf.DeviceSpec.from_string(device).task
+        with tf.device(device), _memory_for(slot), kept.spared(lambda: server):
             return add(reference_variable, *args, **kwargs)
 
     # A slot of another shape (the factors of Adafactor) names no variable.

@@ -28,10 +28,11 @@ from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.strategies import table_state
+from trainer.strategies.server_state import ServerState
 from trainer.strategies.updates.averaging import AVERAGE, MODEL, averages_of, keep_averages
 from trainer.strategies.updates.loss_scale import LossScale
 from trainer.strategies.visits import Position, Stream
-from trainer.topology import Cluster, Task, topology_of
+from trainer.topology import Capabilities, Cluster, Task, topology_of
 
 # As Keras has it: inputs and labels, and the weights of the examples where they have some.
 Batch = tuple[Any, ...]
@@ -97,12 +98,10 @@ class Strategy(ABC):
 
     #: Where checkpoints are written and read: always on the task that leads.
     io_device: str | None = None
-    #: Whether training continues when a worker is lost, without a new attempt of the chief.
-    spares_workers: bool = False
+    #: What it may do; see the class.
+    capabilities = Capabilities()
     #: Whether a graph runs for the first time, in which it is traced, compiled and placed.
     warming: bool = False
-    #: Whether values of several global steps side by side are usual while training goes on.
-    mixes_steps: bool = False
     #: The global step that was read last; -1 before.
     read_step: int = -1
 
@@ -215,11 +214,15 @@ class Strategy(ABC):
     def leave(self) -> None:  # noqa: B027
         """Leave the other tasks that run the outer loop, after the last checkpoint is published."""
 
+    def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
+        """Look on the servers for what an attempt before has left of the run with checkpoints here.
+
+        To be called before `build`, which takes of it what it is told to; None without servers.
+        """
+        return None
+
     def settle(self, *, is_whole: bool) -> None:  # noqa: B027
         """Take notice whether all variables have values to go on from."""
-
-    def halt(self) -> None:  # noqa: B027
-        """End what workers do, for good, after a task was lost; may block where one is silent."""
 
     def close(self) -> None:  # noqa: B027
         """Disconnect from the cluster."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +26,7 @@ from trainer.strategies.placement import fetched, server_device
 from trainer.strategies.strategy import Problem, Report
 from trainer.strategies.turns import LONG_RUN
 from trainer.strategies.visits import Batches, plan_of
+from trainer.topology import topology_of
 
 # The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)
@@ -40,14 +40,14 @@ STEP, NUMBER, WORKER, LOOP = range(4)
 class SyncParameterServer(Served):
     """One chief, parameter servers, and workers of which the first N give an update."""
 
-    spares_workers = True
+    capabilities = topology_of("sync_parameter_server").capabilities
 
-    def build(self, problem: Problem) -> None:
-        """Connect, build model and optimizer, and create the queues."""
-        self.connect()
+    def build_on_servers(self, problem: Problem) -> None:
+        """Build model and optimizer, and create the queues."""
         self._workers = self.cluster.count("worker")
         self._needed = self.config.training.replicas_to_aggregate or self._workers
         self.build_model(problem, gradients=self._needed)
+        self.keep({})
         self._tally = self.tally()
         self._dropped = 0
         # Servers outlive a chief, and functions of a dead one still wait there: names are unique.
@@ -94,13 +94,6 @@ class SyncParameterServer(Served):
             self.position = self.position.after((int(n) * size, size) for n in each)
         metrics = {**self.metrics(), "dropped_gradients": self._dropped}
         return Report(loss=float(fetched(loss)) / steps, metrics=metrics)
-
-    def halt(self) -> None:
-        """End the loops of the workers, which wait for tokens."""
-        for queue in (self._announced, *self._tokens):
-            with suppress(tf.errors.OpError):
-                queue.close()
-        super().halt()
 
     def _staging_of(self, name: str) -> Staging:
         state = [*table_state.state_of(self.model), *(self.scale.variables if self.scale else ())]

@@ -8,7 +8,7 @@ of the optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,14 +16,8 @@ import tensorflow as tf
 
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.strategies.remade import Remade
+from trainer.topology import topology_of
 
-# Where each worker has a copy of all variables.
-_COPIES = "multi_worker_mirrored"
-# Where a worker whose gradient is not waited for may still look up, after all others have ended.
-_SYNCHRONOUS = "sync_parameter_server"
-# Where a gradient is of an earlier step than that of its update.
-_ASYNCHRONOUS = "async_parameter_server"
 # What a variable has that got no values: its initializer.
 BEGINS = "begins_by"
 log = logging.getLogger(__name__)
@@ -57,31 +51,10 @@ def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf
         table.connect(steps, lambda variable: list(slots_of(optimizer, variable)), tables[0])
 
 
-def restored(model: keras.Model) -> None:
-    """Let the tables of a model find their rows again, after its variables were assigned."""
+def restored(model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True) -> None:
+    """Let tables on such devices find their rows again, after variables were assigned."""
     for table in tables_of(model):
-        table.restored()
-
-
-def remake(model: keras.Model, remade: Remade) -> None:
-    """Make again what tables have on lost servers besides the values of a checkpoint.
-
-    `restored_on` has to follow when they have these.
-    """
-    for part in (each for table in tables_of(model) for each in table.parts()):
-        if remade.was_on(part.device):
-            for each in part.unsaved:
-                remade.variable(each)
-            before = (part.map, part.mutex)
-            part.make_map()
-            for old, new in zip(before, (part.map, part.mutex), strict=True):
-                remade.handle(old, new)
-
-
-def restored_on(model: keras.Model, remade: Remade) -> None:
-    """Let tables find their rows again whose variables were assigned on lost servers."""
-    for table in tables_of(model):
-        table.restored(remade.was_on)
+        table.restored(is_meant)
 
 
 def metrics(model: keras.Model) -> Mapping[str, Any]:
@@ -96,8 +69,9 @@ def require(config: Config, model: keras.Model) -> None:
     A line warns of a row that may be given to another id while a gradient of it is on its way.
     """
     workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
+    may = topology_of(config.training.strategy).capabilities
     for table in tables_of(model):
-        if config.training.strategy == _ASYNCHRONOUS and table.min_age <= workers > 1:
+        if may.mixes_steps and table.min_age <= workers > 1:
             log.warning(
                 "the table %s gives a row to another id after %d steps without use, and with %d "
                 "workers a gradient may take as many: set its min_age to several times that",
@@ -110,15 +84,16 @@ def require(config: Config, model: keras.Model) -> None:
                 f"training.pull_every: the table {table.name} grows at every step, and is never "
                 "pulled whole; leave the key out"
             )
-        if config.training.strategy == _SYNCHRONOUS and 0 < needed < workers:
+        if may.aggregates and 0 < needed < workers:
             raise ConfigError(
                 f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late one "
                 f"changes the table {table.name} while a checkpoint is saved; leave the key out"
             )
-        if config.training.strategy == _COPIES:
+        if may.copies:
             raise ConfigError(
-                f"training.strategy: {_COPIES} has a copy of the table {table.name} in each "
-                "worker, which would grow apart; take one with parameter servers"
+                f"training.strategy: {config.training.strategy} has a copy of the table "
+                f"{table.name} in each worker, which would grow apart; take one with parameter "
+                "servers"
             )
 
 

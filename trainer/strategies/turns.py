@@ -24,10 +24,7 @@ import tensorflow as tf
 
 from trainer.errors import ClusterLostError
 from trainer.strategies.placement import fetched, operating_at, worker_device
-from trainer.strategies.remade import Remade
 
-# In the names of what turns have on the server.
-TURNS = "turns/"
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
 # network: one iteration of it costs more than a small update.
 TURN = 20
@@ -38,10 +35,6 @@ LOSS, UPDATES, OTHERS = range(3)
 # Closures of a stretch whose runs are told apart; half a megabyte. The oldest of more than that
 # would end before the others.
 CLOSURES = 1 << 16
-# The number of a closure with which a worker gets its graph ready, and does no more.
-NO_TURN = -1
-# No process of a server sees as many runs of closures.
-_RUNS_OF_SERVER = 1 << 40
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
 MAX_PORTION = 100
 
@@ -175,8 +168,6 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
         self._newest = tf.Variable(tf.zeros([CLOSURES], tf.int64), trainable=False)
-        # How often all of them were lost with their server.
-        self._losses = 0
         self._look = tf.function(self._numbers, autograph=False)
         signature = [tf.TensorSpec([], tf.int64)]
         self._begin, self._extend = (
@@ -187,14 +178,13 @@ class Turns:
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
         """Return the run of a closure of this number, for `take`; in the graph of a worker.
 
-        It is an int64 vector, on the server, of its place and a number that no other run has. One
-        of `NO_TURN` has none, and finds no turn, whatever there is.
+        It is an int64 vector, on the server, of its place and a number that no other run has.
         """
         with tf.device(self._device):
             run = tf.raw_ops.ResourceCountUpTo(
                 resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
             )
-            run, place = tf.where(closure >= 0, run + 1, 0), closure % CLOSURES
+            run, place = run + 1, closure % CLOSURES
             with tf.control_dependencies([self._newest.scatter_max(tf.IndexedSlices(run, place))]):
                 return tf.stack([place, run])
 
@@ -257,26 +247,10 @@ class Turns:
         found = (each for each in vars(self).items() if isinstance(each[1], tf.Variable))
         others = (self._applied, self._permit)
         return {
-            f"{TURNS}{name.strip('_')}": each
+            f"turns/{name.strip('_')}": each
             for name, each in found
             if not any(each is other for other in others)
         }
-
-    def resume(self) -> None:
-        """Go on with the variables of an earlier chief, whose workers end after their turn."""
-        with tf.device(self._device):
-            self._losses = int(fetched(self._runs.read_value())) // _RUNS_OF_SERVER
-        self.extend(0)
-
-    def remake(self, remade: Remade) -> bool:
-        """Make all of it again where it is gone, without a turn; return whether it was."""
-        if not all(remade.variable(each) for each in self.held().values()):
-            return False
-        self._losses += 1
-        # No two runs have the same number: workers keep what they cache by it.
-        for each in (self._runs, self._before):
-            each.assign(self._losses * _RUNS_OF_SERVER)
-        return True
 
     def look(self) -> Seen:
         """Return what is there, in one message."""

@@ -37,7 +37,7 @@ from trainer.models.registry import freeze, refused_input
 from trainer.monitoring.exporter import exported
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
-from trainer.strategies.remade import is_lost
+from trainer.strategies.server_state import is_lost
 from trainer.strategies.strategy import Problem, Strategy, create
 from trainer.strategies.visits import Stream
 from trainer.tasks import registry as tasks
@@ -241,7 +241,7 @@ def _taken(config: Config, start: int) -> int:
     Asynchronous workers of one speed share the steps evenly.
     """
     training, cluster = config.training, config.cluster
-    if training.strategy != "async_parameter_server":
+    if not topology_of(training.strategy).capabilities.mixes_steps:
         return 0
     of_step = training.step_examples * training.pull_every * max(1, cluster.gpus_per_worker)
     return start * of_step // cluster.workers

@@ -35,14 +35,14 @@ from trainer.strategies import placement
 from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
-from trainer.topology import topology_of
+from trainer.topology import TOPOLOGIES, topology_of
 from trainer.training import optimizers, trial_step, trial_task
 
 # Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
 # for a gradient.
 MOST_TRIED = 10_000_000
 # Each replica has the whole model there, which an update of the model's own needs.
-OWN_STEP = ("single", "multi_worker_mirrored")
+OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 log = logging.getLogger(__name__)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import events, storage
+from trainer import events
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS, History, Validations
+from trainer.checkpoints.contents import RECOVERED
+from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS, History
 from trainer.cluster.launcher import run_of
 from trainer.config.schema import Config
 from trainer.strategies.strategy import Problem
@@ -110,30 +111,6 @@ class Journal:
             _warn_of_empty_tables(row.get("tables", {}))
         self._newest = row
 
-    def add_of_last_checkpoint(self, row: dict[str, Any]) -> None:
-        """Add the row of a validation of the newest checkpoint, which was published without it.
-
-        Raises:
-            UserError: the row cannot be written, or the checkpoint is not published.
-        """
-        # The copy of a checkpoint that is on this machine alone is published with another time.
-        self._checkpoints.flush()
-        self._checkpoints.lease.check()
-        manifest = storage.read_manifest(self.last_checkpoint)
-        metrics = {
-            name.removeprefix(VALIDATION): each
-            for name, each in row.items()
-            if name.startswith(VALIDATION)
-        }
-        Validations(self._checkpoints.uri).add(manifest, metrics)
-        # A row says to the next attempt that nothing is left to do.
-        self.add(row)
-
-    def fields(self) -> dict[str, Any]:
-        """Return what the manifest of a checkpoint says, with the metrics of the newest row."""
-        metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
-        return {**self._fields, "metrics": metrics}
-
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
         """Make what the first save of these variables would take longer for."""
         self._checkpoints.prepare(variables, io_device)
@@ -143,13 +120,20 @@ class Journal:
         variables: Mapping[str, tf.Variable],
         io_device: str | None,
         visited: Mapping[str, Any],
+        recovered: Mapping[str, Any],
     ) -> str:
         """Publish a checkpoint and return its URI; raises `UserError`.
 
-        `visited` is the position in the examples, where one is kept.
+        `visited` is the position in the examples, where one is kept, and `recovered` says which
+        values went back.
         """
-        position = {INPUT_POSITION: dict(visited)} if visited else {}
-        fields = {**self.fields(), **position}
+        metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
+        more = {INPUT_POSITION: dict(visited), RECOVERED: dict(recovered)}
+        fields = {
+            **self._fields,
+            "metrics": metrics,
+            **{name: each for name, each in more.items() if each},
+        }
         return self._checkpoints.save(variables, io_device=io_device, fields=fields)
 
 
@@ -169,10 +153,6 @@ class UnpublishedJournal(Journal):
         """Keep one row in memory."""
         self._history.rows.append(row)
 
-    def add_of_last_checkpoint(self, row: dict[str, Any]) -> None:
-        """Keep one row in memory."""
-        self.add(row)
-
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
         """Make nothing, as nothing is saved."""
 
@@ -181,6 +161,7 @@ class UnpublishedJournal(Journal):
         variables: Mapping[str, tf.Variable],
         io_device: str | None,  # noqa: ARG002
         visited: Mapping[str, Any],  # noqa: ARG002
+        recovered: Mapping[str, Any],  # noqa: ARG002
     ) -> str:
         """Save nothing; return the URI of what the publishing task saves."""
         self._checkpoints.last = self._checkpoints.uri_of(variables)

@@ -8,7 +8,7 @@ outer loop does all of that between two inner loops, in this order:
 2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
    `validate_every`. Short of a boundary, workers of an asynchronous strategy go on meanwhile.
 3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
-4. A snapshot of the parameter servers, if it is time for one; workers go on meanwhile.
+4. A note on the servers of what was reached; workers go on meanwhile.
 
 Whatever is saved or validated has all workers at rest (`Strategy.rest`). A checkpoint ends with a
 barrier of its own: no task continues or leaves before it is written. A request to stop is noticed
@@ -26,12 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-import tensorflow as tf
-
-from trainer.checkpoints import checkpoints as checkpointing
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.checkpoints.contents import RECOVERED
 from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS
 from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
@@ -39,8 +35,8 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError, div
 from trainer.strategies.strategy import Problem, Report, Strategy
 from trainer.strategies.updates.averaging import averaged, begin_averages
 from trainer.tensorboard.profiler import profiler_of
-from trainer.training import recovery
 from trainer.training.journal import Journal, UnpublishedJournal, origin_of, stream_of
+from trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
 # Long enough that what is done between two inner loops costs little, also where workers wait for
@@ -127,9 +123,9 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
             the outer loop found different checkpoints.
     """
     found = checkpoints.newest()
-    snapshots = recovery.ServerSnapshots(config, strategy, checkpoints)
-    with snapshots.lasting():
-        return _begun(found, config, strategy, checkpoints, hooks, snapshots).run(found)
+    recovery = Recovery(config, strategy, checkpoints)
+    with recovery.lasting():
+        return _begun(found, config, strategy, checkpoints, hooks, recovery).run(found)
 
 
 def _begun(  # noqa: PLR0913, PLR0917
@@ -138,27 +134,22 @@ def _begun(  # noqa: PLR0913, PLR0917
     strategy: Strategy,
     checkpoints: Checkpoints,
     hooks: Hooks,
-    snapshots: recovery.ServerSnapshots,
+    recovery: Recovery,
 ) -> _OuterLoop:
-    """Return the loop of an attempt, whose variables have values: those that a chief left, or else.
+    """Return the loop of an attempt, whose variables have values; see `Recovery`.
 
-    Else they are those of the checkpoint that was found, or of a warm start, or new ones.
+    Without a checkpoint they are those of a warm start, or new ones.
     """
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
     start = found.global_step if found else -1
     with ending_at_once():
-        problem = hooks.make_problem(snapshots.find(start))
+        problem = hooks.make_problem(recovery.begins_at(found))
         strategy.begin_visits(stream_of(problem, found))
         strategy.build(problem)
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
-    kept = strategy.variables() if found else {}
-    if found and snapshots.seconds_since_save() is None:
-        kept = checkpointing.resumed(found, kept, config.training)
-        checkpointing.restore(
-            found, kept, io_device=strategy.io_device, servers=checkpoints.servers
-        )
+    kept = recovery.restore(found)
     begun = origin_of(found)
     if warm:
         begun = warm_start.load(
@@ -170,13 +161,10 @@ def _begun(  # noqa: PLR0913, PLR0917
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
     journal.begin(strategy.global_step(), begun, start)
-    loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
-    loop.snapshots = snapshots
+    max_loss = DIVERGED * problem.chance_loss
+    loop = _OuterLoop(config.training, strategy, journal, hooks, recovery, max_loss)
     if not found:
         loop.save()
-    loop.losses = recovery.Recovery(
-        config, strategy, checkpoints, journal.fields, snapshots, hooks.should_stop
-    )
     return loop
 
 
@@ -200,32 +188,22 @@ class _InnerResult(NamedTuple):
 
 
 class _OuterLoop:
-    snapshots: recovery.ServerSnapshots
-    losses: recovery.Recovery
-
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         training: TrainingConfig,
         strategy: Strategy,
         journal: Journal,
         hooks: Hooks,
+        recovery: Recovery,
         max_loss: float,
     ) -> None:
         self._training, self._strategy, self._journal = training, strategy, journal
-        self._hooks, self._max_loss = hooks, max_loss
+        self._hooks, self._recovery, self._max_loss = hooks, recovery, max_loss
         self._profiler = profiler_of(training, strategy, journal.logs)
         self._pace = Pace(training=training)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
-        # What is still to be done of a boundary that was reached; it stays where a task is lost.
-        self._lacks_validation = self._owes_save = False
-        # Whether the attempt begins with newer values than the newest checkpoint.
-        self._is_newer = False
-        # The global step of the last row; -1 before the first look.
-        self._reached = -1
-        self._row: tuple[int, dict[str, Any]] | None = None
-        # Whether averages are in the place of weights; it stays as well.
-        self._has_exchanged = False
+        self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
         # When workers that go on were reported last; None where all of them rest.
@@ -234,51 +212,29 @@ class _OuterLoop:
             self._note_validation(row)
 
     def run(self, found: RestoredCheckpoint | None) -> int:
-        if found:
-            step, saved = self._strategy.global_step(), found.global_step
-            self._is_newer, self._owes_save = step > saved, self._crossed_a_save(saved, step)
-            self._lacks_validation = self._is_newer or RECOVERED in found.fields
-            self._saved_at -= self.snapshots.seconds_since_save() or 0.0
+        self._strategy.settle(is_whole=True)
         try:
-            while True:
-                try:
-                    return self._run()
-                except (tf.errors.OpError, ClusterLostError) as error:
-                    if not self.losses.goes_on(error, is_whole=not self._has_exchanged):
-                        raise
-                    self._goes_on_since = None
+            if found:
+                self._catch_up(found)
+            return self._run()
         finally:
             self._profiler.end()
 
-    def _catch_up(self) -> None:
-        """Do what is still to be done of a boundary, at which a task was lost."""
-        self._note_missed()
-        if self._lacks_validation:
-            self._make_up_validation()
-            self._lacks_validation = False
-        if self._row:
-            self._finish_row(*self._row)
+    def _catch_up(self, found: RestoredCheckpoint) -> None:
+        """Do what an attempt before has not done of a boundary that it reached."""
+        step, saved = self._strategy.global_step(), found.global_step
+        self._owes_save = self._crossed_a_save(saved, step)
+        self._saved_at -= self._recovery.seconds_since_save()
+        if step > saved:
+            self._make_up_validation(step)
         if self._owes_save:
             self.save()
         self._stepped_at = time.monotonic()
-
-    def _note_missed(self) -> None:
-        """Note what is due where workers reached a boundary, and a task was lost before its row."""
-        step, before = self._strategy.global_step(), self._reached
-        self._reached = step
-        if before < 0 or self._row:
-            return
-        training = self._training
-        if _crossed(before, step, training.validate_every, training.steps):
-            self._row = before, {"global_step": step, "seconds": round(self._seconds, 3)}
-        self._owes_save |= self._crossed_a_save(before, step)
 
     def _crossed_a_save(self, before: int, step: int) -> bool:
         return _crossed(before, step, self._training.checkpoint_every, self._training.steps)
 
     def _run(self) -> int:
-        self._strategy.settle(is_whole=True)
-        self._catch_up()
         step, variables = self._strategy.global_step(), self._strategy.variables()
         while step < self._training.steps:
             decision = self._decide(step)
@@ -300,7 +256,7 @@ class _OuterLoop:
             advance = partial(self._strategy.advance, decision.steps, boundary)
             step = self._after(step, self._inner_loop(step, advance))
             if step < self._training.steps:
-                self.snapshots.take_if_due(step, rests=self._goes_on_since is None)
+                self._recovery.note(step)
                 if self._goes_on_since:
                     # They would wait for it at the first save.
                     self._journal.prepare_save(variables, self._strategy.io_device)
@@ -327,7 +283,12 @@ class _OuterLoop:
     def save(self) -> str:
         self._owes_save = True
         visited = self._strategy.visited()
-        uri = self._journal.save(self._strategy.variables(), self._strategy.io_device, visited)
+        uri = self._journal.save(
+            self._strategy.variables(),
+            self._strategy.io_device,
+            visited,
+            self._recovery.recovered(),
+        )
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
         # A task that did not wait could not begin again together with a publisher that dies here.
@@ -390,44 +351,33 @@ class _OuterLoop:
         if stream := self._strategy.stream:
             row["epoch"] = stream.epoch(self._strategy.position)
         self._journal.progress(row)
-        self._row, self._reached = (before, row), step
-        self._finish_row(before, row)
-
-    def _finish_row(self, before: int, row: dict[str, Any]) -> None:
-        """Keep a row, which began after step `before`, with a validation where one is due."""
-        step = row["global_step"]
         if _crossed(before, step, self._training.validate_every, self._training.steps):
             row |= self._validate(step)
         self._note_validation(row)
         self._journal.add(row)
-        self._row = None
 
-    def _make_up_validation(self) -> None:
+    def _make_up_validation(self, step: int) -> None:
         """Validate what the attempt begins with, where a boundary before it has no validation.
 
-        A server or the chief died in that validation, or workers reached the boundary while they
-        were halted.
+        A server or the chief died in that validation, or workers reached the boundary after the
+        chief had died.
         """
-        step, training = self._strategy.global_step(), self._training
         rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
         before = rows[-1]["global_step"] if rows else 0
-        if not _crossed(before, step, training.validate_every, training.steps):
+        if not _crossed(before, step, self._training.validate_every, self._training.steps):
             return
         if metrics := self._validate(step):
             row = {"global_step": step, "seconds": self._seconds, **metrics}
             self._note_validation(row)
-            journal = self._journal
-            (journal.add if self._is_newer else journal.add_of_last_checkpoint)(row)
+            self._journal.add(row)
 
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
             return {}
         if self._training.ema:
-            self._has_exchanged = True
             self._strategy.settle(is_whole=False)
         with averaged(self._strategy.variables()):
             metrics = self._hooks.validate(self._strategy)
-        self._has_exchanged = False
         self._strategy.settle(is_whole=True)
         for name, value in metrics.items():
             if not math.isfinite(value):

@@ -88,7 +88,8 @@ class StallWatch:
         names = [str(task) for task in peers.silent]
         if names:
             events.emit(events.Stalled(tasks=tuple(names), seconds=self._seconds))
-            if not self._strategy.spares_workers or {t.role for t in peers.silent} != {"worker"}:
+            are_spared = self._strategy.capabilities.spares_workers
+            if not are_spared or {t.role for t in peers.silent} != {"worker"}:
                 verb = "do" if len(names) > 1 else "does"
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
         elif self._stepping.is_set() and not peers.gone and self._is_warm():

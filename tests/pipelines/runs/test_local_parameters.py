@@ -109,7 +109,6 @@ TREE = {
         "in_process": True,
         "max_restarts": 0,
         "recovery": "partial",
-        "snapshot_seconds": 1.5,
         "kubernetes": {
             "namespace": "models",
             "pod": {

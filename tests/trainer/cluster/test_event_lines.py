@@ -101,25 +101,6 @@ def test_it_is_said_what_goes_back_as_servers_are_lost(servers, recovery, back_t
     assert LogLines().take(event) == line_of(event) == line
 
 
-def test_it_is_said_that_values_go_back_to_a_snapshot():
-    event = ServersLost(
-        servers=("ps-1",), recovery="partial", global_step=510, back_to=490, snapshot_age=1.26
-    )
-    assert line_of(event) == (
-        "ps-1 lost at global step 510: partial recovery: its variables alone go 20 steps back to "
-        "490, to a snapshot 1.3 s old; the others stay"
-    )
-
-
-def test_it_is_said_that_training_goes_on_with_a_server():
-    event = ServersLost(
-        servers=("ps-1",), recovery="partial", global_step=510, back_to=400, rejoined=True
-    )
-    assert line_of(event).endswith(
-        "go 110 steps back to 400; the others stay, and training goes on"
-    )
-
-
 class TestTimeLeft:
     def test_it_is_smoothed_and_counts_down(self):
         left = TimeLeft()

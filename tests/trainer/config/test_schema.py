@@ -40,7 +40,6 @@ GOOD = [
     "training.strategy=single", "training.strategy=multi_worker_mirrored", "cluster.workers=8",
     "cluster.parameter_servers=3", "cluster.existing_servers=true",
     "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
-    "cluster.snapshot_seconds=0.5",
     "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
     "gate.min.loss=-2", "export.formats=[saved_model,tflite_int8]",
     "storage.root=''", "storage.root=file:///tmp/a b",
@@ -142,8 +141,6 @@ BAD = [
     ("cluster.workers=0", "cluster.workers: 0 is not allowed"),
     ("cluster.communication=gloo", "cluster.communication: 'gloo' is not allowed"),
     ("cluster.max_restarts=-1", "cluster.max_restarts: -1 is not allowed"),
-    ("cluster.snapshot_seconds=-1", "cluster.snapshot_seconds: -1 is not allowed"),
-    ("cluster.snapshot_seconds=.inf", "cluster.snapshot_seconds: inf is not allowed"),
     ("gate.min.accuracy=1.1", "gate.min: accuracy is a share: 1.1 is not between 0 and 1"),
     ("gate.max.macro_f1=-0.1", "gate.max: macro_f1 is a share: -0.1 is not between 0 and 1"),
     ("gate.min.accuracy=.nan", "gate.min.accuracy: nan is not allowed"),
@@ -179,21 +176,6 @@ def test_a_value_that_is_allowed(assignment):
 @pytest.mark.parametrize(("assignment", "said"), BAD, ids=[assignment for assignment, _ in BAD])
 def test_a_value_that_is_refused_is_named_with_what_is_allowed(assignment, said):
     assert said in refused(assignment)
-
-
-@pytest.mark.parametrize(
-    ("assignments", "said"),
-    [
-        (["training.strategy=sync_parameter_server"], "and not of sync_parameter_server; leave it"),
-        (["training.strategy=single"], "and not of single; leave it out"),
-        (["cluster.recovery=full"], "and cluster.recovery is full; leave one of the two out"),
-        (["data.partition=dynamic"], "with data.partition dynamic all go back; leave it out"),
-    ],
-)
-def test_snapshots_from_which_nothing_would_be_taken_are_refused(assignments, said):
-    message = refused("cluster.snapshot_seconds=1", *assignments)
-    assert message.startswith("cluster.snapshot_seconds: ")
-    assert said in message
 
 
 def test_a_wrong_item_of_a_list_is_reported_once():

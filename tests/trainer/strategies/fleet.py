@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 
-from trainer.config.schema import Config
 from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.left_graphs import LeftGraphs
 from trainer.strategies.turns import TURN, Seen
 from trainer.strategies.visits import Tally
 
@@ -95,7 +93,6 @@ class Led(AsyncParameterServer):
         self.config = SimpleNamespace(training=SimpleNamespace(pull_every=1, accumulate=1))
         self.cluster = SimpleNamespace(count=lambda _role: fleet.workers)
         self.stream, self.towers = None, ["CPU:0"]
-        self._graphs = LeftGraphs(Config(), None, [])
 
     def global_step(self) -> int:
         return self.fleet.applied

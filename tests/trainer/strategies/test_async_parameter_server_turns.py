@@ -159,32 +159,6 @@ def test_workers_that_were_faster_than_expected_begin_again(clock):
     assert strategy.advance(2 * applied, 10**6).global_step == fleet.applied > applied
 
 
-def test_after_a_loss_their_graphs_are_made_ready_without_an_update(clock):
-    fleet = Fleet(2)
-    strategy = led(clock, fleet)
-    applied = strategy.advance(FAST, 10**6).global_step
-    # The loss ends them, as `halt` does.
-    fleet.queue.clear()
-    fleet.extend(0)
-    # That they have no turn may have failed.
-    fleet.extend(1000)
-    strategy.prepare()
-    fleet.join()
-    assert fleet.units == [TURN] * 4
-    assert fleet.applied == applied
-    assert strategy.advance(FAST, 10**6).global_step > applied
-    assert fleet.units == [TURN] * 6
-
-
-def test_those_that_rested_have_nothing_to_make_ready(clock):
-    fleet = Fleet(2)
-    strategy = led(clock, fleet)
-    strategy.advance(FAST, 10**6)
-    strategy.rest()
-    strategy.prepare()
-    assert fleet.units == [TURN] * 2
-
-
 def test_who_found_no_turn_is_sent_a_closure_once_there_are_more(clock):
     fleet = Fleet(2)
     strategy = led(clock, fleet)

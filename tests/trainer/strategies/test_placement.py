@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
@@ -20,18 +19,17 @@ from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import placement
 from trainer.strategies.placement import (
+    KeptValues,
     Place,
     Sized,
     assign,
     build_at,
     build_slots,
-    made_here,
-    moved,
     optimize_once,
     places_of,
     server_device,
 )
-from trainer.strategies.table_state import BEGINS, slots_of
+from trainer.strategies.table_state import BEGINS
 from trainer.training.optimizers import build_optimizer
 
 LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
@@ -286,69 +284,25 @@ def test_a_sketch_may_be_refused():
         places_of(two_layers, check, 2, {})
 
 
-def test_variables_that_are_made_here_say_where_they_are_to_be():
-    with made_here() as made, tf.device("/job:ps/task:1/device:CPU:0"):
-        variable = tf.Variable([1.0, 2.0])
-        weight = keras.Variable(keras.initializers.Constant(3.0), shape=[1])
-        in_scope = tf.Variable(4.0)
-    assert [each.device for each in made] == ["/job:ps/replica:0/task:1/device:CPU:0"] * 3
-    assert made[0] is variable
-    assert made[1] is weight.value
-    # They have values, and can be changed, without a message.
-    assert variable.handle.device == "/job:localhost/replica:0/task:0/device:CPU:0"
-    weight.assign_add([1.0])
-    assert (variable.numpy().tolist(), weight.numpy().tolist()) == ([1.0, 2.0], [4.0])
-    assert type(tf.Variable(1.0)) is type(in_scope).__base__
-
-
-def test_what_a_function_computes_is_not_made_here():
-    with made_here() as made:
-        variable = tf.Variable(lambda: tf.range(3))
-        weight = keras.Variable(keras.initializers.Constant(3.0), shape=[1])
-        after = tf.Variable(lambda: tf.range(3))
-    assert [id(each) for each in made] == [id(weight.value)]
-    assert type(variable) is type(after) is type(tf.Variable(1.0))
-
-
-def test_what_is_moved_has_the_value_that_it_begins_with(monkeypatch):
-    monkeypatch.setattr(placement, "LARGE_BYTES", 12)
-    with made_here():
-        small = keras.Variable(keras.initializers.Constant(3.0), shape=[2])
-        large = keras.Variable(keras.initializers.Constant(4.0), shape=[3])
-    for each, value in ((small, [3.0] * 2), (large, [4.0] * 3)):
-        before = each.handle
-        moved(each.value)
-        assert each.handle is not before
-        assert each.numpy().tolist() == value
+@pytest.mark.usefixtures("devices")
+def test_large_variables_of_servers_with_values_have_none_and_say_what_they_begin_with(monkeypatch):
+    monkeypatch.setattr(placement, "LARGE_BYTES", 40)
+    kept = KeptValues([1])
+    model = build_at(two_layers, [Place("", server) for server in (1, 0, 0, 1)], kept)
+    # The kernel of 3 x 4; the one of 4 x 2 has 32 bytes.
+    assert [each.path for each, _ in kept._made] == [model.variables[0].path]
+    begins = getattr(model.variables[0].value, BEGINS)
+    assert tuple(begins((3, 4), dtype="float32").shape) == (3, 4)
+    for each, same in zip(model.get_weights()[1:], two_layers().get_weights()[1:], strict=True):
+        assert (each == same).all()
 
 
 def test_a_large_variable_that_shows_a_copy_says_what_it_begins_with(monkeypatch):
     monkeypatch.setattr(placement, "LARGE_BYTES", 12)
-    with made_here() as made, keras.src.backend.common.variables.AutocastScope("float16"):
+    kept = KeptValues([1])
+    scope = keras.src.backend.common.variables.AutocastScope("float16")
+    with kept.spared(lambda: 1), scope:
         large = keras.Variable(keras.initializers.Constant(4.0), shape=[3])
         assert large.value.dtype == tf.float16
-    moved(made[0])
+    kept.give_others([])
     assert large.numpy().tolist() == [4.0] * 3
-
-
-def test_large_variables_that_are_made_here_say_what_they_begin_with(monkeypatch):
-    monkeypatch.setattr(placement, "LARGE_BYTES", 40)
-    with made_here() as made:
-        model = two_layers()
-        optimizer = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
-        optimizer.build(model.trainable_variables)
-    # The kernel of 3 x 4 and its slot; the one of 4 x 2 has 32 bytes.
-    large = [each for each in made if hasattr(each, BEGINS)]
-    assert [each.shape for each in large] == [(3, 4)] * 2
-    np.testing.assert_array_equal(
-        getattr(large[1], BEGINS)((3, 4), dtype="float32"), np.full((3, 4), 0.25, np.float32)
-    )
-    kernel = model.trainable_variables[0]
-    assert large[0] is kernel.value
-    ((slot, first),) = slots_of(optimizer, kernel)
-    assert slot is large[1]
-    assert first == 0.25
-    for each, same in zip(model.get_weights()[1:], two_layers().get_weights()[1:], strict=True):
-        assert (each == same).all()
-    ((_, real),) = slots_of(optimizer, model.trainable_variables[2])
-    assert real == 0.25

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.strategies.turns import CLOSURES, LOSS, NO_TURN, OTHERS, UPDATES, Turns, alone
+from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone
 
 WORKERS = 3
 
@@ -63,16 +63,6 @@ def test_none_is_left_where_workers_are_to_end(turns, take):
     seen = turns.look()
     assert (seen.taken, seen.refused) == (0, 0)
     assert bool(take())
-
-
-def test_a_closure_without_a_turn_takes_none_and_ends_no_other(turns, begin, take):
-    last = begin(CLOSURES - 1)
-    turns.deal(3)
-    none, other = begin(NO_TURN), begin(CLOSURES - 1)
-    assert not bool(take(none))
-    seen = turns.look()
-    assert (seen.taken, seen.refused) == (0, 0)
-    assert [bool(take(each)) for each in (last, other, none)] == [False, True, False]
 
 
 def test_workers_that_take_at_once_take_exactly_what_is_there(turns):
@@ -164,41 +154,6 @@ def test_each_worker_has_its_sums(turns, applied):
     turns.deal(5)
     # They are of all that was ever reported.
     np.testing.assert_array_equal(turns.look().reports, seen.reports)
-
-
-class Gone:
-    """What makes variables again that are all gone, or none."""
-
-    def __init__(self, *, are_gone):
-        self.are_gone = are_gone
-
-    def variable(self, variable):
-        """Make a variable again, of zeros."""
-        if self.are_gone:
-            variable.assign(tf.zeros_like(variable))
-        return self.are_gone
-
-
-def test_none_is_left_when_they_are_made_again_and_no_run_has_an_earlier_number(turns, begin, take):
-    turns.deal(3)
-    before = [begin(each).numpy()[1] for each in (1, 2)]
-    assert turns.remake(Gone(are_gone=True))
-    assert not bool(take(tf.constant([1, before[0]], tf.int64)))
-    assert (turns.look().taken, turns.look().reports.sum()) == (0, 0)
-    turns.deal(1)
-    later = begin(1)
-    assert later.numpy()[1] > max(before)
-    assert bool(take(later))
-    assert turns.remake(Gone(are_gone=True))
-    turns.deal(1)
-    assert begin(1).numpy()[1] > later.numpy()[1]
-
-
-def test_they_stay_where_their_server_does(turns, take):
-    turns.deal(2)
-    assert bool(take())
-    assert not turns.remake(Gone(are_gone=False))
-    assert turns.look().taken == 1
 
 
 def alone_with(work):

@@ -20,7 +20,7 @@ from trainer.data.records import encode
 from trainer.data.spec import KIND, SCHEMA, FeatureSpec
 from trainer.errors import UserError
 from trainer.storage import Manifest
-from trainer.strategies.remade import is_lost
+from trainer.strategies.server_state import is_lost
 from trainer.strategies.strategy import Strategy
 from trainer.training.chief import _lost_cluster, hooks_of
 from trainer.training.input import NUMBER_FILE, SHARDS

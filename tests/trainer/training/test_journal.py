@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
-from tests.stores.fixtures import bucket_name
 from tests.trainer.counting import config_of
 from tests.trainer.tensorboard.event_files import hyperparameters, scalars
 from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.history import read_history
-from trainer.checkpoints.index import index_of
-from trainer.checkpoints.remote import checkpoints_of
 from trainer.training.journal import MAX_ROWS, Journal, UnpublishedJournal
 
 
@@ -50,30 +45,11 @@ def test_an_attempt_begins_with_the_configuration_for_tensorboard(checkpoints):
     assert journal.logs == logs(checkpoints) / "digits-1"
 
 
-def test_a_validation_of_a_checkpoint_that_waits_for_its_upload_is_of_that_one(
-    gcs, tmp_path, monkeypatch
-):
-    bucket = bucket_name()
-    gcs.create_bucket(bucket)
-    uri = f"gs://{bucket}/run/checkpoints"
-    first, second = (checkpoints_of(uri, keep=1, scratch=tmp_path, alone=True) for _ in range(2))
-    # The attempt is killed before anything is uploaded.
-    monkeypatch.setattr(first, "_queue", lambda _name: None)
-    counter = tf.Variable(20, dtype=tf.int64)
-    first.save({"global_step": counter}, io_device=None, fields={})
-    assert second.newest()
-    journal = Journal(config_of(steps=20), second, 20)
-    journal.add_of_last_checkpoint({"global_step": 20, "seconds": 1.0, "validation_loss": 0.25})
-    assert [(each.global_step, each.loss) for each in index_of(uri)] == [(20, 0.25)]
-    second.flush()
-    assert [each["validation_loss"] for each in read_history(uri)] == [0.25]
-
-
 def test_a_task_that_does_not_publish_writes_nothing(checkpoints):
     journal = UnpublishedJournal(config_of(steps=20), checkpoints, 0)
     journal.begin(0, {})
     journal.add(row(20, validation_loss=0.25))
-    journal.add_of_last_checkpoint(row(30, validation_loss=0.5))
+    journal.add(row(30, validation_loss=0.5))
     assert not logs(checkpoints).parent.exists()
     assert journal.rows == [row(20, validation_loss=0.25), row(30, validation_loss=0.5)]
 

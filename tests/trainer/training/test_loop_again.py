@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
 import pytest
 
 from tests.trainer.counting import Counting, Run, nothing
 from trainer import events
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.contents import RECOVERED
-from trainer.checkpoints.index import handed_on, index_of
+from trainer.checkpoints.index import index_of
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import AttemptBegin, CheckpointPassedOver
+from trainer.strategies.server_state import ServerState
 from trainer.strategies.updates import averaging
-from trainer.training import recovery
 
 
 @pytest.fixture
@@ -160,89 +161,28 @@ def test_early_stopping_counts_over_attempts(run, until):
 
 
 @pytest.fixture
-def joined(run):
-    """Lose a server at a global step, in its validation, and publish what is left at another."""
-
-    def publish(lost_at, step, **training):
-        def validate(strategy):
-            if strategy.global_step() >= lost_at:
-                raise ClusterLostError("a parameter server is gone")
-            return {"loss": 50.0 - strategy.global_step()}
-
-        with pytest.raises(ClusterLostError):
-            run.train(validate=validate, keep=100, **training)
-        held = Counting()
-        held.build(None)
-        held.counter.assign(step)
-        held.weight.assign(0.5 * step)
-        older = {"ps-1": {"global_step": 10, "variables": ["model/weight"]}}
-        kept = Checkpoints(run.uri, keep=100, scratch=run.folder / "scratch")
-        fields = {"metrics": {"loss": 1.0}, RECOVERED: older}
-        kept.save(held.variables(), io_device=None, fields=fields)
-
-    return publish
-
-
-@pytest.mark.parametrize("step", [20, 23])
-def test_a_validation_that_was_lost_with_a_server_is_made_up_once(run, joined, step):
-    joined(20, step, steps=40)
-    validated = []
-
-    def validate(strategy):
-        validated.append(strategy.global_step())
-        # The cluster is lost once more.
-        return lost_at(30)(strategy) and {"loss": 50.0 - validated[-1]}
-
-    with pytest.raises(ClusterLostError):
-        run.train(steps=40, keep=100, validate=validate)
-    assert validated == [step, 30]
-    run.train(steps=40, keep=100, validate=lambda strategy: {"loss": 50.0 - strategy.global_step()})
-    assert run.rows("validation_loss") == [40.0, 50.0 - step, 20.0, 10.0]
-    losses = {each.global_step: each.loss for each in index_of(run.uri)}
-    assert losses == {0: None, 10: 40.0, step: 50.0 - step, 30: 20.0, 40: 10.0}
-
-
-def test_a_run_that_lost_a_server_at_its_end_ends_with_a_validation(run, joined):
-    joined(20, 20, steps=20)
-    assert run.train(steps=20, validate=lambda _strategy: {"loss": 30.0}) == 20
-    assert run.rows("validation_loss") == [40.0, 30.0]
-    assert handed_on(run.uri, "best").global_step == 20
-
-
-def test_a_validation_that_is_made_up_counts_for_early_stopping(run, joined):
-    joined(20, 20, steps=90, patience=1)
-    assert run.train(steps=90, patience=1, validate=lambda _strategy: {"loss": 45.0}) == 20
-
-
-@pytest.mark.parametrize("given", [{"validate_every": 0}, {"validate_every": 50}])
-def test_no_validation_is_made_up_where_none_was_due(run, joined, given):
-    joined(20, 20, steps=90)
-    (run.folder / "checkpoints/history.jsonl").unlink()
-    validated = []
-
-    def validate(strategy):
-        validated.append(strategy.global_step())
-        return {"loss": 1.0}
-
-    run.train(steps=90, validate=validate, **given)
-    assert validated == ([50, 90] if given["validate_every"] else [])
-
-
-@pytest.fixture
 def left(monkeypatch):
     """Let an attempt find what was left at a global step; return what else was asked for."""
     asked = []
 
     def of_step(step, seconds=0.0):
-        def seconds_since_save(self):
-            self._strategy.counter.assign(step)
-            self._strategy.weight.assign(0.5 * step)
-            return seconds
+        def state_of(strategy, _uri):
+            def is_taken(_device):
+                strategy.counter.assign(step)
+                strategy.weight.assign(0.5 * step)
+                return True
 
-        snapshots = recovery.ServerSnapshots
-        monkeypatch.setattr(snapshots, "find", lambda _, saved: asked.append(saved) or step)
-        monkeypatch.setattr(snapshots, "seconds_since_save", seconds_since_save)
-        monkeypatch.setattr(snapshots, "end", lambda _: asked.append("end"))
+            state = create_autospec(ServerState, instance=True, servers={0}, living={0}, taken={0})
+            state.found = {0: SimpleNamespace(held=1, saved=-1)}
+            state.reached.return_value = step
+            state.go_on_with.side_effect = lambda servers: asked.append(sorted(servers))
+            state.is_taken.side_effect = is_taken
+            state.seconds_since_save.return_value = seconds
+            state.back_to.return_value = {}
+            state.forget.side_effect = lambda: asked.append("end")
+            return state
+
+        monkeypatch.setattr(Counting, "find_state", state_of)
         return asked
 
     return of_step
@@ -257,7 +197,7 @@ def test_an_attempt_goes_on_with_what_was_left(run, left):
         return nothing(start)
 
     assert run.train(steps=50, keep=100, validate_every=0, make_problem=problem) == 50
-    assert (starts, asked) == ([27], [20, "end"])
+    assert (starts, asked) == ([27], [[0], "end"])
     *_, event = run.events(AttemptBegin)
     assert (event.global_step, event.resumed, event.checkpoint) == (27, True, 20)
     assert run.weight(50) == 25.0
@@ -301,7 +241,7 @@ def test_what_was_due_before_a_chief_died_is_made_up(run, left, step):
     assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]
 
 
-def test_a_validation_of_an_earlier_step_is_none_of_what_is_saved_of_snapshots(run, left):
+def test_a_validation_of_an_earlier_step_is_none_of_what_lives(run, left):
     given = {"checkpoint_every": 20, "validate": lambda _strategy: {"loss": 1.0}}
     one_attempt(run, until=15, **given)
     assert (run.steps(), run.rows("validation_loss")) == ([0], [1.0])
@@ -312,7 +252,7 @@ def test_a_validation_of_an_earlier_step_is_none_of_what_is_saved_of_snapshots(r
     assert run.fields(15)["metrics"]["loss"] == 1.0
 
 
-def test_snapshots_past_the_end_are_the_last_checkpoint(run, left):
+def test_what_lives_past_the_end_is_the_last_checkpoint(run, left):
     one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     left(27)
     assert run.train(steps=25, keep=100, validate_every=0) == 27
@@ -322,7 +262,7 @@ def test_snapshots_past_the_end_are_the_last_checkpoint(run, left):
 @pytest.mark.parametrize(
     ("error", "ended"), [(ClusterLostError("ps-1"), []), (UserError("the loss"), ["end"])]
 )
-def test_snapshots_stay_where_another_attempt_may_need_them(run, left, error, ended):
+def test_what_is_on_the_servers_stays_where_another_attempt_may_need_it(run, left, error, ended):
     run.train(steps=10)
 
     def fails(_):
@@ -331,7 +271,7 @@ def test_snapshots_stay_where_another_attempt_may_need_them(run, left, error, en
     asked = left(15)
     with pytest.raises(type(error)):
         run.train(Counting(fails), steps=40)
-    assert asked == [10, *ended]
+    assert asked == [[0], *ended]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +283,9 @@ def test_an_attempt_that_does_not_begin_leaves_nothing(run, monkeypatch, error, 
             raise error
 
     asked = []
-    monkeypatch.setattr(recovery.ServerSnapshots, "end", lambda _: asked.append("end"))
+    state = create_autospec(ServerState, instance=True, found={})
+    state.forget.side_effect = lambda: asked.append("end")
+    monkeypatch.setattr(Counting, "find_state", lambda _self, _uri: state)
     with pytest.raises(type(error)):
         run.train(Fails(), steps=10)
     assert asked == ended

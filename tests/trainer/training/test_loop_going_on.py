@@ -8,9 +8,7 @@ import pytest
 
 from tests.trainer.counting import Counting, Run
 from trainer import events
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.history import read_history
-from trainer.errors import ClusterLostError, RunInterruptedError
+from trainer.errors import RunInterruptedError
 from trainer.strategies.strategy import Report
 from trainer.training import recovery
 
@@ -123,117 +121,8 @@ def test_the_seconds_of_rows_go_on_with_them(run):
     assert all(value > 0 for value in run.rows("steps_per_second"))
 
 
-def test_snapshots_are_taken_between_inner_loops_and_none_at_the_end(run, monkeypatch):
-    taken = []
-    monkeypatch.setattr(
-        recovery.ServerSnapshots,
-        "take_if_due",
-        lambda _self, step, *, rests: taken.append((step, rests)),
-    )
+def test_what_was_reached_is_noted_between_inner_loops_and_not_at_the_end(run, monkeypatch):
+    noted = []
+    monkeypatch.setattr(recovery.Recovery, "note", lambda _self, step: noted.append(step))
     run.train(GoingOn(), steps=16, checkpoint_every=10, validate_every=0)
-    assert taken == [(3, False), (6, False), (9, False), (10, True), (13, False)]
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """Let each loss of servers end with servers that are joined again; return what was said."""
-    said = []
-
-    def goes_on(_self, error, *, is_whole):
-        said.append((str(error), is_whole))
-        return is_whole
-
-    monkeypatch.setattr(recovery.Recovery, "goes_on", goes_on)
-    return said
-
-
-class Losing(GoingOn):
-    """It loses a server once, in the inner loop that begins at a step."""
-
-    def __init__(self, at: int):
-        super().__init__()
-        self.at = at
-
-    def advance(self, steps, boundary):
-        if self.global_step() >= self.at:
-            self.at, self.goes_on = 1000, False
-            raise ClusterLostError("ps-1 is gone")
-        return super().advance(steps, boundary)
-
-
-def test_the_loop_goes_on_where_a_lost_server_is_joined_again(run, joined):
-    strategy = Losing(13)
-    assert run.train(strategy, steps=25, keep=100, validate=lambda _: {"loss": 1.0}) == 25
-    assert joined == [("ps-1 is gone", True)]
-    assert run.steps() == [0, 10, 20, 25]
-    assert run.rows() == [3, 6, 9, 10, 13, 16, 19, 20, 23, 25]
-
-
-def test_a_checkpoint_that_a_loss_has_ended_is_saved_then(run, joined, monkeypatch):
-    save, fails = Checkpoints.save, [ClusterLostError("ps-1 is gone")]
-
-    def once(self, variables, **named):
-        if fails and int(variables["global_step"]) == 10:
-            raise fails.pop()
-        return save(self, variables, **named)
-
-    monkeypatch.setattr(Checkpoints, "save", once)
-    assert run.train(GoingOn(), steps=25, keep=100, validate_every=0) == 25
-    assert joined == [("ps-1 is gone", True)]
-    assert run.steps() == [0, 10, 20, 25]
-
-
-@pytest.mark.parametrize("ema", [0.0, 0.5])
-def test_a_validation_that_a_loss_has_ended_is_made_again(run, joined, ema):
-    fails = [ClusterLostError("ps-1 is gone")]
-
-    def validate(strategy):
-        if fails and strategy.global_step() == 10:
-            raise fails.pop()
-        return {"loss": 1.0}
-
-    strategy = GoingOn()
-    if ema:
-        with pytest.raises(ClusterLostError):
-            run.train(strategy, steps=25, keep=100, validate=validate, ema=ema)
-        assert joined == [("ps-1 is gone", False)]
-        return
-    assert run.train(strategy, steps=25, keep=100, validate=validate) == 25
-    assert joined == [("ps-1 is gone", True)]
-    assert run.steps() == [0, 10, 20, 25]
-    assert run.rows() == [3, 6, 9, 10, 13, 16, 19, 20, 23, 25]
-    assert run.rows("validation_loss") == [1, 1, 1]
-    assert len(run.events(events.Progress)) == 10
-
-
-class LosingBeforeItsRow(GoingOn):
-    """It loses a server once, at a global step of which nothing was reported yet."""
-
-    def __init__(self, at: int, *, in_report: bool):
-        super().__init__()
-        self.at, self.in_report = at, in_report
-
-    def advance(self, steps, boundary):
-        report = super().advance(steps, boundary)
-        self.lose(of_report=True)
-        return report
-
-    def learning_rate(self):
-        self.lose(of_report=False)
-        return super().learning_rate()
-
-    def lose(self, *, of_report):
-        if self.global_step() == self.at and self.in_report is of_report:
-            self.at, self.goes_on = 0, False
-            raise ClusterLostError("ps-1 is gone")
-
-
-@pytest.mark.parametrize("in_report", [True, False])
-@pytest.mark.parametrize("at", [10, 25, 16])
-def test_a_boundary_that_was_reached_before_a_loss_is_not_left_out(run, joined, at, in_report):
-    strategy = LosingBeforeItsRow(at, in_report=in_report)
-    assert run.train(strategy, steps=25, keep=100, validate=lambda _: {"loss": 1.0}) == 25
-    assert joined == [("ps-1 is gone", True)]
-    assert run.steps() == [0, 10, 20, 25]
-    validated = [row for row in read_history(run.uri) if "validation_loss" in row]
-    assert [row["global_step"] for row in validated] == [10, 20, 25]
+    assert noted == [3, 6, 9, 10, 13]

@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.counting import Counting, config_of
 from trainer import events
 from trainer.cluster.liveness import Peers
-from trainer.topology import Task
+from trainer.topology import Capabilities, Task
 from trainer.training.stall import StallWatch
 
 PS, ONE, TWO = (
@@ -34,7 +34,7 @@ def judged(tmp_path, monkeypatch):
     def judge(peers, *, spares=False, state="steps", moved=False, waits=2):
         strategy = Counting()
         strategy.config = config_of(stall_timeout=30)
-        strategy.spares_workers = spares
+        strategy.capabilities = Capabilities(spares_workers=spares)
         strategy.warming = state == "another graph"
 
         def look():

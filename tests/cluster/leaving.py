@@ -1,0 +1,101 @@
+"""A chief that begins with what is on the servers, trains, and dies.
+
+`python -m tests.cluster.leaving SPEC`, which is a JSON file: `config` (sections that differ from
+the defaults), `uri` of the checkpoints of its run, `saved`, the global step of the newest of them
+or -1, `layers`, how many the model has more, and `torn`, whether it dies while it assigns values. A
+line of JSON says what was found and what it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+from keras.src.utils.naming import reset_uids
+
+from tests.cluster.lead import say
+from tests.cluster.problems import of_ids
+from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.models.embedding_table import EmbeddingTable
+from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.strategies import placement
+from trainer.strategies.strategy import Problem, create
+from trainer.strategies.updates import touched_rows
+from trainer.topology import from_tf_config
+from trainer.training import recovery
+
+IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
+
+
+def problem(config: Config, *, layers: int = 0) -> Problem:
+    """Return one with a table of which batches look up some rows, one that grows, and layers."""
+
+    def looked_up(given: Any) -> Any:
+        # As for each model of a run.
+        reset_uids()
+        rows = ShardedEmbedding(ROWS, 4, name="table")(given)
+        grown = EmbeddingTable(2 * IDS, 4, name="grown")(given)
+        found = keras.layers.Concatenate()([rows, grown])
+        for _ in range(layers):
+            found = keras.layers.Dense(8)(found)
+        return found
+
+    return of_ids(config, looked_up, lambda n: (n % IDS, n % 2), BATCH)
+
+
+def main() -> None:
+    """Begin as the outer loop does, and die."""
+    signals.end_with_parent()
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    # All but the smallest variables have no values before they get those that are on the servers.
+    touched_rows.SMALL, placement.LARGE_BYTES = 0, 64
+    config = parse_config(spec["config"])
+    strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
+    assert strategy.capabilities.keeps_values
+    checkpoints = Checkpoints(spec["uri"], keep=1, scratch=Path("scratch"))
+    checkpoint = RestoredCheckpoint(
+        uri=spec["uri"], global_step=spec["saved"], folder=Path(), fields={}
+    )
+    # What is not taken keeps its first values.
+    recovery.restore = lambda *_, **__: None
+    recovery.resumed = lambda _found, variables, _training: variables
+    begins = recovery.Recovery(config, strategy, checkpoints)
+    found = begins.begins_at(checkpoint if spec["saved"] >= 0 else None)
+    strategy.build(problem(config, layers=spec["layers"]))
+    begins.restore(SimpleNamespace(global_step=spec["saved"]))
+    strategy.restored()
+    begun = values_of(strategy.variables())
+    strategy.settle(is_whole=True)
+    strategy.run(STEPS)
+    begins.note(strategy.global_step())
+    if spec["torn"]:
+        strategy.settle(is_whole=False)
+    left = values_of(strategy.variables())
+    say(
+        found=found,
+        taken=sorted(strategy.state.taken),
+        begun=begun,
+        step=strategy.global_step(),
+        left=left,
+        devices={path: each.device for path, each in strategy.variables().items()},
+        metrics=strategy.metrics()["tables"],
+    )
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values_of(variables: Any) -> dict[str, Any]:
+    """Return the values of variables by their paths."""
+    return {path: each.numpy().tolist() for path, each in variables.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""How a model is built where an attempt before has left values; all servers are here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from trainer.config.load import parse_config
+from trainer.strategies import parameter_server, placement
+from trainer.strategies.parameter_server import Served
+from trainer.strategies.strategy import Problem
+from trainer.topology import Cluster, Task
+
+ROWS, HERE = 40, "/device:CPU:0"
+
+
+class Building(Served):
+    """A strategy that builds, and does no more."""
+
+    run = None
+
+    def connect(self):
+        """All servers are here."""
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Return a strategy that has built a model with a large table, for values on some servers."""
+    monkeypatch.setattr(placement, "LARGE_BYTES", 4 * ROWS)
+    for module in (placement, parameter_server):
+        monkeypatch.setattr(module, "server_device", lambda _: HERE)
+
+    def built(taken):
+        def build_model():
+            given = keras.Input((), dtype="int64")
+            table = keras.layers.Embedding(ROWS, 4, keras.initializers.Constant(2.0), name="table")
+            return keras.Model(given, keras.layers.Dense(1)(table(given)))
+
+        strategy = Building(
+            parse_config({"training": {"optimizer": {"name": "adagrad"}}}),
+            Cluster(addresses={"ps": ("localhost:1", "localhost:2")}),
+            Task(role="chief", index=0),
+        )
+        strategy.state = SimpleNamespace(taken=taken)
+        problem = Problem(
+            build_model=build_model,
+            build_optimizer=lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25),
+            loss=None,
+            chance_loss=1.0,
+            batches=None,
+        )
+        strategy.build_model(problem)
+        return strategy
+
+    return built
+
+
+def without_values(strategy):
+    """Return the names of variables that were made without values."""
+    return sorted(each.path for each, _ in strategy._kept._made)
+
+
+@pytest.mark.parametrize(("taken", "names"), [((), []), ((1,), []), ((0,), ["table/embeddings"])])
+def test_what_is_large_and_on_a_server_with_values_is_made_without(built, taken, names):
+    strategy = built(taken)
+    assert [each for each in without_values(strategy) if "adagrad" not in each] == names
+    table, *_ = strategy.model.trainable_variables
+    if not names:
+        assert np.unique(table.numpy()).tolist() == [2.0]
+
+
+def test_what_nobody_has_taken_gets_its_values(built):
+    strategy = built((0,))
+    table, *_ = strategy.model.trainable_variables
+    strategy._kept.give_others([])
+    assert np.unique(table.numpy()).tolist() == [2.0]
+
+
+def test_slots_of_rows_are_known_by_their_initializer(built):
+    strategy = built((0,))
+    table, *_ = strategy.model.trainable_variables
+    ((_, first),) = parameter_server.table_state.slots_of(strategy.optimizer, table)
+    assert first == 0.25

@@ -1,0 +1,390 @@
+"""What an attempt has left on the servers is taken by the next one, or removed.
+
+All servers are this process. What survives a process is in `tests/cluster/test_recovery.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.config.load import parse_config
+from trainer.models.embedding_table import EmbeddingTable
+from trainer.strategies import server_state
+from trainer.strategies.parameter_server import Served
+from trainer.strategies.placement import KeptValues
+from trainer.strategies.server_state import STEP, MisfitError, ServerState
+from trainer.strategies.turns import Turns
+from trainer.topology import Cluster, Task, topology_of
+
+ROWS = 6
+SERVERS = range(2)
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch):
+    """Let this process be every server."""
+    monkeypatch.setattr(server_state, "server_device", lambda _: "/device:CPU:0")
+    monkeypatch.setattr(server_state, "_server_of", lambda _: 0)
+
+
+class Attempt(Served):
+    """An attempt of a chief: a table with a slot, a counter, and a table that grows."""
+
+    io_device = None
+    run = None
+    capabilities = topology_of("async_parameter_server").capabilities
+
+    def __init__(self, uri, *, rows=ROWS, **sections):
+        addresses = {"ps": tuple(f"localhost:{n}" for n in SERVERS)}
+        super().__init__(
+            parse_config(sections), Cluster(addresses=addresses), Task(role="chief", index=0)
+        )
+        self.held = {
+            "table": tf.Variable(tf.zeros([rows, 2])),
+            "slot": tf.Variable(tf.zeros([rows])),
+            STEP: tf.Variable(0, dtype=tf.int64),
+        }
+        self.grown = EmbeddingTable(8, 2, shards=1, name="grown")
+        self.grown.build(None)
+        self.grown.connect(self.held[STEP], lambda _: [])
+        self.model, self._kept = SimpleNamespace(_flatten_layers=lambda: [self.grown]), KeptValues()
+        (shard,) = self.grown.parts()
+        for number, each in enumerate((shard.noted.rows, *shard.noted.bookkeeping())):
+            self.held[f"grown/{number}"] = each.value
+        self.uri = uri
+
+    def connect(self):
+        """All servers are here."""
+
+    def variables(self):
+        return self.held
+
+    def begin(self, *, takes=True):
+        """Begin with what is there; return the servers of which values are taken."""
+        state = self.find_state(self.uri)
+        if takes:
+            state.go_on_with(state.living)
+        elif state.found:
+            state.remove("why")
+        self.turns = Turns(1, self.held[STEP], state.permit)
+        try:
+            self.keep(self.turns.held())
+        except MisfitError:
+            self.keep(self.turns.held())
+        if state.taken:
+            self.turns.extend(0)
+        return sorted(state.taken)
+
+    def train(self, step):
+        """Train to a global step."""
+        self.settle(is_whole=True)
+        self.held[STEP].assign(step)
+        for path in ("table", "slot"):
+            each = self.held[path]
+            each.assign(tf.fill(each.shape, float(step)))
+        self.grown(tf.constant([1, step]), training=True)
+
+    def values(self):
+        return {path: np.unique(self.held[path]).tolist() for path in (STEP, "table", "slot")}
+
+    def places(self):
+        """Return where the ids 10 and 20 have their rows; the last place is that of no row."""
+        (shard,) = self.grown.parts()
+        return shard._find(tf.constant([10, 20], tf.int64)).numpy().tolist()
+
+
+@pytest.fixture
+def uri():
+    """Return that of a run, of which nothing stays in this process."""
+    made = f"file:///{secrets.token_hex(8)}/checkpoints"
+    yield made
+    left = ServerState(made, len(SERVERS))
+    left._free(left.found)
+
+
+def begun(uri, *steps, **given):
+    """Return an attempt that trained to steps, and is gone."""
+    attempt = Attempt(uri, **given)
+    attempt.begin()
+    for step in steps:
+        attempt.train(step)
+    return attempt
+
+
+def names_of(attempt):
+    state = attempt.state
+    return [state._name(state._said[0].token, number) for number in (0, 1)]
+
+
+def is_there(name):
+    handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name)
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
+
+
+def lose(attempt, server):
+    """Let a server be started again: what says what it has is gone."""
+    server_state._destroy(attempt.state._states[server])
+
+
+def test_the_next_attempt_goes_on_with_the_values(uri):
+    first = begun(uri, 10, 20)
+    attempt = Attempt(uri)
+    assert attempt.begin() == [0, 1]
+    assert attempt.state.reached() == 20
+    assert attempt.values() == {STEP: [20], "table": [20.0], "slot": [20.0]}
+    # Its graphs and those of the first one are of the same variables.
+    first.held["slot"].assign(tf.fill([ROWS], 7.0))
+    assert attempt.values()["slot"] == [7.0]
+
+
+def test_a_table_that_grows_has_its_ids_without_looking_through_its_rows(uri):
+    first = begun(uri, 10, 20)
+    attempt = Attempt(uri)
+    attempt.begin()
+    places = attempt.places()
+    assert places == first.places()
+    assert sorted(places) == [1, 2]
+    # Nothing of it is made again, as workers of the first one may have been at it.
+    attempt.restored()
+    assert attempt.places() == places
+    attempt.train(30)
+    assert first.grown.metrics()["rows"] == 4
+
+
+def test_it_is_found_itself_also_before_it_trains(uri):
+    begun(uri, 10)
+    Attempt(uri).begin()
+    third = Attempt(uri)
+    assert third.begin() == [0, 1]
+    third.train(30)
+    last = Attempt(uri)
+    assert last.begin() == [0, 1]
+    assert last.state.reached() == 30
+
+
+def test_no_turn_of_the_first_one_is_taken_any_more(uri):
+    first = begun(uri, 10)
+    first.turns.deal(9)
+    own = first.turns.begin(tf.constant(0, tf.int64))
+    assert bool(first.turns.take(own))
+    attempt = Attempt(uri)
+    attempt.begin()
+    assert not bool(first.turns.take(own))
+    attempt.turns.deal(9)
+    assert not bool(first.turns.take(own))
+    assert bool(attempt.turns.take(attempt.turns.begin(tf.constant(0, tf.int64))))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rows": ROWS + 1},
+        {"training": {"freeze": ["two/*"]}},
+        {"training": {"optimizer": {"name": "sgd"}}},
+        {"cluster": {"placement": {"two": "ps:0"}}},
+    ],
+)
+def test_what_is_of_other_variables_is_removed(uri, caplog, given):
+    first = begun(uri, 10)
+    names = names_of(first)
+    attempt = Attempt(uri, **given)
+    assert attempt.begin() == []
+    assert "it is of other variables, workers or training.freeze" in caplog.text
+    assert attempt.values() == {STEP: [0], "table": [0.0], "slot": [0.0]}
+    assert not any(map(is_there, names))
+    assert attempt.places() == [-1, -1]
+    assert Attempt(uri).begin() == []
+
+
+def test_what_is_not_wanted_is_removed(uri, caplog):
+    names = names_of(begun(uri, 10))
+    attempt = Attempt(uri)
+    assert attempt.begin(takes=False) == []
+    assert "of an attempt before is not used: why" in caplog.text
+    assert attempt.values() == {STEP: [0], "table": [0.0], "slot": [0.0]}
+    assert not any(map(is_there, names))
+
+
+def test_a_strategy_that_keeps_nothing_gives_no_names(uri):
+    class Other(Attempt):
+        capabilities = topology_of("single").capabilities
+
+    attempt = Other(uri)
+    assert attempt.find_state(uri) is None
+    attempt.keep({})
+    assert ServerState(uri, len(SERVERS)).found == {}
+
+
+@pytest.mark.parametrize("steps", [(), (10,)])
+def test_values_that_the_chief_was_assigning_do_not_live(uri, steps):
+    attempt = begun(uri, *steps)
+    attempt.settle(is_whole=False)
+    state = Attempt(uri).find_state(uri)
+    assert set(state.found) == set(SERVERS)
+    assert (state.living, state.reached()) == (frozenset(), -1)
+
+
+@pytest.mark.parametrize("lost", SERVERS)
+def test_a_server_that_was_started_again_does_not_live(uri, lost):
+    first = begun(uri, 10)
+    first.state.note(5, 9)
+    lose(first, lost)
+    attempt = Attempt(uri)
+    assert attempt.begin() == [1 - lost]
+    # The counter is exact where it lives, and otherwise the last look of the chief.
+    assert ServerState(uri, len(SERVERS)).found.keys() == set(SERVERS)
+    assert attempt.state.taken == {1 - lost}
+
+
+@pytest.mark.parametrize(("lost", "reached"), [(0, 9), (1, 10)])
+def test_the_step_stays_also_without_the_server_of_its_counter(uri, lost, reached):
+    first = begun(uri, 10)
+    first.state.note(5, 9)
+    lose(first, lost)
+    assert Attempt(uri).find_state(uri).reached() == reached
+
+
+def test_a_chief_that_dies_while_it_restores_leaves_what_lives(uri):
+    lose(begun(uri, 10), 1)
+    second = Attempt(uri)
+    assert second.begin() == [0]
+    # It did not say that the values of the other server are whole.
+    third = Attempt(uri)
+    assert third.begin() == [0]
+    third.settle(is_whole=True)
+    assert Attempt(uri).begin() == [0, 1]
+
+
+def test_what_went_back_is_noted_until_a_checkpoint_is_published(uri):
+    lose(begun(uri, 10), 1)
+    second = Attempt(uri)
+    second.begin()
+    second.state.went_back(5)
+    assert second.state.back_to() == {1: 5}
+    second.settle(is_whole=True)
+    third = Attempt(uri)
+    third.begin()
+    assert third.state.back_to() == {1: 5}
+    third.state.note(12, 12)
+    assert third.state.back_to() == {}
+
+
+def test_what_servers_have_of_different_runs_of_values_does_not_live(uri):
+    first = begun(uri, 10)
+    other = {**vars(first.state._said[1]), "token": 1}
+    first.state._states[1].assign(list(other.values()))
+    assert Attempt(uri).find_state(uri).living == frozenset()
+
+
+def test_another_run_keeps_its_own(uri):
+    other = f"{uri}-2"
+    begun(other, 10)
+    begun(uri, 20)
+    attempt = Attempt(uri)
+    attempt.begin()
+    attempt.state.forget()
+    assert ServerState(uri, len(SERVERS)).found == {}
+    last = Attempt(other)
+    assert last.begin() == [0, 1]
+    last.state.forget()
+
+
+def test_a_chief_of_another_form_does_not_find_it(uri, monkeypatch):
+    begun(uri, 10)
+    with monkeypatch.context() as later:
+        later.setattr(server_state, "FORM", server_state.FORM + 1)
+        attempt = Attempt(uri)
+        assert attempt.begin() == []
+        attempt.state.forget()
+    assert Attempt(uri).begin() == [0, 1]
+
+
+def test_a_chief_that_was_taken_for_dead_changes_nothing_any_more(uri):
+    stalled = begun(uri, 10)
+    attempt = Attempt(uri)
+    attempt.begin()
+    for change in (
+        lambda: stalled.turns.deal(9),
+        lambda: stalled.turns.extend(9),
+        lambda: stalled.settle(is_whole=False),
+        lambda: stalled.state.note(8, 9),
+    ):
+        with pytest.raises(tf.errors.OpError):
+            change()
+    stalled.state.forget()
+    assert attempt.turns.look().taken == 0
+    assert Attempt(uri).begin() == [0, 1]
+
+
+def test_at_its_end_it_frees_all(uri):
+    attempt = begun(uri, 10)
+    names = names_of(attempt)
+    assert all(map(is_there, names))
+    attempt.state.forget()
+    assert not any(map(is_there, names))
+    assert ServerState(uri, len(SERVERS)).found == {}
+
+
+def test_how_long_ago_it_was_saved_goes_on(uri, monkeypatch):
+    attempt = begun(uri, 10)
+    now = server_state.time.time()
+    monkeypatch.setattr(server_state.time, "time", lambda: now)
+    attempt.state.note(7, 10)
+    assert attempt.state.seconds_since_save() == 0.0
+    monkeypatch.setattr(server_state.time, "time", lambda: now + 30)
+    attempt = Attempt(uri)
+    attempt.begin()
+    assert attempt.state.found[0].saved == 7
+    assert attempt.state.seconds_since_save() == pytest.approx(30, abs=1)
+
+
+class Killed(BaseException):
+    """The chief is killed."""
+
+
+def killed_in(monkeypatch, method, work):
+    """Do work of which a method of `ServerState` does its own, and then the chief is killed."""
+    done = getattr(ServerState, method)
+
+    def dies(*given):
+        done(*given)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ServerState, method, dies)
+        with pytest.raises(Killed):
+            work()
+
+
+def test_what_has_names_in_part_is_freed_by_the_next(uri, monkeypatch):
+    attempt = Attempt(uri)
+    killed_in(monkeypatch, "_rename_all", attempt.begin)
+    names = names_of(attempt)
+    assert all(map(is_there, names))
+    assert Attempt(uri).begin() == []
+    assert not any(map(is_there, names))
+
+
+def test_what_is_freed_in_part_is_freed_by_the_next(uri, monkeypatch):
+    attempt = begun(uri, 10)
+    attempt.state.found = attempt.state._find()
+    # Of the first server.
+    killed_in(monkeypatch, "_freeing", lambda: attempt.state._free(attempt.state.found))
+    last = Attempt(uri)
+    assert last.begin() == []
+    assert not any(map(is_there, names_of(attempt)))
+    last.state.forget()
+    assert ServerState(uri, len(SERVERS)).found == {}
+
+
+def test_a_value_is_not_kept_twice(uri):
+    attempt = Attempt(uri)
+    before = weakref.ref(attempt.held["table"].handle)
+    attempt.begin()
+    assert before() is None
