@@ -42,7 +42,6 @@ class TablePlan(Plan):
 
     Attributes:
         parts_mb: from how much on servers write their own parts.
-        snapshots: `cluster.snapshot_seconds`.
         little_room: whether rows are given away.
         min_count: how often an id has to come before it gets a row.
         keep: newest checkpoints that are kept.
@@ -53,7 +52,6 @@ class TablePlan(Plan):
     steps: int = STEPS
     every: int = EVERY
     parts_mb: int = 0
-    snapshots: int = 0
     little_room: bool = False
     min_count: int = 1
     keep: int = 3
@@ -65,7 +63,6 @@ class TablePlan(Plan):
         parts = {
             super().__str__(): True,
             "by parts": self.by_parts,
-            "snapshots": self.snapshots,
             "little room": self.little_room,
             f"min_count {self.min_count}": self.min_count > 1,
             f"keep {self.keep}": True,
@@ -113,7 +110,6 @@ class TablePlan(Plan):
             "training.batch_size": BATCH,
             "training.keep": self.keep,
             "training.checkpoint_parts_mb": self.parts_mb,
-            "cluster.snapshot_seconds": self.snapshots,
             # At least one for each server.
             "model.args.shards": max(2, self.servers),
             **self._growing(),
@@ -142,7 +138,6 @@ def draw_table_plan(seed: int) -> TablePlan:
     """Return the plan of a seed; 20 in a row have each kind of fault twice."""
     draw = random.Random(seed)
     strategy = _one_of(draw, STRATEGIES)
-    is_asynchronous = strategy == "async_parameter_server"
     by_parts = draw.random() < 0.8
     shape = TablePlan(
         seed=seed,
@@ -152,7 +147,6 @@ def draw_table_plan(seed: int) -> TablePlan:
         evaluator=draw.random() < 0.15,
         faults=(),
         parts_mb=0 if by_parts else 64,
-        snapshots=int(draw.random() < 0.4 and is_asynchronous),
         little_room=draw.random() < 0.4,
         min_count=draw.randint(1, 2),
         keep=draw.choice((3, 100, 100)),

@@ -159,7 +159,7 @@ def test_a_seed_is_a_plan_of_tables():
     assert plans == [draw_table_plan(seed) for seed in range(200)]
     assert {plan.strategy for plan in plans} == set(table_plan.STRATEGIES)
     assert {plan.servers for plan in plans} == {1, 2, 3}
-    for name in ("by_parts", "snapshots", "little_room", "in_bucket"):
+    for name in ("by_parts", "little_room", "in_bucket"):
         assert {bool(getattr(plan, name)) for plan in plans} == {True, False}
     faults = [(plan, fault) for plan in plans for fault in plan.faults]
     kinds = {kind for kind, _ in table_plan.TURNS} - {"outage"}
@@ -188,6 +188,5 @@ def test_a_plan_of_tables_is_a_configuration():
         assignments = [f"{name}={value}" for name, value in plan.settings().items()]
         config = load_config(plan.config, assignments)
         assert config.training.steps == plan.steps
-        assert config.cluster.snapshot_seconds == plan.snapshots
         tables = config.model.args.get("tables", {})
         assert sorted(tables) == sorted(plan.tables)

@@ -29,7 +29,6 @@ from trainer.models.embedding_table import EmbeddingTable
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies import placement
 from trainer.strategies.strategy import Problem, create
-from trainer.strategies.updates import touched_rows
 from trainer.topology import from_tf_config
 from trainer.training import recovery
 
@@ -57,7 +56,7 @@ def main() -> None:
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     # All but the smallest variables have no values before they get those that are on the servers.
-    touched_rows.SMALL, placement.LARGE_BYTES = 0, 64
+    placement.LARGE_BYTES = 64
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     assert strategy.capabilities.keeps_values

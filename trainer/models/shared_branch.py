@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework.attr_value_pb2 import AttrValue
-from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
     """Both branches, and which resources of a shard they take, in their order."""
 
-    taken: ConcreteFunction
-    passed: ConcreteFunction
+    taken: Any
+    passed: Any
     order: tuple[int, ...]
 
 
@@ -71,7 +70,7 @@ class SharedBranch:
         )
         if tf.DeviceSpec.from_string(device).device_type != "CPU":
             # A hash table is on a CPU, and a variable may be on a GPU: no function of one device.
-            found.op._set_attr("_lower_using_switch_merge", AttrValue(b=True))
+            found.op._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=True))
         found.set_shape(given[0].shape)
         return found
 

@@ -102,9 +102,6 @@ class Shard:
         #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
         #: row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
-        #: Slots that may have changed since a reader has cleared them, where that is noted: bool
-        #: [capacity + 1].
-        self.changed: tf.Variable | None = None
         with tf.init_scope():
             # Made where it is placed, and not sent there.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
@@ -174,19 +171,6 @@ class Shard:
         _run_unordered(released)
         return made
 
-    def note_changes(self) -> tf.Variable:
-        """Note from now on which slots change by lookups; at first all of them."""
-        with tf.device(self.device):
-            marks = tf.ones([self.capacity + 1], tf.bool)
-            self.changed = tf.Variable(marks, trainable=False)
-        return self.changed
-
-    def by_slots(self) -> list[tf.Variable]:
-        """Return all variables that have one row for each slot."""
-        noted = (self.noted.rows, self.noted.ids, self.noted.used, self.noted.checks)
-        own = [each.value for each in noted if each is not None]
-        return [*own, *(slot for slot, _ in self.slots)]
-
     def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
         tally = self.noted.tally.value
         tally.assign_add(tf.one_hot(CLOCK, COUNTS, dtype=tf.int64))
@@ -206,23 +190,20 @@ class Shard:
         resources, kind = self._resources(), self._kind()
         slots = self.branch.run(changes, self._with_new, given, resources, self.device, kind)
         slots = self._none_to_last(slots)
-        # New ids were at the last place before.
-        noted = self._note(tf.concat([places, slots], 0))
         # So that all of it has happened before the mutex is free.
-        with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1]), *noted]):
+        with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
             return tf.identity(slots)
 
     def _resources(self) -> list[tf.Tensor]:
         noted = [self.noted.rows.value, *(each.value for each in self.noted.bookkeeping())]
-        changed = [] if self.changed is None else [self.changed]
-        variables = [*noted, *self.unsaved, *changed, *(slot for slot, _ in self.slots)]
+        variables = [*noted, *self.unsaved, *(slot for slot, _ in self.slots)]
         return [self.map, *(each.handle for each in variables)]
 
     def _kind(self) -> Hashable:
         """Return all that `_with_new` depends on besides resources."""
         noted = self.noted
         variables = [noted.rows.value, *(slot for slot, _ in self.slots)]
-        there = (noted.checks is None, noted.seen is None, self.changed is None)
+        there = (noted.checks is None, noted.seen is None)
         shapes = tuple((tuple(each.shape), each.dtype) for each in variables)
         begins = tuple(value for _, value in self.slots)
         return self.capacity, self._rules, self._draw, there, shapes, begins
@@ -305,16 +286,10 @@ class Shard:
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
         with tf.control_dependencies([last]):
             last = _put(self.free, tf.range(room, room + count), slots)
-        with tf.control_dependencies([last, *self._note(slots)]):
+        with tf.control_dependencies([last]):
             total = self.room.assign_add(count, read_value=True)
         with tf.control_dependencies([total]):
             return tf.identity(count)
-
-    def _note(self, slots: tf.Tensor) -> list[tf.Operation]:
-        """Note that slots change, where it is noted; while they are locked."""
-        if self.changed is None:
-            return []
-        return [_put(self.changed, slots, tf.fill(tf.shape(slots), True))]
 
     def _give(
         self,

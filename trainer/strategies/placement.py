@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.backend import Variable
-from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.eager import context, executor
 
 from trainer.config.cluster import server_number
@@ -281,10 +280,10 @@ def optimize_once() -> None:
     here = context.context()
     options = here.config
     passes = options.graph_options.rewrite_options
-    passes.meta_optimizer_iterations = RewriterConfig.ONE
+    passes.meta_optimizer_iterations = passes.ONE
     passes.disable_tfg_optimizer = True
     if not tf.config.list_logical_devices("GPU"):
-        passes.memory_optimization = RewriterConfig.NO_MEM_OPT
+        passes.memory_optimization = passes.NO_MEM_OPT
     here._config = options
     # Those of this thread are kept otherwise.
     here.function_call_options = None

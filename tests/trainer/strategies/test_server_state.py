@@ -250,7 +250,7 @@ def test_the_step_stays_also_without_the_server_of_its_counter(uri, lost, reache
     assert Attempt(uri).find_state(uri).reached() == reached
 
 
-def test_a_chief_that_dies_while_it_restores_leaves_what_lives(uri):
+def test_a_chief_that_dies_while_it_restores_leaves_what_is_alive(uri):
     lose(begun(uri, 10), 1)
     second = Attempt(uri)
     assert second.begin() == [0]

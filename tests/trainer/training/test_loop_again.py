@@ -14,6 +14,7 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import AttemptBegin, CheckpointPassedOver
 from trainer.strategies.server_state import ServerState
 from trainer.strategies.updates import averaging
+from trainer.topology import Capabilities
 
 
 @pytest.fixture
@@ -183,6 +184,7 @@ def left(monkeypatch):
             return state
 
         monkeypatch.setattr(Counting, "find_state", state_of)
+        monkeypatch.setattr(Counting, "capabilities", Capabilities(mixes_steps=True))
         return asked
 
     return of_step
@@ -241,7 +243,7 @@ def test_what_was_due_before_a_chief_died_is_made_up(run, left, step):
     assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]
 
 
-def test_a_validation_of_an_earlier_step_is_none_of_what_lives(run, left):
+def test_a_validation_of_an_earlier_step_is_none_of_what_is_left(run, left):
     given = {"checkpoint_every": 20, "validate": lambda _strategy: {"loss": 1.0}}
     one_attempt(run, until=15, **given)
     assert (run.steps(), run.rows("validation_loss")) == ([0], [1.0])
@@ -252,7 +254,7 @@ def test_a_validation_of_an_earlier_step_is_none_of_what_lives(run, left):
     assert run.fields(15)["metrics"]["loss"] == 1.0
 
 
-def test_what_lives_past_the_end_is_the_last_checkpoint(run, left):
+def test_what_is_left_past_the_end_is_the_last_checkpoint(run, left):
     one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     left(27)
     assert run.train(steps=25, keep=100, validate_every=0) == 27

@@ -34,12 +34,37 @@ class Variable:
         self.value = value
 
 
+def state_of(lost, whole, reached, saved, held):
+    """Return what servers have of three of which some were lost; values of others are whole."""
+    there = [n for n in range(3) if n not in lost]
+    living = frozenset(there) & set(whole)
+    found = {n: SimpleNamespace(held=held[n], saved=saved) for n in there}
+    state = create_autospec(
+        ServerState, instance=True, servers=frozenset(range(3)), found=found, living=living
+    )
+    state.taken = frozenset()
+    state.reached.return_value = reached if living else -1
+    state.go_on_with.side_effect = lambda servers: setattr(state, "taken", servers)
+    state.is_taken.side_effect = lambda device: (
+        tf.DeviceSpec.from_string(device).task in state.taken
+    )
+    state.back_to.return_value = {}
+    return state
+
+
+def led(strategy, state, variables):
+    """Return a strategy with variables on servers that have this state."""
+    made = create_autospec(Strategy, instance=True, io_device=None)
+    made.configure_mock(capabilities=topology_of(strategy).capabilities)
+    made.variables.return_value = variables
+    made.find_state.return_value = state
+    return made
+
+
 @pytest.fixture
 def begin(monkeypatch):
-    """Let an attempt of 1500 steps begin after servers were lost at 510, the counter at 500.
-
-    Return the event, where an attempt begins, what was refused, and what was restored.
-    """
+    """Let an attempt of 1500 steps begin after servers were lost at 510; return what came of it."""
+    monkeypatch.setattr(recovery, "resumed", lambda _found, given, _training: dict(given))
 
     def begun(  # noqa: PLR0913
         tree=None,
@@ -49,47 +74,24 @@ def begin(monkeypatch):
         reached=510,
         whole=(0, 1, 2),
         saved=400,
-        newest=400,
         held=(2, 2, 2),
         found=FOUND,
     ):
-        there = [n for n in range(3) if n not in lost]
-        living = frozenset(there) & set(whole)
-        state = create_autospec(
-            ServerState,
-            instance=True,
-            servers=frozenset(range(3)),
-            found={n: SimpleNamespace(held=held[n], saved=saved, is_whole=1) for n in there},
-            living=living,
-            taken=frozenset(),
-        )
-        state.reached.return_value = reached if living else -1
-        state.go_on_with.side_effect = lambda servers: setattr(state, "taken", servers)
-        state.is_taken.side_effect = lambda device: (
-            tf.DeviceSpec.from_string(device).task in state.taken
-        )
-        state.back_to.return_value = {}
+        state = state_of(lost, whole, reached, saved, held)
         variables = {path: Variable(server) for path, server in PLACES.items()}
-        led = create_autospec(Strategy, instance=True)
-        led.configure_mock(capabilities=topology_of(strategy).capabilities, io_device=None)
-        led.variables.return_value = variables
-        led.find_state.return_value = state
         checkpoints = create_autospec(Checkpoints, instance=True, uri="file:///run", servers=None)
-        checkpoints.configure_mock(published_step=saved)
-        checkpoints.newest_step.return_value = newest
-        restored = {}
-        monkeypatch.setattr(recovery, "resumed", lambda _found, given, _training: dict(given))
-        monkeypatch.setattr(recovery, "restore", lambda _found, given, **_: restored.update(given))
-        heard = []
+        checkpoints.published_step = saved
+        checkpoints.newest_step.return_value = 400
+        restored, heard = [], []
+        monkeypatch.setattr(recovery, "restore", lambda _found, given, **_: restored.extend(given))
+        made = Recovery(parse_config(tree or {}), led(strategy, state, variables), checkpoints)
         with heard_by(heard.append):
-            made = Recovery(parse_config(tree or {}), led, checkpoints)
             begins = made.begins_at(found)
         kept = made.restore(found)
-        removed = [each.args[0] for each in state.remove.call_args_list]
         return SimpleNamespace(
             heard=heard,
             begins=begins,
-            why="".join(removed),
+            why="".join(each.args[0] for each in state.remove.call_args_list),
             restored=sorted(restored),
             kept=sorted(kept),
             state=state,
@@ -100,7 +102,7 @@ def begin(monkeypatch):
     return begun
 
 
-def test_what_lives_is_taken_and_what_is_lost_is_restored(begin):
+def test_what_is_alive_is_taken_and_what_is_lost_is_restored(begin):
     found = begin()
     assert found.heard == [
         ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)

@@ -23,7 +23,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -31,8 +30,6 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 from trainer.config.schema import TrainingConfig
-from trainer.strategies import table_state
-from trainer.strategies.updates.batch_rows import plain_tables_of
 
 log = logging.getLogger(__name__)
 
@@ -40,41 +37,11 @@ log = logging.getLogger(__name__)
 # million rows of 16 took 36 to 70 ms with Adam.
 LARGE = 1_000_000
 MILLISECONDS = 3
-# A table that has fewer bytes with its slots is cheap to copy whole.
-SMALL = 1 << 20
 # AUC 0.55 in place of 0.76 after 600 steps on the data of configs/clicks.yaml.
 SLOWER = (
     "momentum moves a row of a table only while batches look it up, so seldom ids learn slowly: "
     "set training.optimizer.dense_updates, or take adam or adagrad"
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowGroup:
-    """Variables of one server that have the same rows, of which an update changes a few.
-
-    Attributes:
-        variables: each with a row for each row of the others.
-        marks: which rows may have changed since a reader has cleared them, bool [rows]; None where
-            each update moves all of them.
-        locked: calls what reads rows, and returns that, while none of them is given to another id.
-    """
-
-    variables: tuple[tf.Variable, ...]
-    marks: tf.Variable | None
-    locked: Callable[[Callable[[], list[tf.Tensor]]], list[tf.Tensor]] = field(
-        default=lambda read: read()
-    )
-
-    @property
-    def rows(self) -> int:
-        """Return how many there are."""
-        return int(self.variables[0].shape[0])
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one row of all variables."""
-        return sum(math.prod(each.shape[1:]) * each.dtype.size for each in self.variables)
 
 
 def use(
@@ -198,70 +165,6 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._backend_update_step = update
     # It comes before, and knows no gradients.
     optimizer._apply_weight_decay = lambda _variables: None
-
-
-def row_groups(
-    model: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
-    training: TrainingConfig,
-    *,
-    pulled: bool,
-) -> list[RowGroup]:
-    """Return the large tables with their slots, and all that grow; note which rows change.
-
-    To be called once, after all else that is put in the place of the optimizer's methods.
-
-    Args:
-        model: on the servers.
-        optimizer: built, and connected with tables that grow.
-        training: the section.
-        pulled: whether workers pull and push tables whole.
-    """
-    is_lazy = _lazy_form(optimizer) is not None and not training.optimizer.dense_updates
-    by_rows = is_lazy and not pulled and not training.ema
-    groups = dict[int, RowGroup]()
-    for table in plain_tables_of(model) if by_rows else []:
-        for shard in table.shards:
-            slots = [each for each, _ in table_state.slots_of(optimizer, shard)]
-            with tf.device(shard.value.device):
-                marks = tf.Variable(tf.ones([shard.shape[0]], tf.bool), trainable=False)
-            group = RowGroup(variables=(shard.value, *slots), marks=marks)
-            if group.rows * group.row_bytes >= SMALL:
-                groups[id(shard.value)] = group
-    for table in table_state.tables_of(model):
-        for part in table.parts():
-            groups[id(part.noted.rows.value)] = RowGroup(
-                variables=tuple(part.by_slots()),
-                marks=part.note_changes() if by_rows else None,
-                locked=part.locked,
-            )
-    _note_updates(optimizer, groups)
-    return list(groups.values())
-
-
-def _note_updates(optimizer: keras.optimizers.Optimizer, groups: dict[int, RowGroup]) -> None:
-    """Note which rows of groups, by the `id` of the first variable, an optimizer moves."""
-    update = optimizer._backend_update_step
-
-    def and_note(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
-        update(gradients, variables, learning_rate)
-        for gradient, variable in zip(gradients, variables, strict=True):
-            group = groups.get(id(_tensor(variable)))
-            if group and group.marks is not None:
-                _note(group, group.marks, gradient)
-
-    optimizer._backend_update_step = and_note
-
-
-def _note(group: RowGroup, marks: tf.Variable, gradient: Any) -> None:
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    with tf.device(marks.device):
-        moved = gradient.indices if is_sparse else tf.range(group.rows)
-        marked = tf.fill(tf.shape(moved), True)
-        # A mark that is set earlier could be cleared before the new values can be read.
-        written = [_gather(each.handle, moved[:1], each) for each in group.variables]
-        with tf.control_dependencies(written):
-            _assign(marks.handle, moved, marked)
 
 
 def _tensor(variable: Any) -> tf.Variable:
