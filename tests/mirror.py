@@ -36,6 +36,7 @@ ELSEWHERE = {
         "tests/test_deploy.py",
         "tests/components/kubernetes/api/test_client_permissions.py",
     ),
+    "examples": ("tests/examples",),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),
     "pipelines/cli": (
         "tests/pipelines/cli",

@@ -1,7 +1,7 @@
 """How much of its speed a run on this machine keeps of which a task is killed again and again.
 
     export PYTHONPATH=examples/clicks_large
-    python -m tests.chaos.task_kills $PYTHONPATH/clicks_large.yaml --seconds 1800 --every 60 --seed 1
+    python -m tests.chaos.task_kills $PYTHONPATH/clicks_large.yaml --seconds 1800 --every 60
 
 Three runs train one after the other, so that each has all of the machine: an undisturbed one for
 half of the seconds, one of which a task is killed (SIGKILL) every so many seconds, each role in

@@ -1,4 +1,4 @@
-"""The example of a dataset of one's own: clicks of days, by the laws that are said, with new ids."""
+"""The example of a dataset of one's own: clicks of days, by laws that are said, with new ids."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "clicks_large"
+OWN = "clicks_large:ClicksLarge"
 SMALL = {"users": 2000, "items": 500, "new_users": 100, "new_items": 20, "events": 100_000}
 LARGE = Clickstream()
 
@@ -190,9 +191,7 @@ def test_no_table_of_users_or_items_is_held():
 
 def test_a_dataset_is_made_of_the_events_of_its_days(tmp_path):
     args = {**SMALL, "events": 3000, "test_events": 500, "day": 6, "days": 2}
-    config = DataConfig(
-        dataset="clicks_large:ClicksLarge", builder_args=args, shards=2, group="user"
-    )
+    config = DataConfig(dataset=OWN, builder_args=args, shards=2, group="user")
     made = prepare(config, storage.uri_of(tmp_path), tmp_path / "scratch")
     fields = made.manifest.fields
     assert {name: each["examples"] for name, each in fields["splits"].items()} == {
@@ -235,7 +234,7 @@ def test_tfds_can_write_it_too(tmp_path):
 
 
 def config(**args):
-    return DataConfig(dataset="clicks_large:ClicksLarge", builder_args=args)
+    return DataConfig(dataset=OWN, builder_args=args)
 
 
 def test_the_newest_version_is_the_day(tmp_path):
@@ -269,16 +268,12 @@ def test_the_newest_version_is_the_day(tmp_path):
 def test_what_is_out_of_range_is_refused(tmp_path, args, line):
     with pytest.raises(ConfigError) as caught:
         datasets.builder(config(**args), tmp_path)
-    assert str(caught.value).startswith(
-        f"data.dataset: clicks_large:ClicksLarge: ValueError: {line}"
-    )
+    assert str(caught.value).startswith(f"data.dataset: {OWN}: ValueError: {line}")
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.1.", "1.0.1", "1.1.x", "1.1.10000"])
 def test_a_version_that_is_no_day_is_refused(tmp_path, version):
-    with pytest.raises(
-        ConfigError, match=r"^data\.version: .*version.*(names no day|the last day)"
-    ):
+    with pytest.raises(ConfigError, match=r"^data\.version: .*(names no day|the last day)"):
         datasets.builder(config().model_copy(update={"version": version}), tmp_path)
 
 
@@ -297,9 +292,7 @@ def test_its_configuration_is_valid_and_names_the_builder(tmp_path):
 
 def test_its_name_of_before_says_where_it_is(tmp_path):
     old = DataConfig(dataset="clicks_large")
-    with pytest.raises(
-        ConfigError, match=r"^data\.dataset: clicks_large is an example since 0\.2: "
-    ):
+    with pytest.raises(ConfigError, match=r"^data\.dataset: clicks_large is an example since"):
         datasets.builder(old, tmp_path)
 
 
