@@ -17,7 +17,7 @@ from tests.trainer.tasks.measuring import InParts, measured, target
 from trainer import storage, user_code
 from trainer.config.load import load_config
 from trainer.errors import ConfigError
-from trainer.training import dry_run, trial_task
+from trainer.training import dry_run
 
 PAGE = read(ROOT / "docs" / "how-to" / "own-task.md", ROOT)
 (CODE,), (CONFIGURATION,) = PAGE.of("python"), PAGE.of("yaml")
@@ -54,7 +54,7 @@ def test_it_is_one_file_of_at_most_150_lines():
 def test_it_keeps_to_the_contract(module, dtype):
     task = module.Quantiles(target(LABELS.astype(dtype)))
     assert (task.name, task.output_shape) == ("quantiles", (3,))
-    trial_task.require(task, {})
+    dry_run.require_task(task, {})
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -43,7 +43,7 @@ from trainer.strategies.visits import Stream
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import Cluster, Task, topology_of
-from trainer.training import dry_run, trial_task
+from trainer.training import dry_run
 from trainer.training.input import (
     PATTERN,
     SHARDS,
@@ -143,7 +143,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
-    trial_task.require(objective.task, spec.features)
+    dry_run.require_task(objective.task, spec.features)
     make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
 

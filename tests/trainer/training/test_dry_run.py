@@ -1,14 +1,129 @@
-"""What is configured and cannot be done with the model is refused before training."""
+"""What is configured and cannot be done is refused before training: models, tasks, datasets."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.trainer.objectives import of_classes
+from tests.trainer.small_run import digits, publish_dataset
 from trainer.config.load import parse_config
+from trainer.config.schema import TASKS
+from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import ConfigError
+from trainer.evaluation import evaluate
+from trainer.models.spec import InputSpec
+from trainer.tasks import registry
+from trainer.tasks.base import Tally, Target, Task
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.regression import Regression
 from trainer.training import dry_run
+
+SPEC = DatasetSpec(
+    features={
+        "image": FeatureSpec(shape=(4, 4, 1), dtype="uint8", stored="raw"),
+        "word": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+        "user": FeatureSpec(shape=(), dtype="int64", stored="int"),
+        "size": FeatureSpec(shape=(2,), dtype="float32", stored="raw"),
+        "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=3),
+        "importance": FeatureSpec(shape=(), dtype="float32", stored="float"),
+    },
+    inputs=("image",),
+    targets=("label",),
+    weight="importance",
+    shards={},
+)
+MODULE = """
+import keras
+from trainer.models.spec import scaled_input
+
+def net(spec, end=lambda x: x, kind=keras.Model, **compiled):
+    given, x = scaled_input(spec)
+    x = keras.layers.Flatten()(x)
+    return kind(given, end(keras.layers.Dense(spec.num_classes)(x)))
+
+def logs(spec):
+    return net(spec, lambda x: keras.ops.log(0 * x))
+
+def roots(spec):
+    return net(spec, lambda x: keras.ops.sqrt(0 * x))
+
+def huge(spec):
+    return net(spec, lambda x: keras.layers.Rescaling(1e8, dtype="float16")(x))
+
+def constant(spec):
+    return net(spec, lambda x: 0 * x)
+
+class Silent(keras.Model):
+    def train_step(self, data):
+        return {"d_loss": 1.0}
+
+def silent(spec):
+    return net(spec, kind=Silent)
+
+class Broken(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return y_pred.no_such_thing
+
+def broken(spec):
+    return net(spec, kind=Broken)
+
+class Eager(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return float(y_pred[0, 0])
+
+def eager(spec):
+    return net(spec, kind=Eager)
+
+def compiled(spec):
+    model = net(spec, keras.ops.softmax)
+    model.compile(loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+def other_loss(spec):
+    model = net(spec)
+    model.compile(loss=lambda labels, outputs: outputs.no_such_thing)
+    return model
+
+def hidden(spec, end=lambda x: x, units=8, middle="hidden", last=None):
+    given, x = scaled_input(spec)
+    x = end(keras.layers.Flatten()(x))
+    x = keras.layers.Dense(units, name=middle)(x)
+    return keras.Model(given, keras.layers.Dense(spec.num_classes, activation=last)(x))
+
+def trained(spec, units=8):
+    model = hidden(spec, units=units, last="softmax")
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+def loaded(spec, path):
+    return keras.models.load_model(path)
+
+def darkness(spec):
+    return hidden(spec, lambda x: keras.ops.log(x))
+
+def dictionary(spec):
+    model = hidden(spec)
+    return keras.Model(model.input, {"label": model.output})
+
+def swish(x):
+    return x * keras.ops.sigmoid(x)
+
+def own_function(spec):
+    return hidden(spec, keras.layers.Activation(swish, name="own"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_models(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
 
 
 class Kept(keras.layers.Layer):
@@ -219,3 +334,377 @@ def test_xla_is_refused_for_inputs_of_any_length():
     config = configured({"training": {"jit_compile": True}, "export": {"formats": ["saved_model"]}})
     with pytest.raises(ConfigError, match=r"jit_compile: the input tokens varies in length"):
         dry_run.require(config, model, of_classes(3))
+
+
+def tried(name, **tree):
+    config = parse_config(
+        {"model": {"name": name}, "training": {"strategy": "single"}, "gate": {"min": {}}, **tree}
+    )
+    objective = registry.objective_of(config, SPEC)
+    model = evaluate.build_model(config, SPEC, objective)
+    dry_run._try_out(config, SPEC, model, objective)
+    return model
+
+
+def test_examples_have_the_form_of_the_dataset(tmp_path):
+    roles = DatasetSpec(**{**vars(SPEC), "inputs": ("image", "word", "user", "size")})
+    (batch,) = dry_run.batches_of(roles, tmp_path)
+    inputs, labels, weights = batch
+    assert inputs["image"].shape == (2, 4, 4, 1)
+    assert np.unique(inputs["image"]).size > 2
+    assert inputs["word"].numpy().tolist() == [b"a", b"a"]
+    assert inputs["user"].numpy().tolist() == [0, 1]
+    assert 0 <= inputs["size"].numpy().min() < inputs["size"].numpy().max() <= 1
+    assert (labels.numpy().tolist(), weights.numpy().tolist()) == ([0, 1], [1, 1])
+
+
+@pytest.mark.parametrize("name", ["mlp", "own_models:compiled"])
+def test_a_model_that_fits_passes(name):
+    tried(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("logs", "its loss on two examples is nan: look for a logarithm, a root or a "),
+        ("roots", "the gradient of dense/kernel on two examples is not finite, though "),
+        ("constant", "no variable has a gradient: the loss does not depend on what the model "),
+        ("silent", "its train_step returns no loss, but d_loss"),
+        ("broken", "a step on two examples fails: AttributeError: "),
+        ("eager", "a step on two examples fails: "),
+        ("other_loss", "its loss does not fit labels and outputs: "),
+    ],
+)
+def test_a_step_that_fails_is_refused_in_one_line(name, message):
+    with pytest.raises(ConfigError) as error:
+        tried(f"own_models:{name}")
+    assert str(error.value).startswith(f"model own_models:{name}: {message}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_beyond_float16_says_so():
+    training = {"strategy": "single", "mixed_precision": "float16"}
+    with pytest.raises(ConfigError, match=", or for a value beyond 65504, the most of float16"):
+        tried("own_models:huge", training=training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tflite", "tflite_int8"])
+def test_a_form_that_cannot_be_written_is_refused(form, monkeypatch):
+    formats = {"export": {"formats": ["saved_model", form]}}
+    tried("mlp", **formats)
+
+    def refuse(*_args, **_kwargs):
+        raise ValueError("Op type not supported")
+
+    monkeypatch.setattr(tf.lite.TFLiteConverter, "convert", refuse)
+    with pytest.raises(ConfigError) as error:
+        tried("mlp", **formats)
+    assert str(error.value) == (
+        f"export.formats: the model cannot be written as {form}: Op type not supported; leave "
+        f"{form} out"
+    )
+
+
+def fitted(tmp_path, name, uri="", **args):
+    model = {"name": f"own_models:{name}", "args": args}
+    config = parse_config({"model": model, "training": {"strategy": "single"}, "gate": {"min": {}}})
+    return dry_run.fit(config, tmp_path / "scratch", uri)
+
+
+def test_a_compiled_model_fits(tmp_path):
+    fit = fitted(tmp_path, "trained")
+    assert (fit.task, fit.parameters) == ("classification", 610)
+
+
+def test_a_large_model_gets_few_values(tmp_path):
+    units = 10**9
+    assert fitted(tmp_path, "trained", units=units).parameters == units * (64 + 1 + 10) + 10
+
+
+def test_a_model_that_is_loaded_fits(tmp_path):
+    import own_models  # noqa: PLC0415
+
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
+    model = own_models.trained(spec)
+    model.optimizer.build(model.trainable_variables)
+    model.save(path := tmp_path / "known.keras")
+    assert fitted(tmp_path, "loaded", path=str(path)).parameters == 610
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["scaled_input", "scale", "input", "image", "label", "rescaling", "logits"]
+)
+def test_a_layer_may_have_any_name(tmp_path, name):
+    assert fitted(tmp_path, "hidden", middle=name).parameters == 610
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dictionary", "its output is a dict ('label'), and the task has one output; return the"),
+        (
+            "own_function",
+            "its layer own (Activation) cannot be written in the format keras and read back: "
+            "Could not locate function 'swish': decorate swish with @keras.saving.register_keras",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tmp_path, name, message):
+    with pytest.raises(ConfigError) as error:
+        fitted(tmp_path, name)
+    assert str(error.value).startswith(f"model own_models:{name}: {message}")
+    assert "\n" not in str(error.value)
+
+
+def test_the_first_examples_of_a_dataset_are_tried(tmp_path):
+    # No made-up byte is zero.
+    images = np.full((20, 8, 8, 1), 255, np.uint8)
+    labels = np.arange(20) % 10
+    uri = publish_dataset(tmp_path / "dataset", (images, labels), test=0)
+    assert fitted(tmp_path, "darkness", uri).parameters == 610
+    images[:] = 0
+    uri = publish_dataset(tmp_path / "dark", (images, labels), test=0)
+    with pytest.raises(ConfigError, match="its loss on two examples is nan: look for a logarithm"):
+        fitted(tmp_path, "darkness", uri)
+
+
+def test_of_a_large_shard_no_example_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_run, "MOST_BYTES", 1)
+    monkeypatch.setattr(dry_run, "stage_shards", lambda *_, **__: pytest.fail("fetched"))
+    uri = publish_dataset(tmp_path / "dataset", digits())
+    assert fitted(tmp_path, "hidden", uri).parameters == 610
+
+
+NUMBER = Target(name="price", shape=(), dtype="float32")
+TARGETS = {
+    "classification": Target(name="label", shape=(), dtype="int64", num_classes=3),
+    "binary_classification": Target(name="label", shape=(), dtype="bool"),
+    "multilabel_classification": Target(name="label", shape=(5,), dtype="int64"),
+    "regression": Target(
+        name="label", shape=(2, 3), dtype="int32", moments={"min": -5, "max": 9, "std": 1}
+    ),
+    "ranking": Target(name="label", shape=(), dtype="int64", num_classes=2),
+    "sequence_labelling": Target(name="label", shape=(5,), dtype="int64", num_classes=4),
+    "sequence_to_label": Target(name="label", shape=(), dtype="int64", num_classes=3),
+}
+QUERY = {"query": SimpleNamespace(shape=(), dtype="string")}
+
+
+@pytest.mark.slow
+# A recommendation takes the outputs of a model with two vectors, and not any that are made up.
+@pytest.mark.parametrize("name", sorted({*TASKS} - {"multi_output", "recommendation"}))
+def test_a_task_built_in_keeps_it(name):
+    args = {"group": "query"} if name == "ranking" else {}
+    dry_run.require_contract(registry._class(name)(TARGETS[name], **args), QUERY)
+
+
+class Numbers(Task):
+    """A number, as plainly as a task can be."""
+
+    name = "numbers"
+    main_metric = "absolute"
+    directions: ClassVar[dict[str, str]] = {"absolute": "lower"}
+    output_shape = (1,)
+
+    def loss(self):
+        return keras.losses.MeanSquaredError()
+
+    def chance_loss(self):
+        return 1.0
+
+    def metrics(self):
+        return [keras.metrics.MeanAbsoluteError(name="absolute")]
+
+    def answers(self, outputs):
+        return {"prediction": outputs[:, 0]}
+
+    def outputs_of(self, answers):
+        return answers["prediction"][:, np.newaxis]
+
+    def example_losses(self, labels, outputs):
+        return (labels - outputs[:, 0]) ** 2
+
+    def described(self, label, output):
+        return {"label": float(label), "predicted": float(output[0])}
+
+
+class Largest(keras.Metric):
+    """A metric whose states do not add up."""
+
+    def __init__(self):
+        super().__init__(name="absolute")
+        self.most = self.add_weight(name="most", initializer="zeros")
+
+    def update_state(self, *values, **_):
+        self.most.assign(tf.maximum(self.most, tf.reduce_max(tf.abs(values[1]))))
+
+    def result(self):
+        return self.most
+
+
+class OneForAll(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_pred[:, 0] - y_true))
+
+
+class Other(Tally):
+    def result(self):
+        return {"metrics": {"absolut": 0.5}}
+
+
+def gives(value):
+    """Return a method that returns a value."""
+    return lambda *_: value
+
+
+def answered(**columns):
+    return lambda *given: {name: make(given[-1]) for name, make in columns.items()}
+
+
+def fails(*_):
+    raise ValueError("not today")
+
+
+BROKEN = {
+    "name": ({"name": None}, "its attribute name has to be a text"),
+    "direction": (
+        {"directions": {"absolute": "lowest"}},
+        "directions: that of 'absolute' is 'lowest'; it has to be 'higher' or 'lower', "
+        "or None where neither is better; did you mean 'lower'?",
+    ),
+    "main metric": (
+        {"main_metric": "absolut"},
+        "directions: that of main_metric 'absolut' is missing; did you mean 'absolute'?",
+    ),
+    "main metric without a direction": (
+        {"directions": {"absolute": None}},
+        "directions: that of main_metric 'absolute' is missing",
+    ),
+    "output shape": ({"output_shape": 1}, "output_shape is 1; it has to be a tuple of whole"),
+    "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it has to be a number"),
+    "no loss": (
+        {"loss": gives("mse")},
+        "loss() is a str; it has to be a keras.losses.Loss",
+    ),
+    "loss of a batch": (
+        {"loss": gives(OneForAll())},
+        "its loss gives a value of shape () for 8 examples: call() has to return one for each",
+    ),
+    "loss that raises": ({"loss_labels": fails}, "loss() fails: ValueError: not today ("),
+    "sum of losses": (
+        {"loss": gives(keras.losses.MeanSquaredError(reduction="sum"))},
+        "its loss of 8 examples is",
+    ),
+    "losses of examples": (
+        {"example_losses": lambda *given: (given[-2] - given[-1]) ** 2},
+        "example_losses() has shape (8, 8) for 8 examples; it has to be (8,)",
+    ),
+    "no metric": (
+        {"metrics": gives(["mse"])},
+        "metrics() has a str; all of it has to be a keras.Metric",
+    ),
+    "metric without a direction": (
+        {"metrics": gives([keras.metrics.MeanSquaredError(name="squared")])},
+        "directions: it measures 'squared', which they do not have",
+    ),
+    "metric that does not add up": (
+        {"metrics": gives([Largest()])},
+        "where its states over two parts of them are added: a state has to be a sum over the",
+    ),
+    "no columns": ({"answers": answered()}, "answers() has to return tensors by the name of a"),
+    "answers in numpy": (
+        {"answers": answered(prediction=lambda outputs: outputs.numpy())},
+        "answers() fails: AttributeError: ",
+    ),
+    "one answer for all": (
+        {"answers": answered(prediction=tf.reduce_mean)},
+        "answers(): the first axis of 'prediction' has to be that of the outputs, the examples",
+    ),
+    "rounded answers": (
+        {"answers": answered(prediction=lambda outputs: tf.round(outputs[:, 0]))},
+        "outputs_of(answers(outputs)) gives other predictions than the outputs: a champion,",
+    ),
+    "answers that are not read": (
+        {"answers": answered(price=lambda outputs: outputs[:, 0])},
+        "outputs_of() fails: KeyError: 'prediction'",
+    ),
+    "cells": (
+        {"described": gives({"true": 1.0})},
+        "described() has no label and no predicted",
+    ),
+    "cells of numpy": (
+        {"described": gives({"label": np.float32(1), "predicted": 0.0})},
+        "described() has to be plain data, with finite numbers of Python's own: ",
+    ),
+    "details that raise": ({"details": fails}, "details() fails: ValueError: not today ("),
+    "details that are not finite": (
+        {"details": gives({"tables": [], "worst": float("nan")})},
+        "details() has to be plain data, with finite numbers of Python's own: ",
+    ),
+    "a chart": (
+        {"details": gives({"charts": [{"title": "a", "x": "b", "y": "c"}]})},
+        "details(): one of charts has no series",
+    ),
+    "a metric of details": (
+        {"details": gives({"metrics": {"r2": 0.5}})},
+        "directions: details() measures 'r2'",
+    ),
+    "a metric of slices": (
+        {"tally": gives(Other())},
+        "directions: tally() measures 'absolut', which they do not have; did you mean 'absolute'?",
+    ),
+}
+
+
+def test_the_plainest_task_keeps_it():
+    dry_run.require_task(Numbers(NUMBER), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_not_kept_is_said_in_one_line(case):
+    attributes, words = BROKEN[case]
+    broken = type("Broken", (Numbers,), {**attributes, "__module__": __name__})
+    with pytest.raises(ConfigError) as caught:
+        dry_run.require_task(broken(NUMBER), {})
+    assert str(caught.value).startswith(f"task {__name__}:Broken: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Undrawn(Numbers):
+    details = fails
+
+
+def fitted_task(name, folder):
+    tree = {"task": {"name": f"{__name__}:{name}"}, "training": {"strategy": "single"}}
+    return dry_run.fit(parse_config({**tree, "gate": {"min": {}}}), folder)
+
+
+def test_a_dry_run_tries_a_task_of_the_users(tmp_path):
+    assert fitted_task("Numbers", tmp_path).task == "numbers"
+    with pytest.raises(ConfigError, match=r":Undrawn: details\(\) fails: ValueError: not today \("):
+        fitted_task("Undrawn", tmp_path)
+
+
+def test_one_of_several_outputs_is_named():
+    broken = type("Broken", (Numbers,), {"details": fails, "__module__": __name__})
+    task = MultiOutput({"price": broken(NUMBER), "days": Regression(NUMBER)}, {})
+    with pytest.raises(ConfigError, match=r"^task.outputs.price \S+:Broken: details\(\) fails: "):
+        dry_run.require_task(task, {})
+
+
+def test_tasks_built_in_are_left_to_their_tests():
+    task = Regression(NUMBER)
+    task.details = fails
+    dry_run.require_task(task, {})
+
+
+def test_labels_are_within_what_is_known_of_them():
+    found = dry_run._labels(TARGETS["regression"], np.random.default_rng(0))
+    assert found.dtype == np.int32
+    assert found.min() >= -5
+    assert found.max() <= 9
