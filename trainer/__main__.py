@@ -98,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from trainer.prediction import child
+    from trainer.prediction import predict
 
-    child.answer(options.request, options.workdir)
+    predict.answer(options.request, options.workdir)
 
 
 def _fit(options: argparse.Namespace) -> None:

@@ -1,12 +1,13 @@
 """Ask an exported model about data of any size, batch by batch, and write a row for each example.
 
 The memory does not grow with the rows: files are read as streams, and rows are written as they are
-answered.
+answered. It runs in a process of its own, where alone TensorFlow is loaded: the request is a file,
+and what is going on another one, so that whatever TensorFlow says stays out of the rows.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import sys
 import tempfile
@@ -14,19 +15,68 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 
 from trainer.errors import ConfigError, UserError
+from trainer.json_records import from_tree, parse, tree_of
 from trainer.prediction.answers import columns_of, unsound
-from trainer.prediction.batch import Batch, Examples
 from trainer.prediction.exported_model import ExportedModel, fetched
-from trainer.prediction.file_examples import FileExamples, batch_size_for
+from trainer.prediction.inputs import (
+    Batch,
+    Examples,
+    FileExamples,
+    SplitExamples,
+    batch_size_for,
+)
 from trainer.prediction.output import WRITERS, Writer, rows_to
 from trainer.prediction.request import STANDARD_OUTPUT, Request, Summary, Tell
-from trainer.prediction.split_examples import SplitExamples
 
-_log = logging.getLogger(__name__)
+EVENTS = "events.jsonl"
+# Seconds between two lines that say how many rows there are.
+_PAUSE = 0.2
+
+
+def answer(request: Path, workdir: Path) -> None:
+    """Answer the request of a file; lines in `EVENTS` below `workdir` say how far it is.
+
+    A line has `rows`, `note`, or as the last one `summary`.
+
+    Raises:
+        UserError: see `predict`.
+    """
+    wanted = from_tree(Request, parse(request.read_text(encoding="utf-8")))
+    if wanted is None:
+        raise UserError(f"{request} is no request of this version")
+    with (workdir / EVENTS).open("a", encoding="utf-8") as file:
+        reported = _Reported(file)
+        try:
+            found = tree_of(predict(wanted, reported))
+        except BrokenPipeError:
+            found = {"closed": True}
+        _write(file, {"summary": found})
+
+
+class _Reported:
+    """Writes what a prediction tells, rows only now and then."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._last = 0.0
+
+    def __call__(self, rows: int, note: str) -> None:
+        now = time.monotonic()
+        if note:
+            _write(self._file, {"note": note})
+        elif now - self._last > _PAUSE:
+            self._last = now
+            _write(self._file, {"rows": rows})
+
+
+def _write(file: IO[str], tree: object) -> None:
+    file.write(json.dumps(tree) + "\n")
+    file.flush()
 
 
 def predict(request: Request, tell: Tell) -> Summary:

@@ -54,11 +54,6 @@ class Summary:
     unsound: int
     seconds: float
 
-    @property
-    def rows_per_second(self) -> float:
-        """Rows written in a second."""
-        return self.rows / self.seconds if self.seconds else 0.0
-
 
 #: Called with the rows so far, and a line for the user, which may be empty.
 Tell = Callable[[int, str], None]

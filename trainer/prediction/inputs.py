@@ -1,0 +1,358 @@
+"""What is predicted, batch by batch: rows of files, or a split of a prepared dataset.
+
+Files are read by the readers of training, as the model says, without a first pass; a split is read
+in the order in which an evaluation reads it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from trainer import storage
+from trainer.config.data import DataConfig
+from trainer.data import listing
+from trainer.data.files.file_pieces import FilePieces, of_listing
+from trainer.data.files.formats.class_folders import PATH, ClassFolderReader, ImageFilesReader
+from trainer.data.files.formats.raw_rows import Piece, Rows
+from trainer.data.files.recorded_columns import RecordedInput
+from trainer.data.files.scan import BrokenRows
+from trainer.data.read import stage_shards
+from trainer.data.records import parse
+from trainer.data.spec import KIND, DatasetSpec, FeatureSpec, length_name
+from trainer.errors import ConfigError, UserError, nearest
+from trainer.prediction.conversion import as_input, convert
+from trainer.prediction.exported_model import ExportedModel
+from trainer.prediction.request import ALL, Request, Tell
+
+#: The record in its file, from 1: a row can be joined by it.
+ROW = "row"
+FILE = "file"
+_NAMED = 8
+# Rows on the way, while a batch is made of them.
+_BATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples.
+
+    Attributes:
+        inputs: arrays by feature.
+        copied: columns of the rows besides the answers.
+        lengths: of the examples, where an input varies in length and is padded; else None.
+    """
+
+    inputs: Mapping[str, NDArray[Any]]
+    copied: pa.Table
+    lengths: NDArray[np.int64] | None = None
+
+
+class Examples(ABC):
+    """What is predicted, in its order. `skipped` rows could not be read, so far."""
+
+    skipped = 0
+    #: How many rows there are; 0 where that is not known before all are read.
+    total = 0
+
+    @abstractmethod
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield all examples, `size` at a time or fewer; raises `UserError`."""
+
+
+class FileExamples(Examples):
+    """The rows of files of one format."""
+
+    def __init__(self, model: ExportedModel, request: Request, scratch: Path, tell: Tell) -> None:
+        """List the files; copies of remote ones are in `scratch` meanwhile.
+
+        Raises:
+            UserError: there is none, or they are of several formats.
+        """
+        self._model, self._request, self._tell = model, request, tell
+        self._image = model.config.data.image
+        self._broken = BrokenRows()
+        self._total = 0
+        self._files = _listed(model, request, scratch)
+        self._copied: tuple[str, ...] | None = None
+        self._allowed = 1.0 if request.skip_bad else model.config.data.bad_rows
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield the rows of all files, in their order; raises `UserError`."""
+        for number in range(1 if self._files.is_listing else len(self._files.files)):
+            piece = Piece(number)
+            with self._files.local(number) as path:
+                columns = self._columns(path)
+                refuse = partial(self._refuse_record, piece)
+                for rows in self._files.reader.rows(path, piece, columns, refuse):
+                    for start in range(0, len(rows.numbers), size):
+                        numbers = rows.numbers[start : start + size]
+                        self._total += len(numbers)
+                        batch = self._batch(Rows(rows.table.slice(start, size), numbers), piece)
+                        self._check_broken()
+                        if batch:
+                            yield batch
+            self._check_broken()
+        self._check()
+
+    def _refuse_record(self, piece: Piece, number: int, why: str) -> None:
+        self._total += 1
+        self._refuse(piece, number, why)
+
+    def _refuse(self, piece: Piece, number: int, why: str) -> None:
+        # Pyarrow calls it for a row of CSV, and takes no exception from it.
+        self._broken.add(piece, number, why)
+        self.skipped = self._broken.count
+
+    def _check_broken(self) -> None:
+        if self._broken.count and not self._allowed:
+            where = self._broken.first(self._files.place)[0]
+            raise UserError(f"{where}; correct it, or leave such rows out by --skip-bad")
+
+    def _columns(self, path: Path) -> list[str]:
+        """Return the columns that are read of a file; what is wrong with them is refused first."""
+        there = self._files.reader.names(path)
+        needed = [each.feature for each in self._model.inputs]
+        lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
+        missing = [name for name in needed if name not in there and name not in lengths]
+        if missing:
+            raise UserError(
+                f"{self._named(path)} has no column {missing[0]!r}; the model takes "
+                f"{_few(needed)}, and the file has {_few(there)}{nearest(missing[0], there)}"
+            )
+        first = self._copied is None
+        copied = self._chosen(there, path)
+        read = [name for name in needed if name in there]
+        ignored = [name for name in there if name not in read and name not in copied]
+        if first and ignored and not self._files.is_listing:
+            self._tell(0, f"not read, as the model does not take it: {_few(ignored)}")
+        return list(dict.fromkeys([*read, *copied]))
+
+    def _chosen(self, there: Sequence[str], path: Path) -> tuple[str, ...]:
+        wanted = self._request.columns
+        if self._files.is_listing:
+            if wanted:
+                raise ConfigError("--columns: images have none; their paths are in the rows")
+            self._copied = (PATH,)
+        elif self._copied is None:
+            self._copied = tuple(there) if ALL in wanted else tuple(dict.fromkeys(wanted))
+        for name in self._copied:
+            if name not in there:
+                raise ConfigError(
+                    f"--columns: {self._named(path)} has no column {name!r}"
+                    f"{nearest(name, there) or f' (it has {_few(there)})'}"
+                )
+        return self._copied
+
+    def _batch(self, rows: Rows, piece: Piece) -> Batch | None:
+        found, bad = self._converted(rows, piece)
+        if bad.all():
+            return None
+        kept = np.flatnonzero(~bad)
+        inputs: dict[str, NDArray[Any]] = {}
+        lengths = None
+        for each in self._model.inputs:
+            if each.feature not in found:
+                continue
+            values = found[each.feature]
+            good = values[kept] if isinstance(values, np.ndarray) else [values[at] for at in kept]
+            inputs[each.feature] = as_input(each.spec, good)
+            if each.spec.varies:
+                lengths = np.array([len(value) for value in good], np.int64)
+                inputs.setdefault(length_name(each.feature), lengths)
+        return Batch(inputs, self._row_columns(rows, piece).take(pa.array(kept)), lengths)
+
+    def _converted(self, rows: Rows, piece: Piece) -> tuple[Mapping[str, Any], NDArray[np.bool_]]:
+        bad, found = np.zeros(len(rows.numbers), np.bool_), {}
+        folder = self._files.folder(piece.file)
+        for each in self._model.inputs:
+            if each.feature in rows.table.column_names:
+                array = _whole(rows.table[each.feature])
+                result = convert(each, array, self._image, folder)
+                found[each.feature] = result.values
+                for place in np.flatnonzero(result.bad & ~bad):
+                    what = f"{each.feature!r} {result.why[int(place)]}"
+                    self._refuse(piece, int(rows.numbers[place]), what)
+                bad |= result.bad
+        return found, bad
+
+    def _row_columns(self, rows: Rows, piece: Piece) -> pa.Table:
+        copied = {name: _whole(rows.table[name]) for name in self._copied or ()}
+        own: dict[str, pa.Array] = {}
+        if not self._files.is_listing:
+            if len(self._files.files) > 1:
+                own[FILE] = pa.array([self._files.files[piece.file].path] * len(rows.numbers))
+            own[ROW] = pa.array(rows.numbers + 1)
+        return pa.table({**{n: each for n, each in own.items() if n not in copied}, **copied})
+
+    def _check(self) -> None:
+        """Refuse files without a row that can be read, and too many rows that cannot."""
+        total, broken = self._total, self._broken.count
+        named = ", ".join(self._request.inputs[:3])
+        if not total:
+            raise UserError(f"{named} has no row: there is nothing to predict")
+        if not broken:
+            return
+        first = self._broken.first(self._files.place)
+        if broken >= total:
+            raise UserError(f"no row of {named} can be read, first {first[0]}")
+        if broken > self._allowed * total:
+            raise UserError(
+                f"{broken} of {total} rows of {named} are broken, more than the data.bad_rows "
+                f"({self._allowed:g}) of the model allows, first {first[0]}; correct them, or "
+                "leave them out by --skip-bad"
+            )
+        self._tell(0, f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
+
+    def _named(self, path: Path) -> str:
+        # Of a remote file the path is that of a copy.
+        local = (storage.local_path(each.uri) for each in self._files.files)
+        return next((str(each) for each in local if each == path), path.name)
+
+
+def _listed(model: ExportedModel, request: Request, scratch: Path) -> FilePieces:
+    configs = [
+        DataConfig.model_validate({"source": source, "format": request.format})
+        for source in request.inputs
+    ]
+    files = [file for config in configs for file in listing.list_source(config).files]
+    # Its messages name all inputs.
+    whole = configs[0].model_copy(update={"source": ", ".join(request.inputs[:3])})
+    found = of_listing(whole, files, scratch)
+    if not isinstance(found.reader, ClassFolderReader):
+        return found
+    pictures = [each for each in model.inputs if each.column.type == "image"]
+    if len(model.inputs) != 1 or not pictures:
+        takes = _few([each.feature for each in model.inputs])
+        raise UserError(f"these are images, and the model takes {takes}: give a table with these")
+    order = {id(file): place for place, file in enumerate(files)}
+    kept = sorted(found.files, key=lambda file: order[id(file)])
+    several = len(request.inputs) > 1
+    paths = [str(storage.local_path(f.uri) or f.uri) if several else f.path for f in kept]
+    reader = ImageFilesReader(pictures[0].feature, paths, [file.uri for file in kept])
+    return replace(found, files=kept, reader=reader)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    found = pa.chunked_array(column).combine_chunks()
+    return found.cast(found.type.value_type) if pa.types.is_dictionary(found.type) else found
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def batch_size_for(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
+    """Return how many examples make a batch: as asked, or as usual within 64 MiB of inputs."""
+    if asked:
+        return asked
+    values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)
+    return max(1, min(usual, _BATCH_BYTES // max(1, values)))
+
+
+class SplitExamples(Examples):
+    """The examples of one split."""
+
+    def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
+        """Read the dataset that is named, or that of the model.
+
+        Raises:
+            UserError: it is gone, has no such split, or not what the model takes.
+        """
+        self._model, self._request, self._scratch = model, request, scratch
+        self._uri = request.inputs[0] if request.inputs else model.dataset
+        try:
+            manifest = storage.read_manifest(self._uri)
+        except storage.NotPublished:
+            raise UserError(
+                f"the dataset {self._uri} is not there"
+                f"{'' if request.inputs else ', on which the model was trained'}: name another one"
+            ) from None
+        if manifest.kind != KIND:
+            raise UserError(f"{self._uri} is a {manifest.kind} and no {KIND}: leave --split out")
+        self._spec = DatasetSpec.from_manifest(manifest)
+        self._check()
+        self._spec.files(request.split)
+        self.total = self._spec.examples(request.split)
+        if not self.total:
+            raise UserError(f"the split {request.split!r} of {self._uri} has no example")
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield all examples, in the order of the shards."""
+        features = self._spec.features
+        copied = self._copied()
+        inputs = [each.feature for each in self._model.inputs]
+        varying = [name for name in inputs if features[name].varies]
+        more = [length_name(name) for name in varying[:1]]
+        wanted = {name: features[name] for name in dict.fromkeys([*inputs, *copied, *more])}
+        split = self._request.split
+        files = stage_shards(self._uri, self._scratch / split, split)
+        records = tf.data.Dataset.from_tensor_slices([str(path) for path in files])
+        records = records.flat_map(tf.data.TFRecordDataset).batch(size)
+        parsed = records.map(lambda batch: parse(wanted, batch)).prefetch(2)
+        before = 0
+        for values in parsed.as_numpy_iterator():
+            count = len(next(iter(values.values())))
+            columns = {ROW: pa.array(np.arange(before + 1, before + count + 1))}
+            columns |= {name: _column(features[name], values[name]) for name in copied}
+            before += count
+            yield Batch(
+                {name: values[name] for name in inputs},
+                pa.table(columns),
+                values[more[0]] if more else None,
+            )
+
+    def _check(self) -> None:
+        for each in self._model.inputs:
+            there = self._spec.features.get(each.feature)
+            if there is None:
+                raise UserError(
+                    f"the dataset {self._uri} has no feature {each.feature!r}, which the model "
+                    f"takes{nearest(each.feature, self._spec.features)}"
+                )
+            if (there.shape, there.dtype) != (each.spec.shape, each.spec.dtype):
+                raise UserError(
+                    f"{each.feature!r} of the dataset {self._uri} is {_said(there)}, and the model "
+                    f"takes {_said(each.spec)}"
+                )
+            if there.labels != each.spec.labels:
+                raise UserError(
+                    f"{each.feature!r} of the dataset {self._uri} has other classes than that "
+                    "which the model was trained on"
+                )
+
+    def _copied(self) -> list[str]:
+        features = self._spec.features
+        able = [name for name, spec in features.items() if not spec.shape]
+        if ALL in self._request.columns:
+            return able
+        for name in self._request.columns:
+            if name not in able:
+                what = "is no single value" if name in features else "is no feature"
+                hint = nearest(name, able) or f" (one of {', '.join(able)})"
+                raise ConfigError(f"--columns: {name!r} {what} of the dataset{hint}")
+        return list(dict.fromkeys(self._request.columns))
+
+
+def _said(spec: FeatureSpec) -> str:
+    return f"{spec.dtype} of shape {list(spec.shape)}" if spec.shape else f"one {spec.dtype}"
+
+
+def _column(spec: FeatureSpec, values: NDArray[Any]) -> pa.Array:
+    if spec.labels:
+        names = np.array([*spec.labels, None], object)
+        known = np.where((values >= 0) & (values < len(spec.labels)), values, len(spec.labels))
+        return pa.array(names[known.astype(np.int64)].tolist(), pa.string())
+    if spec.dtype == "string":
+        return pa.array([each.decode(errors="replace") for each in values.tolist()], pa.string())
+    return pa.array(values)
