@@ -54,22 +54,21 @@ class JsonWriter(Writer):
     def write(self, table: pa.Table) -> None:
         """Append rows."""
         short = pa.table([_shortest(_whole(each)) for each in table.columns], table.column_names)
-        lines = [_line(row) for row in short.to_pylist()]
+        lines = [f"{_json(row)}\n" for row in short.to_pylist()]
         self.file.write("".join(lines).encode(errors="replace"))
 
 
 class CsvWriter(Writer):
     """One column for each value of a struct, `outer/inner`; lists are JSON."""
 
-    _options: Any = None
+    _has_header = False
 
     def write(self, table: pa.Table) -> None:
         """Append rows, after a header before the first ones."""
-        flat = pa.table(dict(_flat("", table)))
-        options = arrow_csv.WriteOptions(include_header=self._options is None)
-        self._options = options
+        options = arrow_csv.WriteOptions(include_header=not self._has_header)
+        self._has_header = True
         sink = pa.BufferOutputStream()
-        arrow_csv.write_csv(flat, sink, options)
+        arrow_csv.write_csv(pa.table(dict(_flat("", table))), sink, options)
         self.file.write(sink.getvalue())
 
 
@@ -85,12 +84,16 @@ class ParquetWriter(Writer):
     def write(self, table: pa.Table) -> None:
         """Append rows; those of JSON may have other types than the first ones."""
         if self._writer is None:
-            schema = pa.schema([_known(field) for field in table.schema])
-            self._writer = pq.ParquetWriter(self.file, schema, compression="zstd")
+            nulls = [pa.types.is_null(each.type) for each in table.schema]
+            # Of a column without a value so far; texts take the most.
+            fields = [
+                field.with_type(pa.string()) if is_null else field
+                for field, is_null in zip(table.schema, nulls, strict=True)
+            ]
+            self._writer = pq.ParquetWriter(self.file, pa.schema(fields), compression="zstd")
         schema = self._writer.schema
-        for name in table.column_names:
-            self._held_type(table, name, schema)
-        self._held.append(table.cast(schema))
+        columns = [_cast(table[field.name], field) for field in schema]
+        self._held.append(pa.table(columns, schema=schema))
         rows = sum(len(each) for each in self._held)
         if rows >= _GROUP_ROWS or sum(each.nbytes for each in self._held) >= _GROUP_BYTES:
             self._flush()
@@ -107,15 +110,15 @@ class ParquetWriter(Writer):
             self._held = []
             self._writer.write_table(table, row_group_size=max(1, len(table)))
 
-    def _held_type(self, table: pa.Table, name: str, schema: pa.Schema) -> None:
-        try:
-            table[name].cast(schema.field(name).type)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            raise UserError(
-                f"the column {name!r} is {table[name].type} in some rows and "
-                f"{schema.field(name).type} in others, which parquet cannot hold; write .jsonl, or "
-                "leave it out of --columns"
-            ) from None
+
+def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    try:
+        return column.cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise UserError(
+            f"the column {field.name!r} is {column.type} in some rows and {field.type} in others, "
+            "which parquet cannot hold; write .jsonl, or leave it out of --columns"
+        ) from None
 
 
 WRITERS: dict[str, type[Writer]] = {
@@ -123,11 +126,6 @@ WRITERS: dict[str, type[Writer]] = {
     "jsonl": JsonWriter,
     "parquet": ParquetWriter,
 }
-
-
-def part_path(path: Path, process: int) -> Path:
-    """Return where a process writes what becomes `path`."""
-    return path.with_name(f".{path.name}.{process}.part")
 
 
 @contextmanager
@@ -140,7 +138,7 @@ def rows_to(path: Path, form: str) -> Iterator[Writer]:
     with reported(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(path)
-        part = part_path(path, os.getpid())
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             with part.open("wb") as file:
                 with suppress(OSError):
@@ -166,12 +164,11 @@ def _remove_orphans(path: Path) -> None:
             part.unlink()
 
 
-def _line(row: dict[str, Any]) -> str:
+def _json(value: Any) -> str:
     try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_text)
     except ValueError:
-        text = json.dumps(_finite(row), ensure_ascii=False, default=_plain)
-    return f"{text}\n"
+        return json.dumps(_finite(value), ensure_ascii=False, default=_text)
 
 
 def _finite(value: Any) -> Any:
@@ -182,7 +179,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(value: Any) -> Any:
+def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
@@ -201,34 +198,20 @@ def _shortest(array: pa.Array) -> pa.Array:
 
 def _flat(before: str, table: pa.Table) -> Iterator[tuple[str, pa.Array]]:
     for name in table.column_names:
-        array = _whole(table[name])
+        array, write = _whole(table[name]), None
         if pa.types.is_struct(array.type):
             inner = pa.table(array.flatten(), [field.name for field in array.type])
             yield from _flat(f"{before}{name}/", inner)
-        elif is_list(array.type):
-            rows = _shortest(array).to_pylist()
-            texts = [None if row is None else _line_of(row) for row in rows]
-            yield f"{before}{name}", pa.array(texts, pa.string())
+            continue
+        if is_list(array.type):
+            array, write = _shortest(array), _json
         elif pa.types.is_binary(array.type):
-            yield f"{before}{name}", pa.array([_text(each) for each in array.to_pylist()])
-        else:
-            yield f"{before}{name}", array
-
-
-def _line_of(values: Any) -> str:
-    return json.dumps(_finite(values), ensure_ascii=False, default=_plain)
-
-
-def _text(value: Any) -> Any:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+            write = _text
+        if write:
+            texts = [None if each is None else write(each) for each in array.to_pylist()]
+            array = pa.array(texts, pa.string())
+        yield f"{before}{name}", array
 
 
 def _whole(column: Any) -> pa.Array:
-    if isinstance(column, pa.ChunkedArray):
-        return column.combine_chunks()
-    return column
-
-
-def _known(field: pa.Field) -> pa.Field:
-    # Of a column without a value so far; texts take the most.
-    return field.with_type(pa.string()) if pa.types.is_null(field.type) else field
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

@@ -20,7 +20,7 @@ from typing import IO
 import pyarrow as pa
 
 from trainer.errors import ConfigError, UserError
-from trainer.json_records import from_tree, parse, tree_of
+from trainer.json_records import record_in, tree_of
 from trainer.prediction.answers import columns_of, unsound
 from trainer.prediction.exported_model import ExportedModel, fetched
 from trainer.prediction.inputs import (
@@ -46,7 +46,7 @@ def answer(request: Path, workdir: Path) -> None:
     Raises:
         UserError: see `predict`.
     """
-    wanted = from_tree(Request, parse(request.read_text(encoding="utf-8")))
+    wanted = record_in(Request, request.read_bytes())
     if wanted is None:
         raise UserError(f"{request} is no request of this version")
     with (workdir / EVENTS).open("a", encoding="utf-8") as file:
