@@ -148,9 +148,11 @@ class RunState:
         return None if found is None or found.is_over else found
 
 
-def state_of(events: Iterable[Event]) -> RunState:
-    """Return the state of a run after these events."""
+def state_of(events: Iterable[Event], *, newest_start: bool = False) -> RunState:
+    """Return the state of a run after these events, or after those of its newest start alone."""
     state = RunState()
     for event in events:
+        if newest_start and isinstance(event, RunBegin):
+            state = RunState()
         state.take(event)
     return state

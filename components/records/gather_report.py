@@ -18,12 +18,10 @@ from typing import Any
 
 from components.records.run_store import CONFIG
 from components.records.step_record import (
-    INCIDENTS,
     OF_STEPS,
     StepRecord,
     all_step_records,
     harmless,
-    last_start,
     read,
     tries_of,
 )
@@ -35,12 +33,12 @@ from trainer.errors import UserError
 from trainer.events import (
     AttemptBegin,
     CheckpointPublished,
-    Event,
     UserCodeFailed,
     to_tree,
 )
 from trainer.json_records import from_tree, parse, parse_mapping
 from trainer.report import report, summary
+from trainer.run_state import INCIDENTS, RunState, state_of
 from trainer.topology import topology_of
 
 
@@ -131,14 +129,14 @@ def displayed(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes
 
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
     """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
-    run_events = _events(folder)
+    known = _known(folder)
     shared = [
-        _with_traceback(each, run_events)
-        for each in all_step_records(run_events)
+        _with_traceback(each, known)
+        for each in all_step_records(known)
         if each.step != EXIT_STEP.name
     ]
     steps = shared or _published(state, root, run_id)
-    tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or _all_of(steps)
+    tries = [each for each in tries_of(known) if each.step != EXIT_STEP.name] or _all_of(steps)
     made = _Made(steps, root, run_id, every=bool(shared))
     validation = made.read("validation", "validation.json")
     decision = made.read("decision", "decision.json")
@@ -159,11 +157,9 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "rules": decision.get("rules", []),
         "reasons": decision.get("reasons", []),
         "history": _history(root, run_id),
-        "incidents": [to_tree(each) for each in run_events if _is_incident(each)]
+        "incidents": [to_tree(each) for each in known.incidents]
         or [dict(each) for step in steps for each in step.incidents],
-        "checkpoints": [
-            to_tree(each) for each in run_events if isinstance(each, CheckpointPublished)
-        ],
+        "checkpoints": [to_tree(each) for each in known.checkpoints],
         "evaluation": evaluation,
         "curves": made.read("evaluation", "curves.json", list),
         "pictures": made.pictures(evaluation),
@@ -201,16 +197,11 @@ def _all_of(steps: Sequence[StepRecord]) -> list[StepRecord]:
     return sorted([*earlier, *steps], key=lambda each: each.began)
 
 
-def _with_traceback(step: StepRecord, run_events: Sequence[Event]) -> StepRecord:
+def _with_traceback(step: StepRecord, known: RunState) -> StepRecord:
     """Return the record; of training that failed with what its tasks said of the user's code."""
     if step.step != maker_of("checkpoint").name or step.status != "failed" or step.traceback:
         return step
-    failures = [each for each in last_start(run_events) if isinstance(each, UserCodeFailed)]
-    return replace(step, traceback=failures[-1].traceback) if failures else step
-
-
-def _is_incident(event: Event) -> bool:
-    return isinstance(event, INCIDENTS) or (isinstance(event, AttemptBegin) and event.resumed)
+    return replace(step, traceback=known.traceback)
 
 
 def _verdict(
@@ -306,10 +297,10 @@ class _Made:
         return found
 
 
-def _events(folder: Path) -> list[Event]:
+def _known(folder: Path) -> RunState:
     with _left_out_if_unreadable():
-        return list(events.read(folder / "events.jsonl", every=_REPORTED))
-    return []
+        return state_of(events.read(folder / "events.jsonl", every=_REPORTED))
+    return RunState()
 
 
 def _history(root: str, run_id: str) -> list[dict[str, Any]]:

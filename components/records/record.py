@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import tenacity
 
 from components.records import run_store, step_record
-from components.records.step_record import INCIDENTS, PublishedRecord
+from components.records.step_record import PublishedRecord
 from components.table import EXIT_STEP, ends_run, published_by, step_of
 from trainer import cores, events, masking, tensorflow_import, variables
 from trainer.cluster import signals
@@ -37,6 +37,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import Event, StepBegin, StepEnd
+from trainer.run_state import INCIDENTS
 from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of
 

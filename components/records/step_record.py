@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,38 +23,21 @@ from components.table import EXIT_STEP
 from trainer import storage
 from trainer.errors import FAILED
 from trainer.events import (
-    CheckpointPassedOver,
-    EvaluatorLeft,
-    Event,
     Interrupted,
-    Restart,
     RunBegin,
     RunEnd,
-    ServersLost,
-    Stalled,
     StepBegin,
     StepEnd,
     StepResult,
-    Suspension,
-    TaskFailed,
     now,
     to_tree,
 )
 from trainer.json_records import record_in
 from trainer.masking import masked
+from trainer.run_state import RunState, StepTry
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
-# What the report lists of a step beside its end.
-INCIDENTS = (
-    Restart,
-    ServersLost,
-    Suspension,
-    Stalled,
-    TaskFailed,
-    EvaluatorLeft,
-    CheckpointPassedOver,
-)
 # All that the records and the outcome of a run are made from.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 # For so long a store may fail before a step continues without its record. A step that is asked to
@@ -88,7 +71,7 @@ class StepRecord(StepResult):
         held: what it holds of the cluster, see `components.records.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
         inputs: URIs that KFP may have taken from its cache, see `StepBegin`.
-        incidents: the newest events of `INCIDENTS`, such as restarts.
+        incidents: the newest of `trainer.run_state.INCIDENTS`, such as restarts.
     """
 
     began: float
@@ -121,33 +104,26 @@ def record_of(result: StepResult, **more: Any) -> StepRecord:
     return StepRecord(**{name: getattr(result, name) for name in names}, **more)
 
 
-def tries_of(events: Iterable[Event]) -> tuple[StepRecord, ...]:
+def tries_of(state: RunState) -> tuple[StepRecord, ...]:
     """Return every try of every step, in the order in which they began.
 
     A try that began and did not end was killed: it lasted until the last event before the next
     start of the run. Of the newest start it may still run.
     """
-    return tuple(each for start in _starts(events) for each in _tries(start))
+    return tuple(_record_of(each, state) for each in state.tries)
 
 
-def last_start(events: Iterable[Event]) -> list[Event]:
-    """Return the events since a run was last started or resumed."""
-    return _starts(events)[-1]
-
-
-def step_records(events: Iterable[Event]) -> tuple[StepRecord, ...]:
+def step_records(state: RunState) -> tuple[StepRecord, ...]:
     """Return the steps of the newest start of a run, in the order in which they began.
 
     The tries of the same step in earlier starts count as its earlier tries.
     """
-    *before, last = [_tries(start) for start in _starts(events)]
-    return _summed([each for start in before for each in start], last)
+    return _summed(*_by_start(state))
 
 
-def all_step_records(events: Iterable[Event]) -> tuple[StepRecord, ...]:
+def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
     """Return what `step_records` does, and as skipped what only earlier starts have reached."""
-    *before, last = [_tries(start) for start in _starts(events)]
-    earlier = [each for start in before for each in start]
+    earlier, last = _by_start(state)
     reached = {each.step for each in last}
     missed = {each.step: each for each in earlier if each.step not in reached}
     skipped = [
@@ -156,34 +132,18 @@ def all_step_records(events: Iterable[Event]) -> tuple[StepRecord, ...]:
     return _summed(earlier, [*last, *skipped])
 
 
-def _starts(events: Iterable[Event]) -> list[list[Event]]:
-    """Return the events of each start of a run; of at least one, which may be empty."""
-    starts: list[list[Event]] = [[]]
-    for event in events:
-        if isinstance(event, RunBegin):
-            starts.append([])
-        starts[-1].append(event)
-    return starts if starts[0] or len(starts) == 1 else starts[1:]
+def _by_start(state: RunState) -> tuple[list[StepRecord], list[StepRecord]]:
+    """Return the tries of the earlier starts, and of the newest one."""
+    tries = list(zip(state.tries, tries_of(state), strict=True))
+    earlier = [record for each, record in tries if each.start < state.start]
+    return earlier, [record for each, record in tries if each.start == state.start]
 
 
-def _tries(start: Sequence[Event]) -> list[StepRecord]:
-    tries: list[StepRecord] = []
-    for event in start:
-        if isinstance(event, StepBegin):
-            tries.append(StepRecord(step=event.step, status="running", began=event.time))
-        elif isinstance(event, StepEnd):
-            for number, each in enumerate(tries):
-                if each.step == event.step and each.ended is None:
-                    tries[number] = record_of(event, began=each.began, ended=event.time)
-                    break
-            else:
-                began = event.time - event.seconds
-                tries.append(record_of(event, began=began, ended=event.time))
-    lived_until = max((event.time for event in start), default=0.0)
-    return [
-        _guessed(each, lived_until, error=_KILLED_HERE) if each.ended is None else each
-        for each in tries
-    ]
+def _record_of(each: StepTry, state: RunState) -> StepRecord:
+    if each.end:
+        return record_of(each.end, began=each.began, ended=each.end.time)
+    begun = StepRecord(step=each.step, status="running", began=each.began)
+    return _guessed(begun, state.seen_until[each.start], error=_KILLED_HERE)
 
 
 def _summed(earlier: Sequence[StepRecord], last: Sequence[StepRecord]) -> tuple[StepRecord, ...]:

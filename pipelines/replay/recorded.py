@@ -14,6 +14,7 @@ from pipelines.runs import local, local_status
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import events, storage
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.run_state import state_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def _nearest_run(root: str, run: str) -> str:
 def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     folder = (workdir / run).absolute()
     log = folder / local.EVENTS
-    records = tries_of(events.read(log)) if log.is_file() else ()
+    records = tries_of(state_of(events.read(log)))
     newest = {each.step: each for each in records}
     found = _recorded(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED

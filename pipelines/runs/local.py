@@ -34,6 +34,7 @@ from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.events import AttemptBegin, Event, Interrupted, Progress
+from trainer.run_state import RunState
 from trainer.storage.uri import require_uri
 from trainer.tracking import tracker
 
@@ -319,7 +320,7 @@ def execute(
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
-            happened = _follow(run, child, tracked.hear)
+            state = _follow(run, child, tracked.hear)
     finally:
         _signal_group(child, signal.SIGKILL)
         child.wait()
@@ -327,8 +328,8 @@ def execute(
         os.close(run.lock)
     if child.returncode == -signal.SIGTERM:
         # The request came before the child could handle it.
-        happened.append(_interrupted(run))
-    result = outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+        state.take(_interrupted(run))
+    result = outcome_of(state, child.returncode, interrupted=bool(interrupts))
     if result.status not in ("failed", "interrupted"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
@@ -376,10 +377,9 @@ def _environment(run: LocalRun) -> dict[str, str]:
     return found
 
 
-def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> list[Event]:
-    """Pass on the events of a run until it ends; return all of them, of progress the newest."""
-    happened: list[Event] = []
-    newest: Progress | None = None
+def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> RunState:
+    """Pass on the events of a run until it ends; return its state."""
+    state = RunState()
     running = True
     with (run.folder / EVENTS).open("rb") as lines:
         lines.seek(run.begin)
@@ -393,15 +393,12 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
                 if isinstance(event, AttemptBegin):
                     run.save_config()
                 on_event(event)
-                if isinstance(event, Progress):
-                    newest = event
-                else:
-                    happened.append(event)
-            apart = events.newest_progress(run.folder / EVENTS)
+                state.take(event)
+            apart, newest = events.newest_progress(run.folder / EVENTS), state.newest(Progress)
             if apart and (newest is None or apart.time > newest.time):
-                newest = apart
+                state.take(apart)
                 on_event(apart)
-    return [*happened, newest] if newest else happened
+    return state
 
 
 def _since(lines: BinaryIO) -> Iterator[Event]:

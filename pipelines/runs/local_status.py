@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from components.records.step_record import OF_STEPS, last_start, step_records
+from components.records.step_record import OF_STEPS, step_records
 from pipelines.runs import local
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events
 from trainer.cluster.event_lines import line_of
 from trainer.errors import DONE, FAILED, UserError
-from trainer.events import Event, Interrupted, RunEnd
+from trainer.events import Progress, RunEnd
+from trainer.run_state import RunState, state_of
 from trainer.storage.errors import reported
 
 LOOK_SECONDS = 0.3
@@ -57,21 +58,21 @@ def status_of(workdir: Path, run_id: str) -> RunResult:
 
 def _status(folder: Path, is_working: bool) -> RunResult:
     try:
-        happened = _happened(folder)
+        state = _state(folder)
     except OSError as error:
         message = f"cannot read {folder / local.EVENTS}: {error.strerror}"
         result = RunResult(status="unknown", exit_code=FAILED, message=message, steps=())
     else:
-        result = _so_far(happened) if is_working else _ended(happened)
+        result = _so_far(state) if is_working else _ended(state)
     return replace(result, run_id=folder.name, folder=folder)
 
 
-def _happened(folder: Path) -> list[Event]:
+def _state(folder: Path) -> RunState:
     path = folder / local.EVENTS
     if os.path.lexists(path) and not path.is_file():
         number = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(number, os.strerror(number), str(path))
-    return last_start(events.read(folder / local.EVENTS, every=OF_STEPS))
+    return state_of(events.read(folder / local.EVENTS, every=OF_STEPS), newest_start=True)
 
 
 def is_cancelled(workdir: Path, run_id: str) -> bool:
@@ -80,7 +81,7 @@ def is_cancelled(workdir: Path, run_id: str) -> bool:
     if not process_of(folder):
         return False
     with reported(f"read {folder / local.EVENTS}"):
-        return any(isinstance(each, Interrupted) for each in _happened(folder))
+        return _state(folder).interrupted
 
 
 def process_of(folder: Path) -> int:
@@ -114,7 +115,7 @@ def lines(folder: Path, follow: bool) -> Iterator[str]:
             time.sleep(LOOK_SECONDS)
 
 
-def _so_far(happened: list[Event]) -> RunResult:
+def _so_far(state: RunState) -> RunResult:
     """Return the result of a run that is still running."""
     steps = tuple(
         step
@@ -124,26 +125,25 @@ def _so_far(happened: list[Event]) -> RunResult:
             status="running",
             error="",
             seconds=max(time.time() - step.began, 0.0),
-            metrics=_progress(happened),
+            metrics=_progress(state),
         )
-        for step in step_records(happened)
+        for step in step_records(state)
     )
-    waits = [each for each in happened if isinstance(each, events.Suspension)]
-    message = line_of(waits[-1]) if waits and not waits[-1].is_over else ""
+    message = line_of(state.suspension) if state.suspension else ""
     return RunResult(status="running", exit_code=DONE, message=message, steps=steps)
 
 
-def _progress(happened: list[Event]) -> dict[str, Any]:
-    last = next((each for each in reversed(happened) if isinstance(each, events.Progress)), None)
+def _progress(state: RunState) -> dict[str, Any]:
+    last = state.newest(Progress)
     names = ("global_step", "steps", "loss", "seconds_left")
     return {name: getattr(last, name) for name in names} if last else {}
 
 
-def _ended(happened: list[Event]) -> RunResult:
+def _ended(state: RunState) -> RunResult:
     """Return the result of a run without a process."""
-    result = outcome_of(happened, 0, interrupted=False)
+    result = outcome_of(state, 0, interrupted=False)
     # A runner that is killed between two steps leaves neither an event nor a failed step.
-    was_killed = not any(isinstance(each, Interrupted | RunEnd) for each in happened)
+    was_killed = not state.interrupted and not state.newest(RunEnd)
     if was_killed and all(step.status == "done" for step in result.steps):
         message = "the run did not finish: its process was killed, or the machine stopped"
         return replace(result, status="failed", exit_code=FAILED, message=message)

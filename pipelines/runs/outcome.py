@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from components.records.step_record import StepRecord, last_start, step_records
+from components.records.step_record import StepRecord, step_records
 from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
-from trainer.events import Event, Interrupted
+from trainer.run_state import RunState
 
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16
@@ -76,11 +76,10 @@ class RunResult:
         return self.metrics_of("checkpoint").get("handed_on_step")
 
 
-def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -> RunResult:
-    """Judge a run by the events of its newest start and by the exit code of the local runner."""
-    events = list(events)
-    interrupted = interrupted or any(isinstance(each, Interrupted) for each in last_start(events))
-    steps = step_records(events)
+def outcome_of(state: RunState, returncode: int, *, interrupted: bool) -> RunResult:
+    """Judge a run by the state of its newest start and by the exit code of the local runner."""
+    interrupted = interrupted or state.interrupted
+    steps = step_records(state)
     for step in steps:
         if step.status == "failed" and not interrupted:
             code = USAGE if step.exit_code == USAGE else FAILED

@@ -17,6 +17,7 @@ import psutil
 from components.records.step_record import step_records
 from trainer import events, storage
 from trainer.events import Event
+from trainer.run_state import state_of
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 Kind = TypeVar("Kind", bound=Event)
@@ -54,7 +55,7 @@ class Called:
 
     def statuses(self) -> dict[str, str]:
         """Return how each step of the newest start ended."""
-        return {each.step: each.status for each in step_records(self.events(Event))}
+        return {each.step: each.status for each in step_records(state_of(self.events(Event)))}
 
     def path_of(self, artifact: str) -> Path:
         """Return where an artifact stands on this machine."""

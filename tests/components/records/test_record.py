@@ -14,6 +14,7 @@ from components.records.step_record import read, step_records
 from trainer import events
 from trainer.errors import ClusterLostError, ConfigError, RunInterruptedError, UserError
 from trainer.events import StepBegin, StepEnd
+from trainer.run_state import state_of
 
 ROOT = Path(__file__).parents[3]
 BEGINS = """
@@ -226,7 +227,9 @@ def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
     process.kill()
     process.communicate()
     assert [type(event) for event in emitted()] == [StepBegin]
-    assert step_records(emitted())[0].error.startswith("the step was killed, or code that ")
+    assert step_records(state_of(emitted()))[0].error.startswith(
+        "the step was killed, or code that "
+    )
 
 
 def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, emitted):

@@ -25,6 +25,7 @@ WAITS = """
 import sys, time
 from components.records import record
 from trainer.errors import TransientError
+from trainer.run_state import state_of
 
 sleep = time.sleep
 time.sleep = lambda seconds: (print(f"pauses {seconds:g} s", flush=True), sleep(seconds))
@@ -82,7 +83,7 @@ def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
     emitted = list(events.read(path))
     assert [type(each) for each in emitted] == [StepBegin, StepEnd] * 2
     assert [each.inputs for each in emitted[::2]] == [{"dataset": "gs://b/d"}] * 2
-    (step,) = step_records(emitted)
+    (step,) = step_records(state_of(emitted))
     assert (step.status, step.tries, step.earlier[0].error) == ("done", 2, OUT)
 
 

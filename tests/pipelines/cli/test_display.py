@@ -39,6 +39,7 @@ from trainer.events import (
     Validation,
     WarmStart,
 )
+from trainer.run_state import state_of
 
 
 def progress(step, time, **fields):
@@ -70,7 +71,7 @@ def terminal(monkeypatch):
 
 def table_of(events, width=80):
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    show_result(console, outcome_of(events, 0, interrupted=False))
+    show_result(console, outcome_of(state_of(events), 0, interrupted=False))
     return console.file.getvalue()
 
 
@@ -284,19 +285,19 @@ def test_the_last_line_says_verdict_main_metric_and_report(word, colour):
         *(promoted() if word == "blessed" else ()),
         *done("finish", uri="gs://b/report.html"),
     ]
-    text = coloured(outcome_of(events, 0, interrupted=False))
+    text = coloured(outcome_of(state_of(events), 0, interrupted=False))
     assert text == f"\x1b[{colour}m{word}\x1b[0m  accuracy 0.9778  gs://b/report.html\n"
 
 
 def test_the_last_line_of_a_run_that_measured_nothing():
     events = [begun("train_model"), ended("train_model", "failed", 1)]
-    assert coloured(outcome_of(events, 0, interrupted=False)) == "\x1b[31mfailed\x1b[0m\n"
+    assert coloured(outcome_of(state_of(events), 0, interrupted=False)) == "\x1b[31mfailed\x1b[0m\n"
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "x", True])
 def test_a_metric_that_is_no_number_does_no_harm(value):
     events = done("evaluate_model", metrics={"accuracy": value})
-    result = outcome_of(events, 0, interrupted=False)
+    result = outcome_of(state_of(events), 0, interrupted=False)
     assert ("accuracy" in last_line(result)) == isinstance(value, float)
 
 
@@ -307,7 +308,7 @@ def runs_of(*runs, width=80):
 
 
 def run_of(events, run_id):
-    return replace(outcome_of(events, 0, interrupted=False), run_id=run_id)
+    return replace(outcome_of(state_of(events), 0, interrupted=False), run_id=run_id)
 
 
 def test_runs_with_date_duration_metric_and_verdict():

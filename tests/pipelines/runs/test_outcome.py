@@ -5,12 +5,13 @@ import pytest
 from pipelines.runs.outcome import outcome_of
 from tests.pipelines.step_events import STEPS, begun, done, ended, judged, promoted
 from trainer.events import RunBegin, WarmStart
+from trainer.run_state import state_of
 
 FINISHED = done("finish", uri="file:///r/report.html")
 
 
 def judge(events, returncode=0, *, interrupted=False):
-    outcome = outcome_of(events, returncode, interrupted=interrupted)
+    outcome = outcome_of(state_of(events), returncode, interrupted=interrupted)
     return outcome.status, outcome.exit_code, outcome.message
 
 
@@ -96,7 +97,7 @@ KILLED = "the step was killed, or code that it was given ended the process; see 
 @pytest.mark.parametrize("returncode", [1, 0])
 def test_a_step_that_died_without_a_word_has_failed(returncode):
     events = [*done("resolve_config"), begun("train_model"), *FINISHED]
-    outcome = outcome_of(events, returncode, interrupted=False)
+    outcome = outcome_of(state_of(events), returncode, interrupted=False)
     assert outcome.status == "failed"
     assert outcome.exit_code == 1
     assert outcome.message == f"train_model: {KILLED}"
@@ -148,7 +149,9 @@ def test_interrupted_so_soon_that_the_step_died():
 def test_a_step_that_runs_again_counts_by_its_last_end():
     events = [*failed("train_model", "lost"), *done("train_model", uri="file:///c")]
     assert judge(events) == ("done", 0, "")
-    assert outcome_of(events, 0, interrupted=False).artifacts == {"checkpoint": "file:///c"}
+    assert outcome_of(state_of(events), 0, interrupted=False).artifacts == {
+        "checkpoint": "file:///c"
+    }
 
 
 def test_a_step_that_runs_again_and_dies_has_failed():
@@ -158,7 +161,7 @@ def test_a_step_that_runs_again_and_dies_has_failed():
 
 def test_other_events_do_not_matter():
     events = [WarmStart(uri="file:///c"), *done("prepare_data")]
-    assert len(outcome_of(events, 0, interrupted=False).steps) == 1
+    assert len(outcome_of(state_of(events), 0, interrupted=False).steps) == 1
 
 
 def test_metrics_and_artifacts():
@@ -171,7 +174,7 @@ def test_metrics_and_artifacts():
         begun("evaluate_model"),
         ended("evaluate_model", uri=uris["evaluate_model"], metrics={"accuracy": 0.5}),
     ]
-    outcome = outcome_of(events, 0, interrupted=False)
+    outcome = outcome_of(state_of(events), 0, interrupted=False)
     assert outcome.metrics_of("evaluation") == {"accuracy": 0.5}
     assert outcome.metrics_of("checkpoint") == {}
     assert outcome.artifacts == {
@@ -186,7 +189,7 @@ def test_metrics_and_artifacts():
 
 def test_a_step_without_an_artifact_names_none():
     events = [*done("prepare_data", uri="file:///d"), *failed("train_model", "no")]
-    assert outcome_of(events, 1, interrupted=False).artifacts == {"dataset": "file:///d"}
+    assert outcome_of(state_of(events), 1, interrupted=False).artifacts == {"dataset": "file:///d"}
 
 
 def test_a_resumed_run_is_judged_by_its_newest_start():
@@ -199,7 +202,7 @@ def test_a_resumed_run_is_judged_by_its_newest_start():
 def test_a_step_that_only_an_earlier_start_reached_is_not_part_of_the_outcome():
     first = [RunBegin(run_id="r", number=1), *judged("blessed"), *promoted(), *FINISHED]
     again = [RunBegin(run_id="r", number=2), *failed("resolve_config", "no root", 2)]
-    outcome = outcome_of([*first, *again], 1, interrupted=False)
+    outcome = outcome_of(state_of([*first, *again]), 1, interrupted=False)
     assert (outcome.status, outcome.exit_code) == ("failed", 2)
     assert [step.step for step in outcome.steps] == ["resolve_config"]
     assert outcome.artifacts == {}
