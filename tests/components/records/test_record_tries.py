@@ -16,6 +16,7 @@ from components.table import step_of
 from trainer import events, storage
 from trainer.errors import ConfigError, RunInterruptedError, TransientError, UserError
 from trainer.events import StepBegin, StepEnd
+from trainer.run_state import state_of
 from trainer.storage.errors import Unavailable
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +26,6 @@ WAITS = """
 import sys, time
 from components.records import record
 from trainer.errors import TransientError
-from trainer.run_state import state_of
 
 sleep = time.sleep
 time.sleep = lambda seconds: (print(f"pauses {seconds:g} s", flush=True), sleep(seconds))
