@@ -1,7 +1,4 @@
-"""Small problems with known answers for strategies under test.
-
-Their batches run in graphs on the workers: a worker knows itself by `number.txt` in its folder.
-"""
+"""Problems of the strategies under test, and strategies on parts of a processor."""
 
 from __future__ import annotations
 
@@ -12,11 +9,29 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.losses.loss import unscale_loss_for_distribution
 from keras.src.utils.naming import reset_uids
+from tensorflow.python.data.experimental.ops.testing import sleep
+from tensorflow.python.distribute import parameter_server_strategy_v2 as upstream
 
 from tests.trainer.objectives import of_classes
+from trainer.config.load import parse_config
 from trainer.config.schema import Config
+from trainer.data.examples.lengths import bucketed, with_lengths
+from trainer.data.records import encode, parse
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.models.embedding_table import EmbeddingTable
+from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.models.spec import InputSpec
+from trainer.strategies.async_parameter_server import AsyncParameterServer
+from trainer.strategies.mirrored import Replicated
 from trainer.strategies.strategy import Problem
+from trainer.strategies.visits import Stream
+from trainer.tasks.base import Target, Task
+from trainer.tasks.classification import Classification
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.objective import Objective
+from trainer.tasks.regression import Regression
 from trainer.training.optimizers import build_optimizer
 
 FEATURES = 6
@@ -139,3 +154,410 @@ def of_ids(
         chance_loss=1.0,
         batches=lambda: tf.data.Dataset.counter().map(example).batch(batch),
     )
+
+
+ROWS = 12
+
+
+def net(spec: InputSpec) -> keras.Model:
+    """Return a network with BatchNorm, Dropout and an L2 loss."""
+    image = keras.Input(spec.shape, dtype=spec.dtype)
+    hidden = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
+    hidden = keras.layers.Dense(32, kernel_regularizer=keras.regularizers.L2(1e-4))(hidden)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    hidden = keras.layers.Dropout(0.2)(keras.layers.ReLU()(hidden))
+    return keras.Model(image, keras.layers.Dense(spec.num_classes)(hidden))
+
+
+class Idle(keras.layers.Layer):
+    """Has a variable that the loss does not know."""
+
+    def build(self, _shape: object) -> None:
+        self.idle = self.add_weight(shape=(2,), name="idle")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs
+
+
+def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A loss with L2 in it and a gradient that is clipped by its global norm at every step."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        decay = keras.regularizers.L2(0.1)
+        return keras.Sequential(
+            [
+                keras.layers.Input((FEATURES,)),
+                keras.layers.Dense(5, activation="tanh", kernel_regularizer=decay),
+                Idle(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    return replace(
+        dealt(batch_size, workers),
+        build_model=model,
+        build_optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    )
+
+
+def normed(batch_size: int = 8, workers: int = 2) -> Problem:
+    """Moving averages that each step changes."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        return keras.Sequential(
+            [
+                keras.layers.Input((FEATURES,)),
+                keras.layers.Dense(5),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    return replace(dealt(batch_size, workers), build_model=model)
+
+
+def sharded(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A table in two parts: of each, a batch looks up any number of rows."""
+    return embedded(batch_size, workers, ShardedEmbedding)
+
+
+def embedded(
+    batch_size: int = 8,
+    workers: int = 2,
+    table: Callable[..., keras.layers.Layer] = keras.layers.Embedding,
+) -> Problem:
+    """A table of which each batch looks up some rows, several times the same one."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        return keras.Sequential(
+            [
+                keras.layers.Input((4,), dtype="int64"),
+                table(ROWS, 3),
+                keras.layers.Flatten(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    def batches() -> tf.data.Dataset:
+        random = np.random.default_rng(0)
+        count = 6 * batch_size * workers
+        rows = random.integers(0, ROWS, size=(count, 4))
+        return in_turn((rows, random.integers(0, CLASSES, size=count)), batch_size, workers)
+
+    return problem(batches, model=model)
+
+
+def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
+    """Two numbers an example, in units of their deviation, with weights of the examples."""
+    count = 12 * batch_size * workers
+    random = np.random.default_rng(1)
+    numbers = (50 + 10 * random.normal(size=(count, 2))).astype("float32")
+    moments = {"mean": 50.0, "std": 10.0, "min": 0.0, "max": 100.0}
+    target = Target(name="numbers", shape=(2,), dtype="float32", moments=moments)
+    weights = random.uniform(0.5, 1.5, size=count).astype("float32")
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        hidden = keras.layers.Dense(5, activation="tanh")
+        return keras.Sequential([keras.layers.Input((FEATURES,)), hidden, keras.layers.Dense(2)])
+
+    data = (examples(count)[0], numbers, weights)
+    task = Regression(target, standardize=True)
+    return _of_task(task, model, lambda: in_turn(data, batch_size, workers))
+
+
+def two_outputs(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A class and a number, whose losses weigh 0.25 and 2."""
+    inputs, classes = examples(12 * batch_size * workers)
+    labels = {"kind": classes, "size": inputs.sum(axis=1)}
+    parts = {
+        "kind": Classification(Target(name="kind", shape=(), dtype="int64", num_classes=CLASSES)),
+        "size": Regression(Target(name="size", shape=(), dtype="float32")),
+    }
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        given = keras.Input((FEATURES,))
+        hidden = keras.layers.Dense(5, activation="tanh")(given)
+        heads = {"kind": keras.layers.Dense(CLASSES), "size": keras.layers.Dense(1)}
+        return keras.Model(given, {name: head(hidden) for name, head in heads.items()})
+
+    task = MultiOutput(parts, {"kind": 0.25, "size": 2.0})
+    return _of_task(task, model, lambda: in_turn((inputs, labels), batch_size, workers))
+
+
+def _of_task(
+    task: Task, model: Callable[[], keras.Model], batches: Callable[[], tf.data.Dataset]
+) -> Problem:
+    objective = Objective(task)
+    return replace(
+        problem(batches),
+        build_model=lambda: objective.attach(model()),
+        loss=objective.loss,
+        chance_loss=task.chance_loss(),
+    )
+
+
+class OwnLoss(keras.Sequential):
+    """Computes its loss, and keeps the mean of it as Keras documents it."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.kept = keras.metrics.Mean(name="kept")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        del x, sample_weight, training
+        loss = keras.ops.mean(keras.ops.square(y_pred - keras.ops.one_hot(y, CLASSES)))
+        self.kept.update_state(loss)
+        return loss
+
+
+class OwnStep(keras.Sequential):
+    """Applies the gradient of twice its loss."""
+
+    def train_step(self, data):
+        inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = 2 * self.compute_loss(inputs, labels, self(inputs, training=True), weights)
+        found = tape.gradient(loss, [each.value for each in self.trainable_variables])
+        self.optimizer.apply(found, self.trainable_variables)
+        self._loss_tracker.update_state(unscale_loss_for_distribution(loss))
+        return {"loss": self._loss_tracker.result()}
+
+
+def _own(kind: type[keras.Sequential]) -> keras.Model:
+    reset_uids()
+    keras.utils.set_random_seed(7)
+    shape = keras.layers.Input((FEATURES,))
+    return kind([shape, keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(CLASSES)])
+
+
+def computed(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A loss that the model computes."""
+    return replace(dealt(batch_size, workers), build_model=lambda: _own(OwnLoss))
+
+
+def stepped(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A model that applies its updates."""
+    problem = dealt(batch_size, workers)
+    objective = of_classes(CLASSES)
+    return replace(problem, build_model=lambda: objective.attach(_own(OwnStep)))
+
+
+def halved(problem: str, batch_size: int, workers: int) -> Problem:
+    """The batches of another problem in two halves, one after the other."""
+    whole = PROBLEMS[problem](batch_size, workers)
+    return replace(whole, batches=lambda: whole.batches().rebatch(batch_size // 2))
+
+
+def dropped(batch_size: int = 8) -> Problem:
+    """Each task has the same batches: losses that differ from task to task come from Dropout."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        layers = keras.layers
+        shape = layers.Input((FEATURES,))
+        return keras.Sequential(
+            [shape, layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(CLASSES)]
+        )
+
+    def batches() -> tf.data.Dataset:
+        random = np.random.default_rng(0)
+        inputs = random.normal(size=(batch_size, FEATURES)).astype("float32")
+        labels = random.integers(0, CLASSES, size=batch_size)
+        # The tasks differ in the mean of what they see, as the moving averages have to tell.
+        shift = tf.cast(number(), tf.float32)
+        data = tf.data.Dataset.from_tensors((inputs, labels))
+        return data.map(lambda x, y: (x + shift, y)).repeat()
+
+    return problem(batches, model=model)
+
+
+PROBLEMS = {"clipped": clipped, "embedded": embedded, "computed": computed}
+SEQUENCES, LONGEST, VOCABULARY = 60, 9, 12
+SEQUENCE_FEATURES = {
+    "tokens": FeatureSpec(shape=(None,), dtype="int64", stored="sequence"),
+    "tokens_length": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=CLASSES),
+}
+
+
+def recurrent() -> keras.Model:
+    """Return a small network that masks the padding, with fixed weights."""
+    reset_uids()
+    keras.utils.set_random_seed(7)
+    given = keras.Input((None,), dtype="int64")
+    x = keras.layers.Embedding(VOCABULARY, 4, mask_zero=True, name="tokens")(given)
+    x = keras.layers.GRU(5, name="gru")(x)
+    return keras.Model(given, keras.layers.Dense(CLASSES, name="logits")(x))
+
+
+def sequences(batch_size: int = 8) -> Problem:
+    """Every worker gets the same batches in the same order."""
+    draw = np.random.RandomState(3)
+    tokens = [draw.randint(1, VOCABULARY, draw.randint(0, LONGEST)) for _ in range(SEQUENCES)]
+    columns = with_lengths(
+        SEQUENCE_FEATURES, {"tokens": tokens, "label": draw.randint(0, CLASSES, SEQUENCES)}
+    )
+    records = list(encode(SEQUENCE_FEATURES, columns))
+    spec = DatasetSpec(
+        features=SEQUENCE_FEATURES,
+        inputs=("tokens",),
+        targets=("label",),
+        shards={"train": (SEQUENCES,)},
+    )
+
+    def batches() -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(records).repeat()
+        found = bucketed(spec, data, (3, 6), batch_size).map(
+            lambda each: parse(SEQUENCE_FEATURES, each)
+        )
+        return found.map(lambda each: (each["tokens"], each["label"]))
+
+    return problem(batches, model=recurrent)
+
+
+GROWING_BATCH = 16
+TABLE = "table"
+
+
+def ids_of(numbers: tf.Tensor) -> tf.Tensor:
+    """Return raw ids of 64 bits, which are far apart."""
+    return numbers * (2**55 + 12345) - 2**62
+
+
+def growing(ids: int, capacity: int, **training: object) -> Problem:
+    """Return one whose examples have so many ids, in turn."""
+    config = parse_config({"training": training})
+
+    def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return ids_of(number % ids), number % ids % 2
+
+    def looked_up(given: Any) -> Any:
+        return EmbeddingTable(capacity, 4, shards=3, name=TABLE)(given)
+
+    return of_ids(config, looked_up, example, GROWING_BATCH)
+
+
+FAILURE = "the well is dry"
+
+
+def slowed(worker: int, times: int, microseconds: int) -> Problem:
+    """Every batch of one worker takes `times` as long as the `microseconds` of the others."""
+    usual = equal()
+
+    def batches() -> tf.data.Dataset:
+        return usual.batches().apply(sleep(_factor(worker, times) * microseconds))
+
+    return replace(usual, batches=batches)
+
+
+def lent(worker: int, times: int, microseconds: int) -> Problem:
+    """The same, of examples that are handed out."""
+    data = examples(800)
+
+    def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # It is asked twice: for an element, and whether that was the last one.
+        delay = sleep(_factor(worker, times) * microseconds // 2)
+        wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
+        inputs, labels = held
+        return tf.gather(inputs, wanted), tf.gather(labels, wanted)
+
+    stream = Stream(
+        examples=len(data[1]), seed=0, held=lambda: tf.data.Dataset.from_tensors(data), read=read
+    )
+    return replace(equal(), stream=stream)
+
+
+def _factor(worker: int, times: int) -> tf.Tensor:
+    return tf.where(number() == worker, tf.constant(times, tf.int64), 1)
+
+
+def failing(worker: int, after: int) -> Problem:
+    """One worker's input fails for good after some batches."""
+    usual = equal()
+
+    def checked(index: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> object:
+        fine = (index < after) | (number() != worker)
+        with tf.control_dependencies([tf.debugging.Assert(fine, [FAILURE])]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    return replace(usual, batches=lambda: usual.batches().enumerate().map(checked))
+
+
+EXAMPLES = 192
+# In float16 a gradient times the first scale is infinite.
+LARGE = 64.0
+
+
+def dense(batch_size: int, workers: int = 1) -> Problem:
+    """The same examples in the same order, however they are dealt."""
+    each = EXAMPLES // (batch_size * workers)
+    return dealt(batch_size, workers, each, model=two_layers, optimizer="adam", learning_rate=0.01)
+
+
+def rows(batch_size: int, workers: int = 1) -> Problem:
+    """Rows of a table are looked up where it is."""
+    floats = dense(batch_size, workers).batches
+
+    def batches() -> tf.data.Dataset:
+        return floats().map(lambda x, y: (tf.cast(tf.abs(x[:, :4]) * 4, tf.int64) % ROWS, y))
+
+    return replace(embedded(), batches=batches)
+
+
+def exact(batch_size: int, workers: int = 1) -> Problem:
+    """The same in float32."""
+    return large(batch_size, workers, "")
+
+
+def large(batch_size: int, workers: int = 1, precision: str = "float16") -> Problem:
+    """A loss whose gradient overflows in float16 with the first scale."""
+
+    def model() -> keras.Model:
+        keras.mixed_precision.set_global_policy(f"mixed_{precision}" if precision else "float32")
+        network = two_layers()
+        keras.mixed_precision.set_global_policy("float32")
+        return network
+
+    batches = dense(batch_size, workers).batches
+    plain = problem(batches, model, learning_rate=0.1 / LARGE)
+    return replace(plain, loss=lambda *args: plain.loss(*args) * LARGE)
+
+
+class TwoDevices(Replicated):
+    """Two replicas in one process, as on two GPUs."""
+
+    def replicate(self) -> tf.distribute.Strategy:
+        """Part the processor in two."""
+        (processor,) = tf.config.list_physical_devices("CPU")
+        part = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(processor, [part, part])
+        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+class TwoGpus(AsyncParameterServer):
+    """Asynchronous training on workers with two GPUs."""
+
+    def connect(self) -> None:
+        """Connect, where each worker has GPUs next to its devices."""
+        listed = tf.config.list_logical_devices
+        worker = "/job:worker/replica:0/task:0"
+
+        def with_gpus(kind: str | None = None) -> list[tf.config.LogicalDevice]:
+            gpus = [tf.config.LogicalDevice(f"{worker}/device:GPU:{n}", "GPU") for n in range(2)]
+            return [*listed(kind), *gpus]
+
+        tf.config.list_logical_devices = with_gpus
+        upstream.config.list_logical_devices = with_gpus
+        super().connect()
+        tf.config.list_logical_devices = upstream.config.list_logical_devices = listed

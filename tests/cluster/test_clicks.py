@@ -1,12 +1,14 @@
-"""The recommender of `configs/clicks.yaml` from generated clicks to a model that answers alone."""
+"""Two recommenders, tiny: one of fixed tables, and two nights of one whose tables grow."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from clicks_large import Clickstream
 
 from tests.cluster.launched import launched
 from trainer import storage
@@ -15,6 +17,7 @@ from trainer.config.load import load_config
 from trainer.data.embedded import generated as clicks
 from trainer.data.prepare import prepare
 from trainer.evaluation.evaluate import evaluate
+from trainer.events import WarmStart
 from trainer.export.export import export
 from trainer.promotion import gate
 
@@ -22,7 +25,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.cluster,
     pytest.mark.timeout(1200),
-    # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
@@ -68,3 +70,111 @@ def test_the_saved_model_takes_both_ids_by_name(exported):
     np.testing.assert_array_equal(answers["logit"].numpy() > 0, found)
     with pytest.raises(tf.errors.InvalidArgumentError, match="user_embedding: ids outside of 0"):
         serve(user=tf.constant([clicks.USERS], tf.int64), item=tf.constant([0], tf.int64))
+
+
+FILE = Path(__file__).parents[2] / "examples" / "clicks_large" / "clicks_large.yaml"
+TRUTH = {"users": 500, "items": 300, "new_users": 20, "new_items": 10, "events": 8000}
+SHARDS = 2
+TINY = (
+    f"data.builder_args={json.dumps(TRUTH | {'test_events': 1500})}",
+    "data.shards=2",
+    "data.validation=0",
+    "model.args.tables={user: {capacity: 2048}, item: {capacity: 2048}, "
+    "segment: {capacity: 256}, category: {capacity: 1024}}",
+    f"model.args.shards={SHARDS}",
+    "training.steps=40",
+    "training.batch_size=200",
+    "training.validate_every=0",
+    "training.checkpoint_every=40",
+    "cluster={parameter_servers: 1, workers: 1}",
+    "gate.min={query_auc: 0.4, recall_at_100: 0.2}",
+    "gate.champion={metric: recall_at_100, margin: 0.3}",
+    "export.formats=[saved_model, keras]",
+)
+
+
+def night(folder, day, *assignments, champion=""):
+    """Train, evaluate, judge and export; return the run, its evaluation and the model's URI."""
+    given = [*TINY, f"data.builder_args.day={day}", *assignments]
+    config = load_config(FILE, given)
+    folder.mkdir()
+    dataset = prepare(config.data, storage.uri_of(folder), folder / "scratch")
+    assert dataset.manifest.fields["version"] == f"1.1.{day}"
+    with launched(config.model_dump(mode="json"), dataset.uri, folder) as run:
+        code, said = run.end()
+    assert code == 0, said
+    checkpoint, _ = newest_checkpoint(run.checkpoints)
+    places = [storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")]
+    scratch = folder / "scratch"
+    evaluation = evaluate(config, dataset.uri, checkpoint, places[0], scratch, champion)
+    decision = gate.check(config, places[0], places[1])
+    assert decision.blessed, decision
+    export(config, dataset.uri, checkpoint, decision.uri, places[2], scratch)
+    return run, checkpoint, evaluation, places[2]
+
+
+def rows_of(uri, table):
+    """Return the row of each id that has one in a checkpoint."""
+    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
+    found = {}
+    for shard in range(SHARDS):
+        ids, used, rows = (
+            reader.get_tensor(
+                f"variables/model.S{table}_embedding.Sshard_{shard}_{name}/.ATTRIBUTES/VARIABLE_VALUE"
+            )
+            for name in ("ids", "used", "rows")
+        )
+        live = np.flatnonzero(used[:-1] >= 0)
+        found |= dict(zip(ids[live].tolist(), rows[live], strict=True))
+    return found
+
+
+def ids_of(day, feature):
+    """Return the ids that training has seen on a day."""
+    return set(Clickstream(**TRUTH).draw(day, 0, 0)[feature][: TRUTH["events"]].tolist())
+
+
+def answered(model, inputs):
+    """Return what the exported model says of pairs."""
+    served = tf.saved_model.load(str(next(storage.local_path(model).glob("serving/*/*"))))
+    given = {name: tf.constant(values, tf.int64) for name, values in inputs.items()}
+    return served.signatures["serving_default"](**given)
+
+
+def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
+    _, checkpoint, first, champion = night(
+        tmp_path / "first", 0, "training.strategy=single", "training.warm_start=''"
+    )
+    assert {"recall_at_10", "recall_at_100", "query_auc"} <= set(first.metrics)
+    run, later, second, model = night(
+        tmp_path / "second", 1, f"training.warm_start={checkpoint}", champion=champion
+    )
+    (started,) = run.events(WarmStart)
+    assert (started.uri, started.left) == (checkpoint, {})
+    assert second.metrics["recall_at_100"] > 0.3
+    for feature in ("user", "item"):
+        before, after = rows_of(checkpoint, feature), rows_of(later, feature)
+        days = [ids_of(day, feature) for day in (0, 1)]
+        assert before.keys() == days[0]
+        # New ids got rows, and none of yesterday's has lost its own.
+        assert after.keys() == days[0] | days[1]
+        assert days[1] - days[0]
+        gone = days[0] - days[1]
+        assert gone
+        for each in gone:
+            np.testing.assert_array_equal(after[each], before[each])
+        assert any((after[each] != before[each]).any() for each in days[0] & days[1])
+    known = min(ids_of(1, "user"))
+    pairs = {
+        "user": [-1, -2, known],
+        "item": [-1, -2, -3],
+        "segment": [3] * 3,
+        "category": [5] * 3,
+        "shown": [0] * 3,
+    }
+    found = answered(model, pairs)
+    strangers = found["user_vector"].numpy()
+    # Ids that nobody has seen are one and the same; the segment alone tells them apart.
+    np.testing.assert_array_equal(strangers[0], strangers[1])
+    assert (strangers[0] != strangers[2]).any()
+    assert len(np.unique(found["item_vector"].numpy(), axis=0)) == 1

@@ -1,17 +1,32 @@
-"""Strategies that compute the same come to the same weights: SGD, fixed seeds, fixed order."""
+"""Strategies make the same updates: as one process, with state, towers and more."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Servers, Trial, serving
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.config.load import parse_config
+from trainer.config.schema import STRATEGIES
+from trainer.errors import BEGIN_AGAIN, INTERRUPTED
+from trainer.evaluation.evaluate import evaluate
+from trainer.events import AttemptBegin, Restart
+from trainer.export.export import export
+from trainer.promotion import gate
 from trainer.strategies.turns import LONG_RUN, TURN
 from trainer.topology import Task
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 BATCH = 8
 RUNS = [7, 13]
@@ -31,7 +46,7 @@ def long(*values: object) -> object:
 def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **cluster) -> Trial:
     config = {"training": {"strategy": strategy}, "cluster": {"workers": workers, **cluster}}
     arguments = {"batch_size": batch_size, "workers": workers}
-    return Trial(config, f"tests.cluster.stateful:{problem}", RUNS, arguments)
+    return Trial(config, f"tests.cluster.problems:{problem}", RUNS, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +95,7 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
 
 
 # The weights of a loss are those of the synchronous servers, which the tests below have.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
     ["stepped", "sharded", *map(long, ["clipped", *TASKS, "embedded", "computed"])],
@@ -92,12 +108,14 @@ def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_
         assert_same(outcome, alone(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["clipped", *map(long, [*TASKS, "embedded", "computed"])])
 def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, two_workers, problem):
     outcome = two_workers.lead(trial("in_graph", problem, batch_size=BATCH, workers=2))
     assert_same(outcome, alone(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", TASKS)
 def test_a_synchronous_update_of_two_workers_equals_one_process_with_twice_the_batch(
     alone, two_workers, problem
@@ -106,12 +124,14 @@ def test_a_synchronous_update_of_two_workers_equals_one_process_with_twice_the_b
     assert_same(outcome, alone(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [slow("clipped"), "embedded", long("computed")])
 def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
     wanted = trial("async_parameter_server", problem, batch_size=2 * BATCH, workers=1)
     assert_same(one_worker.lead(wanted), alone(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("problem", "pull_every"), [("clipped", 1), ("normed", 1), ("clipped", 3)])
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
@@ -125,12 +145,13 @@ def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
             "pull_every": pull_every,
         }
         config = {"training": training, "cluster": {"workers": 1}}
-        wanted = Trial(config, f"tests.cluster.stateful:{problem}", [updates], {"workers": 1})
+        wanted = Trial(config, f"tests.cluster.problems:{problem}", [updates], {"workers": 1})
         return one_worker.lead(wanted)
 
     assert_same(outcome(LONG_RUN), outcome(LONG_RUN - 1), steps=updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["async_parameter_server", slow("in_graph")])
 def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_worker, strategy):
     problem = "clipped"
@@ -149,18 +170,20 @@ def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_work
     assert_same(outcome, alone(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [slow("clipped"), "embedded", "computed"])
 def test_two_devices_of_one_process_equal_one_with_twice_the_batch(alone, tmp_path, problem):
-    config = {"training": {"strategy": "tests.cluster.two_devices:TwoDevices"}}
+    config = {"training": {"strategy": "tests.cluster.problems:TwoDevices"}}
     arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": 1}
     with serving(tmp_path) as nothing:
-        outcome = nothing.lead(Trial(config, "tests.cluster.stateful:halved", RUNS, arguments))
+        outcome = nothing.lead(Trial(config, "tests.cluster.problems:halved", RUNS, arguments))
     assert_same(outcome, alone(problem))
 
 
+@pytest.mark.slow
 def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_path):
     config = {"training": {"strategy": "multi_worker_mirrored"}, "cluster": {"workers": 2}}
-    wanted = Trial(config, "tests.cluster.stateful:dropped", RUNS)
+    wanted = Trial(config, "tests.cluster.problems:dropped", RUNS)
     with serving(tmp_path, workers=2, chief=False) as servers:
         first, second = (each.variables for each in side_by_side(servers, wanted))
     different = {path for path in first if first[path] != second[path]}
@@ -172,3 +195,362 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     inputs = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
     expected = (inputs.mean(axis=0) + 0.5) * (1 - 0.99 ** sum(RUNS))
     np.testing.assert_allclose(first[moving_mean], expected, rtol=0, atol=NEAR)
+
+
+# In one graph or one process nobody else moves the state; of synchronous updates
+# `test_sync_parameter_server` compares it with that of one process.
+SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
+
+
+def settings(strategy: str, steps: int) -> dict[str, Any]:
+    clipping = {"global_clipnorm": 0.5}
+    return {
+        "model": {"name": "tests.cluster.problems:net"},
+        "training": {
+            "strategy": strategy,
+            "steps": steps,
+            "optimizer": {"name": "adam", "learning_rate": 0.01, "args": clipping},
+            "checkpoint_every": 1000,
+            "validate_every": 200,
+        },
+        "cluster": {"parameter_servers": 2, "workers": 2},
+        "gate": {"min": {"accuracy": 0.9}},
+    }
+
+
+def state(run: Launched) -> dict[str, np.ndarray]:
+    """Return what the newest checkpoint says of moving averages and seeds."""
+    uri, _ = newest_checkpoint(run.checkpoints)
+    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
+    wanted = ("moving_mean", "moving_variance", "seed_generator_state")
+    return {
+        short: reader.get_tensor(name)
+        for name in reader.get_variable_to_shape_map()
+        for short in wanted
+        if short in name
+    }
+
+
+def trained(strategy: str, steps: int, dataset: str, folder: Path) -> Launched:
+    with launched(settings(strategy, steps), dataset, folder) as run:
+        code, said = run.end()
+    assert code == 0, said
+    assert run.newest() == steps
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=pytest.mark.long if each in SEEN_ELSEWHERE else ())
+        for each in STRATEGIES
+    ],
+)
+def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy):
+    run = trained(strategy, 300, dataset, tmp_path)
+    before = state(run)
+    assert (before["moving_mean"] != 0).all()
+    assert (before["moving_variance"] != 1).all()
+    assert before["seed_generator_state"][1] > 0
+    after = state(trained(strategy, 400, dataset, tmp_path))
+    # Were it not restored, a hundred steps would count fewer draws than the three hundred before.
+    assert after["seed_generator_state"][0] == before["seed_generator_state"][0]
+    assert after["seed_generator_state"][1] > before["seed_generator_state"][1]
+    assert (after["moving_mean"] != before["moving_mean"]).any()
+    _export(run, parse_config(settings(strategy, 400)), dataset, tmp_path)
+
+
+def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
+    checkpoint, _ = newest_checkpoint(run.checkpoints)
+    evaluation, decision, model = (
+        storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")
+    )
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    evaluate(config, dataset, checkpoint, evaluation, scratch)
+    assert gate.check(config, evaluation, decision).blessed
+    # Raises when what is loaded again answers otherwise than the model in memory.
+    export(config, dataset, checkpoint, decision, model, scratch)
+    assert storage.verify(model).kind == "model"
+
+
+def trial_of_towers(strategy: str, problem: str, *, workers: int = 1, **training: object) -> Trial:
+    """The batches of a problem in halves: a device takes one of them."""
+    config = {
+        "training": {"strategy": strategy, "batch_size": BATCH, **training},
+        "cluster": {"workers": workers},
+    }
+    arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": workers}
+    return Trial(config, "tests.cluster.problems:halved", RUNS, arguments)
+
+
+@pytest.fixture(scope="module")
+def alone_of_towers(tmp_path_factory) -> Callable[[str], Outcome]:
+    """`single` with the batch of two devices, once for each problem."""
+    known: dict[str, Outcome] = {}
+
+    def outcome(problem: str) -> Outcome:
+        if problem not in known:
+            arguments = {"batch_size": 2 * BATCH, "workers": 1}
+            config = {"training": {"strategy": "single"}}
+            whole = Trial(config, f"tests.cluster.problems:{problem}", RUNS, arguments)
+            with serving(tmp_path_factory.mktemp("single")) as nothing:
+                known[problem] = nothing.lead(whole)
+        return known[problem]
+
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def two_devices(tmp_path_factory) -> Iterator[Servers]:
+    with serving(tmp_path_factory.mktemp("two"), ps=2, workers=1, devices=2) as servers:
+        yield servers
+
+
+def assert_same_of_towers(outcome: Outcome, other: Outcome) -> None:
+    losses, others = ([report["loss"] for report in each.reports] for each in (outcome, other))
+    np.testing.assert_allclose(losses, others, rtol=0, atol=NEAR)
+    assert outcome.global_step == other.global_step == sum(RUNS)
+    assert set(outcome.variables) == set(other.variables)
+    for path, value in other.variables.items():
+        np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [
+        long("async_parameter_server", "clipped"),
+        long("async_parameter_server", "embedded"),
+        long("sync_parameter_server", "clipped"),
+        long("sync_parameter_server", "embedded"),
+        ("in_graph", "clipped"),
+        long("in_graph", "embedded"),
+    ],
+)
+def test_two_devices_of_a_worker_equal_one_with_twice_the_batch(
+    alone_of_towers, two_devices, strategy, problem
+):
+    outcome = two_devices.lead(trial_of_towers(strategy, problem))
+    assert_same_of_towers(outcome, alone_of_towers(problem))
+    workers = outcome.reports[-1]["metrics"]["workers"]
+    steps = sum(RUNS)
+    assert workers == {"worker-0": {"local_steps": steps, "examples": steps * 2 * BATCH}}
+
+
+@pytest.mark.slow
+def test_gpus_that_tensorflow_finds_are_towers_and_no_replicas(alone_of_towers, two_devices):
+    assert_same_of_towers(
+        two_devices.lead(trial_of_towers("tests.cluster.problems:TwoGpus", "clipped")),
+        alone_of_towers("clipped"),
+    )
+
+
+UPDATES_RUNS = [5, 6]
+UPDATES_BATCH = 16
+LED = ["async_parameter_server", "sync_parameter_server", "in_graph"]
+
+
+def some_of(strategies: list[str], *quick: str) -> list[object]:
+    """Return all strategies; those that are not `quick` run with the long tests."""
+    return [
+        each if each in quick else pytest.param(each, marks=pytest.mark.long) for each in strategies
+    ]
+
+
+def trial_of_updates(
+    strategy: str, name: str, size: int, workers: int = 1, **training: object
+) -> Trial:
+    training = {"strategy": strategy, "batch_size": size, **training}
+    config = {"training": training, "cluster": {"workers": workers}}
+    arguments = {"batch_size": size, "workers": workers}
+    return Trial(config, f"tests.cluster.problems:{name}", UPDATES_RUNS, arguments)
+
+
+@pytest.fixture(scope="module")
+def alone_of_updates(tmp_path_factory) -> Callable[..., Outcome]:
+    """`single` in a process of its own."""
+
+    def outcome(name: str, size: int = UPDATES_BATCH, **training: object) -> Outcome:
+        with serving(tmp_path_factory.mktemp("single")) as nothing:
+            return nothing.lead(trial_of_updates("single", name, size, **training))
+
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def whole(alone_of_updates) -> Outcome:
+    """One process with the whole batch, and the average of its weights."""
+    return alone_of_updates("dense", ema=0.9)
+
+
+@pytest.fixture(scope="module")
+def exact(alone_of_updates) -> Outcome:
+    """One process in float32."""
+    return alone_of_updates("exact")
+
+
+def lead(folder, strategy: str, name: str, size: int, **training: object) -> list[Outcome]:
+    """Run two workers; the asynchronous strategy has one, so that its updates have an order."""
+    if strategy == "multi_worker_mirrored":
+        with serving(folder, workers=2, chief=False) as servers:
+            wanted = trial_of_updates(strategy, name, size // 2, workers=2, **training)
+            both = [servers.start_lead(wanted, Task(role="worker", index=n)) for n in range(2)]
+            return [each.outcome() for each in both]
+    workers = 1 if strategy.startswith("async") else 2
+    with serving(folder, ps=2, workers=workers) as servers:
+        wanted = trial_of_updates(strategy, name, size // workers, workers, **training)
+        return [servers.lead(wanted)]
+
+
+def assert_same_of_updates(outcome: Outcome, other: Outcome) -> None:
+    assert outcome.global_step == other.global_step == sum(UPDATES_RUNS)
+    assert set(outcome.variables) == set(other.variables)
+    for path, value in other.variables.items():
+        np.testing.assert_allclose(outcome.variables[path], value, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    some_of([*LED, "multi_worker_mirrored"], "multi_worker_mirrored"),
+)
+def test_small_batches_equal_a_large_one_and_so_do_their_averages(whole, tmp_path, strategy):
+    for outcome in lead(tmp_path, strategy, "dense", UPDATES_BATCH // 2, accumulate=2, ema=0.9):
+        assert_same_of_updates(outcome, whole)
+        assert any(path.startswith("average/") for path in outcome.variables)
+    workers = outcome.reports[-1]["metrics"]["workers"]
+    assert sum(each["examples"] for each in workers.values()) == sum(UPDATES_RUNS) * UPDATES_BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    ["sync_parameter_server"]
+    + [
+        pytest.param(each, marks=pytest.mark.long)
+        for each in ("async_parameter_server", "in_graph")
+    ],
+)
+def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_path, strategy):
+    together = {"accumulate": 2, "ema": 0.9, "mixed_precision": "float16"}
+    with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
+        outcome = servers.lead(trial_of_updates(strategy, "dense", UPDATES_BATCH // 4, **together))
+    scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
+    # As the gradients of one worker: those of its towers are computed at once.
+    assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
+    kept = {path: each for path, each in outcome.variables.items() if path not in scale}
+    assert_same_of_updates(replace(outcome, variables=kept), whole)
+    workers = outcome.reports[-1]["metrics"]["workers"]
+    assert workers == {
+        "worker-0": {
+            "local_steps": sum(UPDATES_RUNS),
+            "examples": sum(UPDATES_RUNS) * UPDATES_BATCH,
+        }
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", some_of(["single", *LED], "single", "in_graph"))
+def test_gradients_of_rows_are_accumulated(alone_of_updates, tmp_path, strategy):
+    expected = alone_of_updates("rows")
+    if strategy == "single":
+        (outcome,) = [alone_of_updates("rows", UPDATES_BATCH // 4, accumulate=4)]
+    else:
+        (outcome,) = lead(tmp_path, strategy, "rows", UPDATES_BATCH // 2, accumulate=2)
+    assert_same_of_updates(outcome, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    some_of([*LED, "multi_worker_mirrored"], "async_parameter_server", "sync_parameter_server"),
+)
+def test_a_scale_that_is_too_large_costs_no_step(exact, tmp_path, strategy):
+    for outcome in lead(tmp_path, strategy, "large", UPDATES_BATCH, mixed_precision="float16"):
+        assert outcome.global_step == sum(UPDATES_RUNS)
+        assert 1 <= outcome.variables["loss_scale/scale"] < 2**15
+        for path, value in exact.variables.items():
+            found = outcome.variables[path]
+            np.testing.assert_allclose(found, value, atol=0.01, err_msg=path)
+
+
+@pytest.mark.slow
+def test_two_devices_scale_and_accumulate_together(tmp_path):
+    name = "tests.cluster.problems:TwoDevices"
+    training = {"accumulate": 2, "mixed_precision": "float16", "ema": 0.9}
+    with serving(tmp_path) as nothing:
+        outcome = nothing.lead(trial_of_updates(name, "large", UPDATES_BATCH // 4, **training))
+    assert outcome.global_step == sum(UPDATES_RUNS)
+    assert 1 <= outcome.variables["loss_scale/scale"] < 2**15
+    assert np.isfinite(outcome.reports[-1]["loss"])
+
+
+EVERY = 200
+STEPS = 1000
+SETTINGS = {
+    "training": {
+        "strategy": "multi_worker_mirrored",
+        "steps": STEPS,
+        "checkpoint_every": EVERY,
+        "validate_every": 0,
+    },
+    "cluster": {"workers": 2, "communication": "ring"},
+}
+
+
+@pytest.fixture
+def running(dataset, tmp_path):
+    with launched(SETTINGS, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 1)
+        yield run
+
+
+def words(run: Launched, task: str) -> str:
+    return (run.folder / "cluster" / task / "termination.txt").read_text(encoding="utf-8").strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "other"),
+    [("worker-0", "worker-1"), pytest.param("worker-1", "worker-0", marks=pytest.mark.long)],
+)
+def test_all_begin_again_from_the_newest_checkpoint_when_one_dies(running, killed, other):
+    running.kill(killed)
+    code, said = running.end()
+    assert code == 0, said
+    restarts = [(e.task, e.cause, e.restarts) for e in running.events(Restart)]
+    assert restarts == [(killed, "signal SIGKILL", 1), (other, f"exit code {BEGIN_AGAIN}", 1)]
+    first, second = running.events(AttemptBegin)
+    assert first.global_step == 0
+    assert second.global_step >= EVERY
+    assert second.global_step % EVERY == 0
+    assert running.newest() == running.history()[-1]["global_step"] == STEPS
+    log = (running.folder / "cluster" / other / "log.txt").read_text(encoding="utf-8")
+    assert "flotilla: a task of the cluster is gone: Collective ops is aborted by" in log
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_all_workers_after_one_last_checkpoint(running):
+    running.process.send_signal(signal.SIGTERM)
+    code, said = running.end()
+    assert code == INTERRUPTED
+    newest = running.newest()
+    assert newest == running.history()[-1]["global_step"] < STEPS
+    assert said.strip() == (
+        f"interrupted at global step {newest}; checkpoint {running.checkpoints}/step-{newest:08d}"
+    )
+    assert words(running, "worker-0") == words(running, "worker-1") == said.strip()
+
+
+@pytest.mark.slow
+def test_a_loss_that_diverges_is_reported_once_with_the_checkpoint_before(dataset, tmp_path):
+    wild = {**SETTINGS["training"], "optimizer": {"name": "sgd", "learning_rate": 1e6}}
+    with launched({**SETTINGS, "training": wild}, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "training diverged: the loss is" in said
+    assert f"{run.checkpoints}/step-00000000" in said
+    assert run.newest() == 0

@@ -1,21 +1,32 @@
-"""Every strategy counts exactly, and goes on from the checkpoint of every other one."""
+"""Each step is counted once, and each example is where it has to be."""
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.cluster import visited
 from tests.cluster.launched import Launched, launched
+from tests.cluster.servers import Outcome, Servers, Trial, serving
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
 from trainer.config.schema import STRATEGIES
-from trainer.events import AttemptBegin
-
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+from trainer.data.read import evaluation_batches, training_batches
+from trainer.data.spec import DatasetSpec
+from trainer.events import AttemptBegin, Restart
+from trainer.strategies.turns import MAX_PORTION
+from trainer.topology import Cluster, Task
+from trainer.training.input import PATTERN, stage_input
 
 STEPS = 1000
 # The others are processes of their own by nature, or one process.
@@ -44,6 +55,8 @@ def counted(run: Launched) -> int:
     return step
 
 
+@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_thousand_steps_are_a_thousand_updates(dataset, tmp_path, strategy):
@@ -85,6 +98,8 @@ def half(dataset, tmp_path_factory) -> Callable[[str], Path]:
     return checkpoints
 
 
+@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), pairs())
 def test_it_goes_on_from_the_checkpoint_of_another_strategy(dataset, tmp_path, half, first, second):
     shutil.copytree(half(first), tmp_path / "checkpoints")
@@ -98,3 +113,362 @@ def test_it_goes_on_from_the_checkpoint_of_another_strategy(dataset, tmp_path, h
     manifests = [manifest.fields for _, manifest in storage.published(run.checkpoints)]
     strategies = [fields["strategy"] for fields in manifests]
     assert strategies == [first, first, second]
+
+
+ANY_LENGTH_STEPS = 12
+PROBLEM = "tests.cluster.problems:sequences"
+
+
+def trial(strategy: str, workers: int) -> Trial:
+    config = {"training": {"strategy": strategy}, "cluster": {"workers": workers}}
+    return Trial(config, PROBLEM, [ANY_LENGTH_STEPS])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Outcome:
+    with serving(tmp_path_factory.mktemp("single")) as nothing:
+        return nothing.lead(trial("single", 1))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[Servers]:
+    with serving(tmp_path_factory.mktemp("two"), ps=1, workers=2) as found:
+        yield found
+
+
+def assert_same(outcome: Outcome, alone: Outcome) -> None:
+    assert outcome.global_step == ANY_LENGTH_STEPS
+    assert outcome.reports[-1]["loss"] == pytest.approx(alone.reports[-1]["loss"], abs=1e-5)
+    for path, value in alone.variables.items():
+        np.testing.assert_allclose(outcome.variables[path], value, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+)
+def test_two_workers_on_the_same_batches(alone, servers, strategy):
+    assert_same(servers.lead(trial(strategy, 2)), alone)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.long
+def test_one_asynchronous_worker(alone, tmp_path):
+    with serving(tmp_path, ps=1, workers=1) as one:
+        assert_same(one.lead(trial("async_parameter_server", 1)), alone)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_two_mirrored_workers_on_the_same_batches(alone, tmp_path):
+    with serving(tmp_path, workers=2, chief=False) as both:
+        tasks = [Task(role="worker", index=index) for index in range(2)]
+        leading = [both.start_lead(trial("multi_worker_mirrored", 2), task) for task in tasks]
+        for each in leading:
+            assert_same(each.outcome(), alone)
+
+
+ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
+# From one kill to the next.
+DYNAMIC_STEPS = 400
+KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory) -> str:
+    return visited.published(tmp_path_factory.mktemp("numbers"))
+
+
+def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
+    """Check weights against position and batches: an example is repeated only where its update is.
+
+    After each of `lost` kills of a worker, a portion of `MAX_PORTION` updates at most runs again.
+    The worker may have died after it had pushed a gradient and before it counted the update.
+    """
+    seen, fields = visited.visits(run.checkpoints)
+    position = fields["input_position"]
+    gaps = sum(count for _, count in position["gaps"])
+    more = int(seen.sum()) - (position["visited"] - gaps)
+    assert 0 <= more <= lost * MAX_PORTION * visited.BATCH
+    assert 0 <= int(seen.sum()) - batches * visited.BATCH <= lost * visited.BATCH
+    least, most = (
+        position["visited"] // visited.EXAMPLES,
+        -(-position["visited"] // visited.EXAMPLES),
+    )
+    # What is visited next is missing here, and nothing else.
+    assert np.maximum(least - seen, 0).sum() <= gaps
+    assert np.maximum(seen - most, 0).sum() <= more
+
+
+# How many batches make an update of two workers, and of three.
+AVERAGED = {
+    "single": (1, 1),
+    ASYNC: (1, 1),
+    SYNC: (2, 2),
+    "in_graph": (2, 3),
+    "multi_worker_mirrored": (2, 3),
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each == SYNC else pytest.mark.long)
+        for each in STRATEGIES
+    ],
+)
+def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy):
+    steps, batches = 0, 0
+    for more, workers, averaged in zip((100, 110), (2, 3), AVERAGED[strategy], strict=True):
+        steps, batches = steps + more, batches + more * averaged
+        config = visited.settings(
+            strategy,
+            steps,
+            averaged,
+            # The third worker of three is a backup: its gradients are dropped.
+            training={"replicas_to_aggregate": 2 if strategy == SYNC else 0},
+            cluster={"workers": workers},
+        )
+        with launched(config, numbers, tmp_path) as run:
+            code, said = run.end()
+        assert code == 0, said
+        require_once(run, batches)
+    assert run.history()[-1]["epoch"] == batches * visited.BATCH / visited.EXAMPLES
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_disjoint_shards_are_dealt_anew_to_another_number_of_workers(numbers, tmp_path, workers):
+    for steps, count in ((40, 2), (80, workers)):
+        named = {"data": {"partition": "disjoint"}, "cluster": {"workers": count}}
+        with launched(visited.settings(ASYNC, steps, **named), numbers, tmp_path) as run:
+            code, said = run.end()
+        assert code == 0, said
+    seen, fields = visited.visits(run.checkpoints)
+    assert fields["global_step"] == 80
+    assert seen.sum() == 80 * visited.BATCH
+    assert "input_position" not in fields
+
+
+def killed(numbers: str, folder: Any, strategy: str, names: list[str]) -> Launched:
+    """Kill tasks one after the other, each when it is back and some steps later."""
+    draw = random.Random(len(names))
+    config = visited.settings(
+        strategy,
+        DYNAMIC_STEPS * (len(names) + 1),
+        AVERAGED[strategy][0],
+        training={"checkpoint_every": 50},
+        cluster={"max_restarts": 50},
+    )
+    with launched(config, numbers, folder) as run:
+        for number, name in enumerate(names):
+            run.wait_for_step(DYNAMIC_STEPS * number + draw.randint(1, DYNAMIC_STEPS))
+            run.kill(name)
+            run.wait_for(lambda e: isinstance(e, Restart) and e.task == name)  # noqa: B023
+        code, said = run.end()
+    assert code == 0, said
+    return run
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [
+        pytest.param(ASYNC, ["worker-1", "chief-0"], marks=pytest.mark.slow),
+        pytest.param(ASYNC, ["ps-0", "worker-0", "chief-0"], marks=pytest.mark.long),
+        pytest.param(SYNC, ["worker-1", "chief-0", "ps-0"], marks=pytest.mark.long),
+    ],
+)
+def test_each_example_is_visited_once_whatever_was_killed(numbers, tmp_path, strategy, names):
+    run = killed(numbers, tmp_path, strategy, names)
+    assert len(run.events(AttemptBegin)) >= 2
+    require_kept(run, strategy, names)
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", [ASYNC, SYNC])
+def test_each_example_is_visited_once_after_twenty_random_kills(numbers, tmp_path, strategy):
+    names = random.Random(19).choices(KILLED, k=20)
+    run = killed(numbers, tmp_path, strategy, names)
+    require_kept(run, strategy, names)
+
+
+def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
+    """Check visits after kills; synchronously a killed worker costs no update."""
+    lost = sum(name.startswith("worker") for name in names) if strategy == ASYNC else 0
+    require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
+
+
+# Times that a slow worker takes for a step of the others.
+SLOWER = 4
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
+    config = {"training": {"strategy": ASYNC, "batch_size": 8}, "cluster": {"workers": 2}}
+    # Long enough that what else a step costs counts for little.
+    uneven = {"worker": 1, "times": SLOWER, "microseconds": 200_000}
+    trial = Trial(config, "tests.cluster.problems:lent", [10, 100], uneven)
+    with serving(tmp_path, ps=1, workers=2) as servers:
+        both = [steps_of(report) for report in servers.lead(trial).reports]
+    fast, slow = (both[1][name] - both[0][name] for name in ("worker-0", "worker-1"))
+    assert fast + slow == 100
+    assert SLOWER - 1 <= fast / slow <= SLOWER + 1
+
+
+def steps_of(report: dict[str, Any]) -> dict[str, int]:
+    """Return the steps of each worker so far."""
+    return {name: each["local_steps"] for name, each in report["metrics"]["workers"].items()}
+
+
+BATCH = 16
+
+
+def staged(dataset: str, folder: Path, workers: int, partition: str = "disjoint") -> list[Path]:
+    """Stage the examples of every worker; return their working folders."""
+    cluster = Cluster(addresses={"worker": tuple(f"host-{i}:1" for i in range(workers))})
+    config = parse_config({"data": {"partition": partition}, "cluster": {"workers": workers}})
+    folders = [folder / f"worker-{index}" for index in range(workers)]
+    for index, workdir in enumerate(folders):
+        workdir.mkdir()
+        job = Job(config=config, dataset=dataset, checkpoints="file:///none", workdir=workdir)
+        stage_input(job, cluster, Task(role="worker", index=index))
+    return folders
+
+
+def drawn(spec: DatasetSpec, count: int, seed: int = 0) -> list[tuple[bytes, int]]:
+    """Return the first examples that training sees in the working folder, in their order."""
+    batches = training_batches(spec, PATTERN, batch_size=BATCH, seed=seed)
+    return [
+        (image.tobytes(), int(label))
+        for image, label in batches.unbatch().take(count).as_numpy_iterator()
+    ]
+
+
+def shares(spec: DatasetSpec, workers: int) -> list[int]:
+    shards = spec.shards["train"]
+    return [sum(shards[index::workers]) for index in range(workers)]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A dataset, with all examples to train on."""
+
+    uri: str
+    spec: DatasetSpec
+    examples: Counter[tuple[bytes, int]]
+
+
+@pytest.fixture(scope="module")
+def whole(dataset) -> Whole:
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    files = [storage.local_path(dataset) / name for name in spec.files("train")]
+    batches = evaluation_batches(spec, files, batch_size=BATCH).unbatch()
+    examples = ((image.tobytes(), int(label)) for image, label in batches.as_numpy_iterator())
+    return Whole(dataset, spec, Counter(examples))
+
+
+@pytest.mark.parametrize(
+    "workers", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 8))]
+)
+def test_an_epoch_of_all_workers_is_every_example_once(whole, tmp_path, monkeypatch, workers):
+    seen: Counter[tuple[bytes, int]] = Counter()
+    folders = staged(whole.uri, tmp_path, workers)
+    for folder, count in zip(folders, shares(whole.spec, workers), strict=True):
+        monkeypatch.chdir(folder)
+        examples = drawn(whole.spec, 2 * count)
+        first, second = examples[:count], examples[count:]
+        # The second epoch is the same examples in another order.
+        assert Counter(first) == Counter(second)
+        assert first != second
+        seen.update(first)
+    assert seen == whole.examples
+
+
+def test_with_reshuffle_every_worker_sees_everything_in_an_order_of_its_own(
+    whole, tmp_path, monkeypatch
+):
+    orders = []
+    for index, folder in enumerate(staged(whole.uri, tmp_path, 2, "reshuffle")):
+        monkeypatch.chdir(folder)
+        orders.append(drawn(whole.spec, whole.examples.total(), seed=index))
+    assert Counter(orders[0]) == Counter(orders[1]) == whole.examples
+    assert orders[0] != orders[1]
+
+
+RUNS = [3]
+EXAMPLES = 23
+# One part on each of two workers, or both on one of them; see `problems.measured`.
+ON_WORKERS = {2, 11, 20}
+
+
+def trial_of_spread_validation(strategy: str, workers: int = 2) -> Trial:
+    config = {"training": {"strategy": strategy}, "cluster": {"workers": workers}}
+    return Trial(config, "tests.cluster.problems:measured", RUNS, measured=True)
+
+
+@pytest.fixture(scope="module")
+def alone_of_spread_validation(tmp_path_factory) -> Outcome:
+    folder = tmp_path_factory.mktemp("single")
+    (folder / "chief-0").mkdir()
+    (folder / "chief-0" / "number.txt").write_text("0", encoding="utf-8")
+    with serving(folder) as nothing:
+        return nothing.lead(trial_of_spread_validation("single"))
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("two"), ps=2, workers=2) as servers:
+        yield servers
+
+
+def assert_same_of_spread_validation(outcome: Outcome, alone_of_spread_validation: Outcome) -> None:
+    count, loss, hits, *_ = alone_of_spread_validation.totals
+    assert count == EXAMPLES
+    assert outcome.totals[:4] == [EXAMPLES, pytest.approx(loss, rel=1e-6), hits, EXAMPLES]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+)
+def test_workers_of_a_chief_measure_a_part_each(
+    alone_of_spread_validation, two_workers: Servers, strategy
+):
+    outcome = two_workers.lead(trial_of_spread_validation(strategy))
+    assert_same_of_spread_validation(outcome, alone_of_spread_validation)
+    assert outcome.totals[-1] in ON_WORKERS
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_asynchronous_workers_measure_what_the_servers_hold(alone_of_spread_validation, tmp_path):
+    with serving(tmp_path, ps=1, workers=1) as servers:
+        assert_same_of_spread_validation(
+            servers.lead(trial_of_spread_validation("async_parameter_server", workers=1)),
+            alone_of_spread_validation,
+        )
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_mirrored_workers_measure_a_part_each_and_know_the_whole(
+    alone_of_spread_validation, tmp_path
+):
+    with serving(tmp_path, workers=2, chief=False) as servers:
+        tasks = [Task(role="worker", index=index) for index in range(2)]
+        leading = [
+            servers.start_lead(trial_of_spread_validation("multi_worker_mirrored"), task)
+            for task in tasks
+        ]
+        for each in leading:
+            outcome = each.outcome()
+            assert_same_of_spread_validation(outcome, alone_of_spread_validation)
+            assert outcome.totals[-1] == 11

@@ -1,25 +1,56 @@
-"""Training on a real cluster of processes on loopback, undisturbed."""
+"""A cluster of processes on this machine."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.cluster.launched import launched
+from tests.cluster.by_hand import CHIEF, PS, by_hand
+from tests.cluster.launched import SECONDS, launched
+from tests.cluster.looking import MORE
+from tests.cluster.servers import serving
+from tests.cluster.strangers import open_ports, other_addresses, reached
+from tests.cluster.test_lease import left_elsewhere
+from tests.conftest import ROOT
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.trainer.monitoring.scraped import scrape
 from tests.trainer.tensorboard.event_files import hyperparameters, scalars
-from trainer import storage
+from trainer import events, storage, user_code
 from trainer.checkpoints import checkpoints
+from trainer.checkpoints.contents import contents
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
+from trainer.cluster import local
+from trainer.cluster.launcher import Job
+from trainer.cluster.local import held_cluster
 from trainer.config.load import parse_config
 from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.events import AttemptBegin
+from trainer.errors import BEGIN_AGAIN, TransientError, UserError
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Restart,
+    TaskFailed,
+    UserCodeFailed,
+)
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.storage.manifest import MANIFEST
 from trainer.topology import Cluster, Task, check_port
 
 pytestmark = pytest.mark.cluster
@@ -198,3 +229,662 @@ def test_training_goes_on_where_it_was_left(dataset, tmp_path: Path):
     assert second.newest() == 350
     steps = [row["global_step"] for row in second.history()]
     assert steps == sorted(set(steps))
+
+
+RUN = {"training": {"steps": 10**7, "checkpoint_every": 200}, "cluster": {"workers": 2}}
+
+
+def run_of(strategy, **cluster):
+    return {
+        "training": {**RUN["training"], "strategy": strategy},
+        "cluster": {**RUN["cluster"], **cluster},
+    }
+
+
+def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
+    """Have the task behind an address read a file for us; raises TensorFlow's error."""
+    host = f"[{address}]" if ":" in address else address
+    settings = tf.compat.v1.ConfigProto(operation_timeout_in_ms=1000 * seconds)
+    with tf.Graph().as_default():
+        content = tf.io.read_file(path)
+        with tf.compat.v1.Session(f"grpc://{host}:{port}", config=settings) as session:
+            return session.run(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "tasks"),
+    [
+        (run_of("async_parameter_server", evaluator=True), 5),
+        (run_of("multi_worker_mirrored"), 2),
+        pytest.param(run_of("async_parameter_server", in_process=True), 1, marks=pytest.mark.long),
+        pytest.param(run_of("sync_parameter_server"), 4, marks=pytest.mark.long),
+        pytest.param(run_of("in_graph"), 4, marks=pytest.mark.long),
+        pytest.param(run_of("single"), 1, marks=pytest.mark.long),
+    ],
+)
+def test_no_stranger_reaches_a_task_of_a_local_run(dataset, tmp_path, config, tasks):
+    others = other_addresses()
+    with launched(config, dataset, tmp_path) as run:
+        run.wait_for_step(200)
+        found = {process: open_ports(process) for process in run.tasks()}
+        assert len(found) == tasks
+        ports = sorted(port for each in found.values() for port in each)
+        assert reached(["127.0.0.1", "::1"], ports) == [
+            (address, port) for address in ("127.0.0.1", "::1") for port in ports
+        ]
+        assert reached(others, ports) == []
+
+
+@pytest.mark.slow
+def test_a_strangers_session_runs_no_graph_in_a_task(dataset, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret", encoding="utf-8")
+    with launched(run_of("async_parameter_server"), dataset, tmp_path) as run:
+        run.wait_for_step(200)
+        (port,) = open_ports(run.task("ps-0"))
+        # What other processes of this machine can do.
+        assert read_as_task("127.0.0.1", port, str(secret), seconds=120) == b"secret"
+        for address in other_addresses():
+            if "%" not in address:
+                with pytest.raises(tf.errors.OpError):
+                    read_as_task(address, port, str(secret))
+
+
+def scrape_until(port, wanted):
+    """Return the first scrape that is wanted: what a task does is seen there alone."""
+    until, pause = time.monotonic() + SECONDS, threading.Event()
+    while not wanted(found := scrape(port)):
+        assert time.monotonic() < until, found
+        pause.wait(0.2)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "leader"),
+    [
+        ("async_parameter_server", "chief"),
+        *(
+            pytest.param(name, leader, marks=pytest.mark.long)
+            for name, leader in [
+                ("single", "chief"),
+                ("sync_parameter_server", "chief"),
+                ("in_graph", "chief"),
+                ("multi_worker_mirrored", "worker"),
+            ]
+        ),
+    ],
+)
+def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader):
+    config = {
+        "training": {"strategy": strategy, "steps": 10**6, "profile": [60, 80]},
+        "cluster": {"workers": 2, "metrics_port": port},
+    }
+    with launched(config, dataset, tmp_path) as run:
+        run.wait_for_step(100)
+        found = scrape_until(port, lambda each: ("flotilla_loss",) in each)
+        assert found["flotilla_global_step",] >= 100
+        assert found["flotilla_steps_per_second",] > 0
+        assert found["flotilla_tasks_alive", leader] >= 1
+        assert found["flotilla_checkpoint_age_seconds",] >= 0
+        profiles = run.folder / "checkpoints/logs" / run.folder.name / "train/plugins/profile"
+        assert list(profiles.glob("*/*.xplane.pb"))
+        if strategy == "async_parameter_server":
+            run.task("worker-1").kill()
+            run.wait_for(lambda event: isinstance(event, Restart))
+            back = ("flotilla_restarts_total", "worker")
+            alive = ("flotilla_tasks_alive", "worker")
+            # It is counted when it is started, before it answers.
+            scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
+
+
+# What `train_model` does between its inputs and its outputs.
+STEP = """
+import json, sys
+from pathlib import Path
+from components import launchers
+from components.records.record import recorded
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
+
+job = json.loads(sys.argv[1])
+with recorded("train_model"):
+    launchers.launch(Job(
+        config=parse_config(job["config"]), dataset=job["dataset"],
+        checkpoints=job["checkpoints"], workdir=Path(job["workdir"]),
+    ))
+"""
+
+
+@pytest.mark.slow
+def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path):
+    training = {"steps": 300, "checkpoint_every": 100, "validate_every": 150}
+    job = {
+        "config": {"training": training, "cluster": {"workers": 1}},
+        "dataset": dataset,
+        "checkpoints": storage.uri_of(tmp_path / "checkpoints"),
+        "workdir": str(tmp_path / "cluster"),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", STEP, json.dumps(job)],
+        cwd=ROOT,
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    lines = ended.stdout.splitlines()
+    number = r"[\d.]+"
+    line = rf"global step (\d+)/300  loss {number}  {number} steps/s  {number} s left"
+    steps = [int(found[1]) for each in lines if (found := re.search(line, each))]
+    assert steps
+    assert steps == sorted(set(steps))
+    validated = [re.search(rf"validation of global step (\d+): .*loss {number}", e) for e in lines]
+    assert [int(found[1]) for found in validated if found] == [150, 300]
+    published = [re.search(r"checkpoint of global step (\d+): file://", each) for each in lines]
+    assert [int(found[1]) for found in published if found][-3:] == [100, 200, 300]
+    # Each event once, in words.
+    assert not [each for each in lines if '{"event": "progress"' in each]
+
+
+# A mount namespace of its own, in which all that is mounted is read-only but the folder $1, the
+# memory of the machine, and the kernel's own file systems.
+READ_ONLY = r"""
+mount --bind "$1" "$1" && mount -t tmpfs tmpfs /dev/shm || exit 77
+while read -r _ place _; do
+    case "$place" in "$1"|/proc|/proc/*|/dev|/dev/*|/sys|/sys/*) ;;
+    *) mount -o remount,bind,ro "$(printf %b "$place")" || exit 77 ;;
+    esac
+done < /proc/self/mounts
+cd "$1" && shift && exec "$@"
+"""
+UNSHARED = ["unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, "sh"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that can be written where nothing else can; skips where that needs permissions."""
+    refused = f"! touch {ROOT}/probe 2>/dev/null && ! touch {tmp_path.parent}/probe 2>/dev/null"
+    probe = [*UNSHARED, str(tmp_path), "sh", "-c", f"touch probe && {refused}"]
+    try:
+        ended = subprocess.run(probe, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no `unshare`")
+    if ended.returncode in (1, 77):
+        pytest.skip(f"no mount namespace: {ended.stderr.decode().strip()}")
+    assert ended.returncode == 0
+    assert (tmp_path / "probe").exists()
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_all_tasks_train_and_publish(folder, dataset):
+    training = {"steps": 100, "checkpoint_every": 50, "validate_every": 0}
+    checkpoints = storage.uri_of(folder / "checkpoints")
+    job = {
+        "config": {"training": training, "cluster": {"workers": 2, "evaluator": True}},
+        "dataset": dataset,
+        "checkpoints": checkpoints,
+        "workdir": str(folder / "cluster"),
+    }
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HOME": "/absent",
+        "TMPDIR": str(folder / "tmp"),
+        # Keras imports matplotlib where it is installed, which it is not in the image.
+        "MPLCONFIGDIR": str(folder / "tmp"),
+        events.VARIABLE: str(folder / "events.jsonl"),
+    }
+    (folder / "events.jsonl").touch()
+    launch = [sys.executable, "-m", "tests.cluster.launch", str(folder / "job.json")]
+    ended = subprocess.run(
+        [*UNSHARED, str(folder), *launch],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert newest_checkpoint(checkpoints)[1] == 100
+    logs = {path.parent.name: path.read_text() for path in (folder / "cluster").glob("*/log.txt")}
+    assert set(logs) == {"chief-0", "ps-0", "worker-0", "worker-1", "evaluator-0"}
+    for task, text in logs.items():
+        assert "Read-only file system" not in text, task
+
+
+MODULE = """
+import keras
+import tensorflow as tf
+
+
+class Late(keras.layers.Layer):
+    def __init__(self, error, **settings):
+        super().__init__(**settings)
+        self.error = error
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        if self.error == "traced":
+            return self.reshaped(inputs)
+        tf.debugging.assert_less(tf.reduce_sum(inputs), -1.0, message="too much")
+        return inputs
+
+    def reshaped(self, inputs):
+        raise ValueError("bad shape")
+
+
+def late(spec, error):
+    inputs = keras.Input(spec.shape, dtype=spec.dtype)
+    flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 16)(inputs))
+    return keras.Model(inputs, keras.layers.Dense(spec.num_classes)(Late(error)(flat)))
+
+
+def frozen(spec):
+    inputs = keras.Input(spec.shape, dtype=spec.dtype)
+    flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 16)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(spec.num_classes)(flat))
+    model.trainable = False
+    return model
+
+
+def never(spec):
+    raise ValueError("no weights here")
+"""
+
+
+def line_with(text):
+    return next(number for number, line in enumerate(MODULE.splitlines(), 1) if text in line)
+
+
+@pytest.fixture
+def fail(dataset, tmp_path, monkeypatch):
+    """Train a model of the user's that fails; return the event that says so."""
+    (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
+
+    def run(strategy, model, **args):
+        settings = {
+            "model": {"name": f"blocks:{model}", "args": args},
+            "training": {"strategy": strategy, "steps": 50, "validate_every": 0},
+            "cluster": {"workers": 1},
+            # Its layer has no get_config.
+            "export": {"formats": ["saved_model"]},
+        }
+        with launched(settings, dataset, tmp_path / "run") as run:
+            code, said = run.end()
+        assert run.events(Restart) == []
+        (failed,) = run.events(UserCodeFailed)
+        log = (tmp_path / "run" / "cluster" / "chief-0" / "log.txt").read_text(encoding="utf-8")
+        assert "Traceback (most recent call last):" in log
+        assert said.count("\n") == 1
+        assert said.startswith(" ".join(failed.error.split()))
+        assert code == 1
+        return failed
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_function_that_raises(fail):
+    failed = fail("single", "never")
+    line = line_with("no weights here")
+    assert failed.error == f"model blocks:never: ValueError: no weights here (blocks.py:{line})"
+    assert 'raise ValueError("no weights here")' in failed.traceback
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "multi_worker_mirrored",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (
+                "single",
+                "async_parameter_server",
+                "sync_parameter_server",
+                "in_graph",
+            )
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy):
+    (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
+    settings = {
+        "model": {"name": "blocks:frozen"},
+        "training": {"strategy": strategy, "steps": 50},
+        "cluster": {"workers": 1},
+    }
+    with launched(settings, dataset, tmp_path / "run") as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.startswith(
+        "model blocks:frozen: it has nothing to train: all of its variables are frozen, by its "
+        "layers or by training.freeze ("
+    )
+    assert run.events(AttemptBegin) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
+def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
+    failed = fail(strategy, "late", error="traced")
+    line = line_with('ValueError("bad shape")')
+    assert failed.error == (
+        f"the code that it was given raised ValueError: bad shape (blocks.py:{line})"
+    )
+    assert "in reshaped" in failed.traceback
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
+def test_a_layer_whose_graph_fails_on_an_example(fail, strategy):
+    failed = fail(strategy, "late", error="run")
+    line = line_with("assert_less")
+    assert "too much" in failed.error
+    assert failed.error.endswith(f"(blocks.py:{line})")
+
+
+EVERY = 100
+DATA = "variables.data-00000-of-00001"
+
+
+def settings_of_disk(steps, **cluster):
+    training = {"strategy": "single", "steps": steps, "checkpoint_every": EVERY, "keep": 9}
+    return {"training": {**training, "validate_every": 0}, "cluster": cluster}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one megabyte at the place of the checkpoints."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder):
+    """Leave no room; return the file that takes it."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"." * size)
+    assert not shutil.disk_usage(folder).free
+    return filler
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
+    dataset, tmp_path, small_disk
+):
+    with launched(settings_of_disk(10**7), dataset, tmp_path) as run:
+        run.wait_for(lambda e: isinstance(e, CheckpointPublished) and e.global_step >= EVERY)
+        filler = fill(small_disk)
+        code, said = run.end()
+        last = run.newest()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
+    assert not run.events(Restart)
+    filler.unlink()
+    with launched(settings_of_disk(last + EVERY), dataset, tmp_path) as again:
+        code, said = again.end()
+    assert code == 0, said
+    assert [event.global_step for event in again.events(AttemptBegin)] == [last]
+    assert again.newest() == last + EVERY
+
+
+@pytest.mark.slow
+def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with launched(settings_of_disk(EVERY), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "there is a file where a folder is needed; move it away" in said
+    assert not run.events(Restart)
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
+    with launched(settings_of_disk(3 * EVERY), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    paths = {step: storage.local_path(uri) for uri, step in list_checkpoints(run.checkpoints)}
+    data = bytearray((paths[3 * EVERY] / DATA).read_bytes())
+    data[100] ^= 1
+    (paths[3 * EVERY] / DATA).write_bytes(data)
+    os.unlink(paths[2 * EVERY] / MANIFEST)
+    with launched(settings_of_disk(4 * EVERY), dataset, tmp_path) as again:
+        code, said = again.end()
+    assert code == 0, said
+    assert [event.global_step for event in again.events(AttemptBegin)] == [EVERY]
+    (passed,) = again.events(CheckpointPassedOver)
+    assert f"{DATA} has crc32c" in passed.reason
+    for uri, _ in list_checkpoints(run.checkpoints):
+        storage.verify(uri)
+    assert again.newest() == 4 * EVERY
+
+
+def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
+    config = settings_of_disk(EVERY)
+    config["model"] = {"name": "tests.cluster.exits:model"}
+    with launched(config, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert re.match(r"the code .* called sys.exit\(0\) \(.*exits.py:\d+\) \(chief-0, log ", said)
+    assert said.count("\n") == 1
+    assert not run.events(Restart)
+    (failed,) = run.events(TaskFailed)
+    assert (failed.task, failed.cause) == ("chief-0", "exit code 1")
+    assert failed.last_lines[-1].startswith("flotilla: the code that it was given")
+
+
+@pytest.mark.slow
+def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
+    dataset, tmp_path, monkeypatch, s3
+):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.5")
+    s3.plan.add(Fault(503, times=10**6))
+    job = Job(
+        config=parse_config(settings_of_disk(EVERY)),
+        dataset=dataset,
+        checkpoints=f"s3://{bucket_name()}/run",
+        workdir=tmp_path / "cluster",
+    )
+    with pytest.raises(TransientError, match=r"has not been available .* \(chief-0, log "):
+        local.launch(job)
+
+
+# 2,400 to 3,100 were left by each look that TensorFlow fetched by itself.
+MOST_BYTES = 800
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_look_leaves_nothing_in_the_memory_of_a_server(tmp_path):
+    config = {
+        "training": {"strategy": "async_parameter_server"},
+        "cluster": {"parameter_servers": 1, "workers": 1},
+    }
+    with serving(tmp_path, ps=1, workers=1) as started:
+        spec = {"config": config, "pid": started.processes["ps-0"].pid}
+        leading = started.start_module("tests.cluster.looking", spec)
+        said = leading.next()
+        leading.end()
+    assert said["grown"] < MOST_BYTES * MORE
+
+
+STEPS = 300
+CONFIG = {
+    "training": {"steps": STEPS, "checkpoint_every": 100, "validate_every": 0},
+    "cluster": {"parameter_servers": 1, "workers": 2},
+}
+WORKERS = [Task(role="worker", index=index) for index in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
+def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, given_by):
+    with (
+        held_cluster({"ps": 1, "worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, CONFIG) as tasks,
+    ):
+        for task in (PS, *WORKERS):
+            tasks.start(task, tasks.flags(task) if given_by == "flags" else ())
+        assert tasks.end_of(WORKERS[0]) == 0, tasks.log(WORKERS[0])
+        assert [tasks.processes[task].poll() for task in (PS, WORKERS[1])] == [None, None]
+        uri, step = newest_checkpoint(tasks.checkpoints)
+    assert step == STEPS
+    workers = storage.verify(uri).fields["metrics"]["workers"]
+    assert sum(each["local_steps"] for each in workers.values()) == STEPS
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path, monkeypatch):
+    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
+    with (
+        held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, config) as tasks,
+    ):
+        for task in (PS, *WORKERS):
+            tasks.start(task, tasks.flags(task))
+        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(CHIEF))
+        for name in ("one", "two"):
+            with launched(config, dataset, tmp_path / name) as run:
+                code, said = run.end()
+            assert code == 0, said
+            assert run.newest() == STEPS
+            assert [path.name for path in (tmp_path / name / "cluster").iterdir()] == ["chief-0"]
+        assert [process.poll() for process in tasks.processes.values()] == [None] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset, tmp_path):
+    config = {**CONFIG, "training": {**CONFIG["training"], "steps": 10**7}}
+    with (
+        held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, config) as tasks,
+    ):
+        for task in (PS, *WORKERS, CHIEF):
+            tasks.start(task)
+        tasks.wait_for(CHIEF, "step-00000100")
+        tasks.processes[CHIEF].kill()
+        tasks.end_of(CHIEF)
+        place = left_elsewhere(tasks)
+        _, reached = newest_checkpoint(tasks.checkpoints)
+        tasks.config = {**config, "training": {**config["training"], "steps": reached + 100}}
+        tasks.start(CHIEF)
+        tasks.wait_for(CHIEF, "it may be dead")
+        storage.delete(place)
+        assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
+        assert newest_checkpoint(tasks.checkpoints)[1] == reached + 100
+
+
+def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):
+    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
+    with held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
+        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(PS))
+        with launched(config, dataset, tmp_path) as run:
+            code, said = run.end()
+    assert code == 2
+    assert said.startswith("cluster.existing_servers: TF_CONFIG names the task ps-0, and only a")
+    assert said.count("\n") == 1
+
+
+SECOND = Task(role="ps", index=1)
+WORKER = Task(role="worker", index=0)
+
+
+def settings_of_parts(steps: int, servers: int = 2, **training: object) -> dict[str, object]:
+    own = {"steps": steps, "checkpoint_every": 20, "validate_every": 0, "checkpoint_parts_mb": 0}
+    return {
+        "training": {**own, **training},
+        # Otherwise the chief may save what is left.
+        "cluster": {"parameter_servers": servers, "workers": 1, "recovery": "full"},
+    }
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before(dataset, tmp_path):
+    with (
+        held_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,
+        by_hand(tmp_path, dataset, cluster, settings_of_parts(40)) as tasks,
+    ):
+        tasks.start(SECOND, module="tests.cluster.dying_server")
+        for task in (PS, WORKER, CHIEF):
+            tasks.start(task)
+        assert tasks.end_of(SECOND) == -signal.SIGKILL
+        assert tasks.end_of(CHIEF) == BEGIN_AGAIN, tasks.log(CHIEF)
+        # The draft of the second is an orphan of a chief that is gone.
+        assert storage.names(tasks.checkpoints)[-1] == "step-00000000"
+        first = contents(tasks.checkpoints)
+        assert (first.global_step, len(first.parts)) == (0, 2)
+        for task in (SECOND, CHIEF):
+            tasks.start(task)
+        assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
+    last = contents(tasks.checkpoints)
+    storage.verify(last.uri)
+    assert (last.global_step, len(last.parts)) == (40, 2)
+    assert not [each for each in (tmp_path / "checkpoints").iterdir() if ".part" in each.name]
+    # Every variable is in the part of its server, in whose folder nothing is left.
+    assert {each.part for each in last.variables.values()} == {0, 1}
+    for task in (PS, SECOND):
+        left = [each for each in (tmp_path / str(task) / "parts").rglob("*") if each.is_file()]
+        assert [each.name for each in left if each.parent.name != "replies"] == ["ready.json"]
+
+
+def values(uri: str) -> dict[str, np.ndarray]:
+    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
+    keys = [each for each in reader.get_variable_to_shape_map() if "model" in each]
+    return {key: reader.get_tensor(key) for key in keys}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.long
+def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
+    with launched(settings_of_parts(20), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    first = contents(run.checkpoints)
+    assert len(first.parts) == 2
+    # Steps so small that they change nothing: each save has what was restored.
+    still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}}
+    steps = 20
+    strategies = [
+        ("async_parameter_server", 1, 1),
+        ("sync_parameter_server", 3, 3),
+        ("in_graph", 2, 2),
+        ("single", 2, 1),
+        ("async_parameter_server", 2, 2),
+    ]
+    for strategy, servers, parts in strategies:
+        steps += 20
+        config = settings_of_parts(steps, servers, strategy=strategy, **still)
+        with launched(config, dataset, tmp_path) as run:
+            code, said = run.end()
+        assert code == 0, said
+        begun = run.events(AttemptBegin)
+        assert [each.global_step for each in begun] == [steps - 20]
+        found = contents(run.checkpoints)
+        assert (found.global_step, len(found.parts)) == (steps, parts)
+        for key, value in values(found.uri).items():
+            np.testing.assert_array_equal(value, values(first.uri)[key])
+        first = found

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cluster.problems import FAILURE
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
-from tests.cluster.uneven import FAILURE
 from trainer.strategies.turns import LONG_RUN
 from trainer.topology import Task
 
@@ -135,7 +135,7 @@ def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers, ste
 
 def slowed(needed: int, runs: list[int]) -> Trial:
     uneven = {"worker": 2, "times": 20, "microseconds": 10_000}
-    return trial("uneven:slowed", runs, workers=3, needed=needed, **uneven)
+    return trial("problems:slowed", runs, workers=3, needed=needed, **uneven)
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_a_chief_on_the_servers_of_a_dead_one_computes_as_if_they_were_new(two_w
 
 @pytest.mark.slow
 def test_a_worker_that_fails_for_good_ends_the_run_with_its_error(two_workers):
-    leading = two_workers.start_lead(trial("uneven:failing", [20, 400], worker=1, after=50))
+    leading = two_workers.start_lead(trial("problems:failing", [20, 400], worker=1, after=50))
     leading.next()
     assert FAILURE in failure(leading, two_workers)
 

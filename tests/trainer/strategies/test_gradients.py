@@ -10,14 +10,25 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import dense, examples
+from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, examples, problem_of
 from tests.trainer.strategies.traced import ancestors
+from trainer.config.load import parse_config
 from trainer.config.optimizer import OptimizerConfig
 from trainer.config.schema import TrainingConfig
+from trainer.errors import ConfigError
+from trainer.models.registry import reset_uids
+from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.strategies.async_parameter_server import local_steps_of
-from trainer.strategies.gradients import apply_and_count, pull, pulled_gradient_of, push_state
+from trainer.strategies.gradients import (
+    Messages,
+    apply_and_count,
+    pull,
+    pulled_gradient_of,
+    push_state,
+)
+from trainer.strategies.parameter_server import looks_up
 from trainer.strategies.placement import build_slots
-from trainer.strategies.strategy import exact_counter, gradient_of, step_of
+from trainer.strategies.strategy import create, exact_counter, gradient_of, require_updates, step_of
 from trainer.training.optimizers import build_optimizer
 
 RATE = 0.1
@@ -316,3 +327,224 @@ def test_the_loop_of_local_steps_stays_on_the_worker():
     given = [each.op for each in loop.inputs if each.op.type != "Placeholder"]
     assert len(given) > len(model.trainable_variables)
     assert {each.device for each in given} == {worker}
+
+
+PARTS = 4
+
+
+def linear():
+    reset_uids()
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((2,)), *layers])
+
+
+def looked_up():
+    reset_uids()
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Embedding(5, 2), keras.layers.Flatten(), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((2,), dtype="int64"), *layers])
+
+
+def stacked(batch):
+    return tuple(tf.reshape(each, [PARTS, -1, *each.shape[1:]]) for each in batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_mean_over_parts_is_the_gradient_of_the_whole(in_place, jit):
+    loss, expected = gradient_of(linear(), cross_entropy)(examples())
+    of_parts = pulled_gradient_of(linear(), cross_entropy, jit=jit, parts=PARTS, in_place=in_place)
+    value, found = tf.function(of_parts)(stacked(examples()))
+    assert float(value) == pytest.approx(float(loss), rel=1e-5)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_rows_stay_rows():
+    points, labels = examples()
+    batch = tf.cast(tf.abs(points) * 2, tf.int64) % 5, labels
+    _, expected = gradient_of(looked_up(), cross_entropy)(batch)
+    of_parts = pulled_gradient_of(looked_up(), cross_entropy, jit=False, parts=PARTS, in_place=True)
+    _, found = tf.function(of_parts)(stacked(batch))
+    assert isinstance(found[0], tf.IndexedSlices)
+    for mine, theirs in zip(found, expected, strict=True):
+        dense_ones = map(tf.convert_to_tensor, (mine, theirs))
+        np.testing.assert_allclose(*dense_ones, atol=1e-6)
+
+
+def test_state_goes_through_all_parts():
+    one_by_one, of_parts = dense(), dense()
+    batches = stacked(examples())
+    step = gradient_of(one_by_one, cross_entropy)
+    for part in range(PARTS):
+        step(tuple(each[part] for each in batches))
+    tf.function(pulled_gradient_of(of_parts, cross_entropy, jit=False, parts=PARTS))(batches)
+    for mine, theirs in zip(of_parts.variables, one_by_one.variables, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), atol=1e-6, err_msg=mine.path)
+
+
+def test_one_process_makes_one_update_of_several_batches():
+    plain = Plain()
+    config = parse_config({"training": {"strategy": "single", "accumulate": 3}})
+    strategy = create(config, NOBODY, CHIEF)
+    # Every batch is the same one.
+    for each in (plain, strategy):
+        each.build(problem_of(linear)(0))
+        each.run(5)
+    assert strategy.global_step() == 5
+    for path, variable in plain.variables().items():
+        found = strategy.variables()[path].numpy()
+        np.testing.assert_allclose(found, variable.numpy(), atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "training", [{"accumulate": 2}, {"ema": 0.5}, {"mixed_precision": "float16"}]
+)
+def test_a_strategy_of_ones_own_that_makes_its_updates_itself_refuses(training):
+    own = f"{Plain.__module__}:{Plain.__name__}"
+    config = parse_config({"training": {"strategy": own, **training}})
+    with pytest.raises(ConfigError, match=f"training.{next(iter(training))}: '{own}' makes its"):
+        create(config, NOBODY, CHIEF)
+
+
+class OwnStep(keras.Sequential):
+    """Updates itself."""
+
+    def train_step(self, _data):
+        raise NotImplementedError
+
+
+def normalized():
+    dense = keras.layers.SpectralNormalization(keras.layers.Dense(3), name="spectral")
+    return keras.Sequential([keras.Input((2,)), dense])
+
+
+@pytest.mark.parametrize(
+    "training", [{"accumulate": 2}, {"ema": 0.5}, {"mixed_precision": "float16"}]
+)
+def test_a_model_that_makes_its_updates_itself_refuses(training):
+    config = parse_config({"training": {"strategy": "single", **training}})
+    key = next(iter(training))
+    with pytest.raises(ConfigError) as caught:
+        require_updates(config, OwnStep([keras.Input((2,)), keras.layers.Dense(3)]))
+    step = "OwnStep.train_step makes its updates itself"
+    assert str(caught.value) == f"training.{key}: {step}; leave the key out"
+    if key == "ema":
+        require_updates(config, normalized())
+        return
+    with pytest.raises(ConfigError, match=rf"{key}: spectral \(SpectralNormalization\) changes"):
+        require_updates(config, normalized())
+
+
+SHAPES = ((2, 3), (4,), (), (1, 2, 2))
+
+
+def numbers(shape, begin=0.0):
+    return np.arange(begin, begin + np.prod(shape, dtype=int)).reshape(shape)
+
+
+@pytest.fixture
+def variables():
+    """Variables of several shapes, of two types."""
+    found = [tf.Variable(numbers(shape), dtype=tf.float32) for shape in SHAPES]
+    return [*found, *(tf.Variable(numbers(shape), dtype=tf.int64) for shape in SHAPES)]
+
+
+def operations(function, kind):
+    graph = tf.function(function).get_concrete_function().graph
+    return [each for each in graph.get_operations() if each.type == kind]
+
+
+def test_pulled_values_are_those_of_the_variables(variables):
+    for value, variable in zip(Messages(variables).pulled(), variables, strict=True):
+        assert (value.dtype, value.shape) == (variable.dtype, variable.shape)
+        np.testing.assert_array_equal(value, variable)
+
+
+def test_pushed_values_are_those_that_were_sent(variables):
+    sent = [tf.cast(numbers(v.shape, 7.0), v.dtype) for v in variables]
+    for value, given in zip(Messages(variables).pushed(sent), sent, strict=True):
+        assert (value.dtype, value.shape) == (given.dtype, given.shape)
+        np.testing.assert_array_equal(value, given)
+
+
+def test_there_is_one_message_for_each_type(variables):
+    messages = Messages(variables)
+    assert len(operations(messages.pulled, "ConcatV2")) == 2
+    assert len(operations(lambda: messages.pushed(messages.pulled()), "ConcatV2")) == 4
+
+
+def test_there_is_one_message_for_each_device():
+    devices = [f"/job:localhost/replica:0/task:0/device:CPU:{index}" for index in (0, 0, 1, 1)]
+    graph = tf.Graph()
+    with graph.as_default():
+        made = []
+        for device in devices:
+            with tf.device(device):
+                made.append(tf.Variable([1.0, 2.0]))
+        messages = Messages(made)
+        with tf.device("/job:worker/device:CPU:0"):
+            messages.pushed(messages.pulled())
+    packed = [each for each in graph.get_operations() if each.type == "ConcatV2"]
+    assert [each.device for each in packed[:2]] == [devices[0], devices[2]]
+    assert {each.device for each in packed[2:]} == {"/job:worker/device:CPU:0"}
+    parts = [each.device for each in graph.get_operations() if each.type == "SplitV"]
+    assert parts.count("/job:worker/device:CPU:0") == 2
+    assert {devices[0], devices[2]} <= set(parts)
+
+
+def test_a_gradient_of_half_precision_is_pushed_in_the_type_of_its_variable():
+    variable = tf.Variable([1.0, 2.0])
+    (value,) = Messages([variable]).pushed([tf.constant([0.5, 0.25], tf.bfloat16)])
+    assert value.dtype == tf.float32
+    np.testing.assert_array_equal(value, [0.5, 0.25])
+
+
+def test_nothing_travels_of_no_variables():
+    messages = Messages([])
+    assert messages.pulled() == []
+    assert messages.pushed([]) == []
+
+
+def test_state_that_has_not_moved_is_not_pushed():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization()])
+    frozen, moving = model.non_trainable_variables[:2]
+
+    def push():
+        before = pull(model).state
+        after = [before[0], *(value + 1 for value in before[1:])]
+        push_state(model.non_trainable_variables, before, after)
+
+    tf.function(push)()
+    np.testing.assert_array_equal(frozen, np.zeros(3))
+    np.testing.assert_array_equal(moving, np.full(3, 2.0))
+    kinds = ("AssignAddVariableOp", "AssignVariableOp")
+    assigned = sum(len(operations(push, kind)) for kind in kinds)
+    assert assigned == len(model.non_trainable_variables) - 1
+
+
+class Rows(keras.layers.Layer):
+    """A layer of a user that takes rows of a table."""
+
+    looks_up = True
+
+    def call(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (keras.layers.Dense(2), False),
+        (keras.layers.Embedding(5, 2), True),
+        (ShardedEmbedding(5, 2), True),
+        (Rows(), True),
+        (keras.layers.SpectralNormalization(keras.layers.Dense(2)), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_that_take_rows_are_known(layer, expected):
+    inner = keras.Sequential([layer])
+    assert looks_up(keras.Sequential([keras.layers.Flatten(), inner])) is expected

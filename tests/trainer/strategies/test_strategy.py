@@ -1,8 +1,9 @@
-"""What every strategy is built from: one update, the exact counter, variables by path."""
+"""What all strategies are built from: gradients, the counter, variables, and how one is made."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from functools import partial
 
@@ -11,12 +12,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
 from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import CHIEF, Plain, dense, examples, problem_of
+from tests.trainer.plain import Plain, dense, examples, problem_of
+from trainer import storage
+from trainer.checkpoints.remote import checkpoints_of
 from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
-from trainer.config.schema import Config, TrainingConfig
-from trainer.strategies.strategy import Strategy, checkpoint_variables, exact_counter, step_of
-from trainer.topology import Cluster
+from trainer.config.schema import STRATEGIES, Config, TrainingConfig
+from trainer.errors import ConfigError
+from trainer.strategies.async_parameter_server import AsyncParameterServer
+from trainer.strategies.strategy import (
+    Strategy,
+    checkpoint_variables,
+    create,
+    exact_counter,
+    step_of,
+)
+from trainer.topology import Cluster, Task
 from trainer.training.optimizers import build_optimizer
 
 
@@ -190,3 +203,130 @@ def test_a_strategy_made_of_these_parts_learns():
     assert strategy.run(200).loss < first / 2
     assert strategy.global_step() == 205
     assert strategy.learning_rate() == pytest.approx(0.05)
+
+
+CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
+CHIEF = Task(role="chief", index=0)
+OWN = """
+from tests.trainer.plain import Plain
+from trainer.strategies.strategy import Strategy
+
+class Good(Plain): ...
+
+class Half(Strategy):
+    def build(self, problem): ...
+    def run(self, steps): ...
+
+class Unrelated: ...
+
+value = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, request):
+    name = f"own_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    (tmp_path / f"{name}_broken.py").write_text("def (:\n")
+    (tmp_path / f"{name}_failing.py").write_text("raise RuntimeError('first\\nsecond')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def config_of(name):
+    return Config(training=TrainingConfig.model_construct(strategy=name))
+
+
+def refused(name):
+    with pytest.raises(ConfigError) as caught:
+        create(config_of(name), CLUSTER, CHIEF)
+    message = str(caught.value)
+    assert message.startswith("training.strategy: ")
+    assert len(message.splitlines()) == 1
+    return message
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_name_of_the_configuration_is_a_strategy(name):
+    assert isinstance(create(config_of(name), CLUSTER, CHIEF), Strategy)
+
+
+def test_a_built_in_one_is_made_for_its_cluster_without_connecting_to_it():
+    config = config_of("async_parameter_server")
+    strategy = create(config, CLUSTER, CHIEF)
+    assert type(strategy) is AsyncParameterServer
+    assert strategy.config is config
+    assert strategy.cluster is CLUSTER
+    assert strategy.task is CHIEF
+    assert strategy.io_device == "/job:chief/task:0"
+
+
+def test_a_users_own(own):
+    strategy = create(config_of(f"{own}:Good"), CLUSTER, CHIEF)
+    assert type(strategy).__name__ == "Good"
+    assert strategy.cluster is CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{own}_absent:Good", "cannot import '{own}_absent:Good': ModuleNotFoundError: No module"),
+        ("{own}:Absent", "cannot import '{own}:Absent': AttributeError: module '{own}' has no"),
+        ("{own}", "cannot import '{own}': "),
+        (":Good", "cannot import ':Good': "),
+        (".own:Good", "cannot import '.own:Good': "),
+        ("{own}_broken:Good", "cannot import '{own}_broken:Good': SyntaxError: invalid syntax"),
+        ("{own}_failing:Good", "cannot import '{own}_failing:Good': RuntimeError: first ("),
+        ("{own}:Unrelated", "'{own}:Unrelated' is not a subclass of Strategy"),
+        ("{own}:value", "'{own}:value' is not a subclass of Strategy"),
+        ("{own}:Half", "'{own}:Half' does not define global_step, learning_rate, variables"),
+    ],
+)
+def test_what_is_no_strategy_is_refused_by_name(own, name, said):
+    assert refused(name.format(own=own)).startswith(f"training.strategy: {said.format(own=own)}")
+
+
+@pytest.fixture
+def uri(gcs):
+    bucket = bucket_name()
+    gcs.create_bucket(bucket)
+    return f"gs://{bucket}/run/checkpoints"
+
+
+@pytest.fixture
+def kept(uri, tmp_path):
+    return checkpoints_of(uri, keep=3, scratch=tmp_path / "chief-0", alone=True)
+
+
+def test_what_the_evaluator_measured_is_asked_for_in_the_background(kept, uri, gcs):
+    row = {"global_step": 5, "created": "x", "validation_loss": 0.5}
+    storage.write_bytes(storage.join(uri, "validation.jsonl"), f"{json.dumps(row)}\n".encode())
+    asked, answered = threading.Event(), threading.Event()
+
+    def before(request):
+        if "validation.jsonl" in request:
+            asked.set()
+            assert answered.wait(60)
+
+    gcs.plan.before = before
+    try:
+        assert kept.measured() == []
+        assert asked.wait(60)
+        assert kept.measured() == []
+    finally:
+        answered.set()
+        gcs.plan.before = None
+    with kept.flushed():
+        pass
+    assert kept.measured() == [row]
+
+
+def test_training_goes_on_where_the_evaluator_cannot_be_asked(kept, gcs, monkeypatch, caplog):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
+    gcs.plan.add(Fault(503, path="validation.jsonl", times=-1))
+    try:
+        with kept.flushed():
+            assert kept.measured() == []
+    finally:
+        gcs.plan.clear()
+    assert "has not been available" in caplog.text

@@ -1,4 +1,4 @@
-"""Turns are taken exactly as often as they are dealt, by however many workers at once."""
+"""How workers take turns, and wait for those of a chief before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone
+from trainer.errors import ClusterLostError
+from trainer.strategies import turns as module
+from trainer.strategies.turns import LOSS, OTHERS, UPDATES, Turns, alone, on_each_worker
 
 WORKERS = 3
 
@@ -197,3 +199,40 @@ def test_what_fails_lets_the_next_one_begin():
     done = []
     alone_with(lambda: done.append(1) or 0)()
     assert done == [1]
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Return what waits for two workers, which do some work of Python's."""
+    monkeypatch.setattr(module, "worker_device", lambda _: "/device:CPU:0")
+
+    def wait(work, seconds):
+        def graph():
+            tf.py_function(work, [], [])
+
+        on_each_worker(2, graph, seconds)
+
+    return wait
+
+
+def test_workers_are_waited_for(waited):
+    done = []
+    waited(lambda: done.append(1), 60.0)
+    assert done == [1, 1]
+
+
+def test_one_that_is_gone_has_done_its_own(waited):
+    def gone():
+        done.append(1)
+        raise tf.errors.UnavailableError(None, None, "it is gone")
+
+    done = []
+    waited(gone, 60.0)
+    assert done == [1, 1]
+
+
+def test_one_that_does_not_end_ends_the_attempt(waited):
+    ends = threading.Event()
+    with pytest.raises(ClusterLostError, match=r"worker-0 has not ended after 0.2 s what it did"):
+        waited(lambda: ends.wait(60) and None, 0.2)
+    ends.set()

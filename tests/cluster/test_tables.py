@@ -1,0 +1,391 @@
+"""Tables on parameter servers: sharded, growing, fine-tuned and warm-started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.cluster.launched import launched
+from tests.cluster.lookups import DIMENSION
+from tests.cluster.problems import GROWING_BATCH, TABLE, ids_of, net
+from tests.cluster.servers import CHIEF, Servers, Trial, serving
+from trainer import storage
+from trainer.checkpoints.index import list_checkpoints
+from trainer.cluster import signals
+from trainer.cluster.local import held_cluster
+from trainer.config.data import DataConfig
+from trainer.config.schema import STRATEGIES
+from trainer.data.prepare import prepare
+from trainer.events import Progress, Restart, WarmStart
+from trainer.models.registry import reset_uids
+from trainer.models.spec import InputSpec
+from trainer.topology import Cluster, Task
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
+SMALL, LARGE = 1000, 1_000_000
+BATCH = 64
+# Its id up, a row down and its gradient up.
+EXAMPLE = 4 + 2 * DIMENSION * 4
+# The other messages of a step: announcements, learning rate, counters, the small variables.
+ROUND_TRIPS = 20_000
+
+
+@pytest.fixture(scope="module")
+def relayed(tmp_path_factory):
+    """Two parameter servers and two workers, and the counter of what goes between all tasks."""
+    with held_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
+        ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
+        relay = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.relay", *ports],
+            env={**signals.parent_environment()},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        said = json.loads(relay.stdout.readline())
+        addresses = dict(zip(SERVING, said["addresses"], strict=True))
+
+        def seen_by(observer: Task) -> Cluster:
+            roles = {"chief": real.addresses["chief"], "ps": (), "worker": ()}
+            for task in SERVING:
+                own = real.addresses[task.role][task.index]
+                roles[task.role] += (own if task == observer else addresses[task],)
+            return Cluster(addresses=roles)
+
+        servers = Servers(real, tmp_path_factory.mktemp("relayed"))
+        try:
+            for task in SERVING:
+                servers.cluster = seen_by(task)
+                servers.start(task)
+            servers.cluster = seen_by(CHIEF)
+            yield servers, said["counter"]
+        finally:
+            servers.end()
+            relay.kill()
+            relay.communicate()
+
+
+def measured(relayed, strategy, trials, optimizer="adam", **args):
+    """Return what each trial of rows and batch said."""
+    servers, counter = relayed
+    settings = {"name": optimizer, "args": args}
+    config = {
+        "training": {"strategy": strategy, "optimizer": settings},
+        "cluster": {"parameter_servers": 2, "workers": 2},
+    }
+    spec = {"config": config, "counter": counter, "trials": trials}
+    leading = servers.start_module("tests.cluster.lookups", spec)
+    said = [leading.next() for _ in trials]
+    leading.end()
+    return said
+
+
+@pytest.fixture(scope="module")
+def asynchronous(relayed):
+    return measured(
+        relayed, "async_parameter_server", [(SMALL, BATCH), (LARGE, BATCH), (LARGE, 4 * BATCH)]
+    )
+
+
+@pytest.mark.slow
+def test_half_of_the_rows_stand_on_each_server(asynchronous):
+    for said, rows in zip(asynchronous, (SMALL, LARGE, LARGE), strict=True):
+        devices, shapes = said["devices"], said["shapes"]
+        assert {devices[f"model/table/shard_{n}"] for n in (0, 1)} == {
+            f"/job:ps/replica:0/task:{n}/device:CPU:0" for n in (0, 1)
+        }
+        assert [shapes[f"model/table/shard_{n}"] for n in (0, 1)] == [[rows // 2, DIMENSION]] * 2
+
+
+@pytest.mark.slow
+def test_the_slots_of_the_optimizer_are_on_the_server_of_their_shard(asynchronous):
+    devices = asynchronous[0]["devices"]
+    for shard in ("shard_0", "shard_1"):
+        slots = [path for path in devices if path.startswith("optimizer/") and shard in path]
+        assert len(slots) == 2
+        assert {devices[slot] for slot in slots} == {devices[f"model/table/{shard}"]}
+
+
+@pytest.mark.slow
+def test_a_step_moves_as_much_for_a_large_table_as_for_a_small_one(asynchronous):
+    small, large, _ = (said["bytes"] for said in asynchronous)
+    assert large == pytest.approx(small, rel=0.1)
+    assert large < ROUND_TRIPS + BATCH * EXAMPLE
+
+
+@pytest.mark.slow
+def test_a_step_moves_more_for_a_larger_batch(asynchronous):
+    _, large, batch = (said["bytes"] for said in asynchronous)
+    assert (batch - large) / (3 * BATCH) == pytest.approx(EXAMPLE, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+)
+def test_no_table_moves_where_the_chief_applies_the_updates(relayed, strategy):
+    small, large = measured(relayed, strategy, [(SMALL, BATCH), (LARGE, BATCH)])
+    assert large["bytes"] == pytest.approx(small["bytes"], rel=0.1)
+    assert large["bytes"] < 3 * (ROUND_TRIPS + BATCH * EXAMPLE)
+
+
+@pytest.mark.slow
+def test_no_table_moves_where_gradients_are_clipped_by_their_norm(relayed):
+    (said,) = measured(
+        relayed, "async_parameter_server", [(LARGE, BATCH)], "adagrad", global_clipnorm=1.0
+    )
+    assert said["bytes"] < ROUND_TRIPS + BATCH * EXAMPLE
+
+
+IDS, CAPACITY, SHARDS = 100, 300, 3
+PROBLEM = "tests.cluster.problems:growing"
+ADAGRAD = {"optimizer": {"name": "adagrad", "learning_rate": 0.5}}
+
+
+def trial(strategy, runs, servers, workers, **named):
+    return Trial(
+        {
+            "training": {"strategy": strategy},
+            "cluster": {"parameter_servers": servers, "workers": workers},
+        },
+        PROBLEM,
+        runs=runs,
+        arguments={"ids": IDS, "capacity": CAPACITY, **ADAGRAD},
+        **named,
+    )
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("two"), ps=2, workers=2) as started:
+        yield started
+
+
+def rows_of(variables):
+    """Return the row of each id that has one, and hold that none has two."""
+    found = {}
+    for shard in range(SHARDS):
+        own = {
+            name: np.array(variables[f"model/{TABLE}/shard_{shard}_{name}"])
+            for name in ("ids", "used", "rows")
+        }
+        for slot in np.flatnonzero(own["used"][:-1] >= 0):
+            assert own["ids"][slot] not in found
+            found[own["ids"][slot]] = own["rows"][slot]
+    return found
+
+
+def grown(outcome):
+    """Hold that exactly the ids that came have rows, and that these have learnt."""
+    rows = rows_of(outcome.variables)
+    assert set(rows) == {int(ids_of(np.int64(each))) for each in range(IDS)}
+    metrics = outcome.reports[-1]["metrics"]["tables"][TABLE]
+    assert metrics == {"rows": IDS, "evicted": 0, "turned_away": 0}
+    assert outcome.reports[-1]["loss"] < 0.1
+    return rows
+
+
+@pytest.mark.slow
+def test_an_asynchronous_table_is_taken_over_by_one_server(servers, tmp_path):
+    outcome = servers.lead(trial("async_parameter_server", [20, 100], 2, 2))
+    rows = grown(outcome)
+    devices = [
+        {
+            device
+            for path, device in outcome.devices.items()
+            if f"shard_{shard}" in path and TABLE in path
+        }
+        for shard in range(SHARDS)
+    ]
+    assert [len(each) for each in devices] == [1] * SHARDS
+    assert len(set.union(*devices)) == 2
+    with serving(tmp_path, ps=1, workers=1) as other:
+        start = dict(outcome.variables)
+        again = other.lead(trial("async_parameter_server", [10], 1, 1, start=start))
+    later = grown(again)
+    assert 10 * GROWING_BATCH > IDS
+    # They go on from what they were: no row was made anew, which is within 0.05 of zero.
+    apart = max(np.abs(later[each] - rows[each]).max() for each in rows)
+    assert apart < 0.2 < min(np.abs(row).max() for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["sync_parameter_server", "in_graph"])
+def test_it_grows_under_the_synchronous_strategies(servers, strategy):
+    grown(servers.lead(trial(strategy, [20, 100], 2, 2)))
+
+
+# `make test-long` runs the others.
+QUICK = ("async_parameter_server",)
+FROZEN = ["dense/*", "batch_normalization/*"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A file with the model of three classes, of which each variable has a value of its own."""
+    reset_uids()
+    model = net(InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(3,)))
+    for number, variable in enumerate(model.variables):
+        if "seed" not in variable.path:
+            variable.assign(np.full(variable.shape, 0.01 * (number + 1)))
+    file = tmp_path_factory.mktemp("pretrained") / "model.keras"
+    model.save(file)
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
+)
+def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
+    pretrained, dataset, tmp_path, strategy
+):
+    config = {
+        "model": {"name": "tests.cluster.problems:net"},
+        "training": {
+            "strategy": strategy,
+            "steps": 20,
+            "validate_every": 0,
+            "warm_start": {"from": str(pretrained), "exclude": ["dense_1/*"]},
+            "freeze": FROZEN,
+        },
+        "cluster": {"parameter_servers": 2, "workers": 2},
+    }
+    with launched(config, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    left = {event.left["excluded"] for event in run.events(WarmStart)}
+    assert left == {2}
+    (first, _), *_, (last, _) = list_checkpoints(run.checkpoints)
+    assert storage.read_manifest(last).fields["warmed_from"] == storage.uri_of(pretrained)
+    before, after = values(first), values(last)
+    moved = {key for key in before if (before[key] != after[key]).any() and "seed" not in key}
+    assert len(moved) == 2
+    assert all(key.startswith("variables/model.Sdense_1.S") for key in moved)
+    for variable in keras.saving.load_model(pretrained).variables:
+        layer, name = variable.path.split("/")
+        if layer in ("dense", "batch_normalization"):
+            (value,) = [after[key] for key in after if f".S{layer}.S{name}/" in key]
+            np.testing.assert_array_equal(value, variable.numpy(), err_msg=variable.path)
+
+
+CLICKS = DataConfig(dataset="clicks", shards=2)
+# One that a chief leads, and one that all workers lead; `make test-long` runs the others.
+LED_DIFFERENTLY = ("async_parameter_server", "multi_worker_mirrored")
+TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
+
+
+def values(uri):
+    """Return the variables of the model in a checkpoint by key."""
+    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
+    keys = reader.get_variable_to_shape_map()
+    return {key: reader.get_tensor(key) for key in keys if key.startswith("variables/model.S")}
+
+
+def trained(folder, dataset, *, steps, strategy, model, **training):
+    """Train to the end; return the URIs of all checkpoints by global step, and the run."""
+    config = {
+        "model": model,
+        "training": {
+            "strategy": strategy,
+            "steps": steps,
+            "keep": 100,
+            "validate_every": 0,
+            **training,
+        },
+        "cluster": {"parameter_servers": 2, "workers": 2},
+    }
+    with launched(config, dataset, folder) as run:
+        code, said = run.end()
+    assert code == 0, said
+    return {step: uri for uri, step in list_checkpoints(run.checkpoints)}, run
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory, dataset):
+    """A checkpoint of a stateful model that one process has trained."""
+    folder = tmp_path_factory.mktemp("digits")
+    model = {"name": "tests.cluster.problems:net"}
+    found, _ = trained(folder, dataset, steps=60, strategy="single", model=model)
+    return model, dataset, found[60]
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory):
+    """A checkpoint of sharded tables that workers and two servers have trained."""
+    folder = tmp_path_factory.mktemp("clicks")
+    dataset = prepare(CLICKS, storage.uri_of(folder), folder / "scratch").uri
+    found, _ = trained(folder, dataset, steps=60, strategy="async_parameter_server", model=TABLES)
+    return TABLES, dataset, found[max(found)]
+
+
+def require_begun_with(uri, found, run):
+    first, before = values(found[0]), values(uri)
+    assert first.keys() == before.keys()
+    for key, value in before.items():
+        np.testing.assert_array_equal(first[key], value, err_msg=key)
+    assert storage.read_manifest(found[0]).fields["global_step"] == 0
+    assert storage.read_manifest(found[max(found)]).fields["warmed_from"] == uri
+    assert {event.uri for event in run.events(WarmStart)} == {uri}
+    # Training goes on from there.
+    last = values(found[max(found)])
+    assert any((last[key] != first[key]).any() for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        each if each in LED_DIFFERENTLY else pytest.param(each, marks=pytest.mark.long)
+        for each in STRATEGIES
+    ],
+)
+def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, strategy):
+    model, dataset, uri = digits
+    found, run = trained(
+        tmp_path, dataset, steps=20, strategy=strategy, model=model, warm_start=uri
+    )
+    require_begun_with(uri, found, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("single", marks=pytest.mark.long),
+        "async_parameter_server",
+        pytest.param("in_graph", marks=pytest.mark.long),
+    ],
+)
+def test_tables_that_are_spread_are_taken_whole(clicks, tmp_path, strategy):
+    model, dataset, uri = clicks
+    found, run = trained(
+        tmp_path, dataset, steps=20, strategy=strategy, model=model, warm_start=uri
+    )
+    require_begun_with(uri, found, run)
+
+
+@pytest.mark.slow
+def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
+    _, dataset, uri = digits
+    config = {
+        "model": {"name": "softmax"},
+        "training": {"steps": 100, "warm_start": uri},
+        "cluster": {"parameter_servers": 1, "workers": 1},
+    }
+    with launched(config, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert said.startswith(f"training.warm_start: {uri} is the checkpoint of another model: it has")
+    assert run.events(Restart) == run.events(Progress) == []
+    assert list_checkpoints(run.checkpoints) == []
