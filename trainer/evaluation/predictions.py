@@ -5,11 +5,12 @@ Their metrics, and the examples with the highest losses, as pictures where an in
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import keras
 import numpy as np
@@ -17,10 +18,9 @@ import tensorflow as tf
 
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
-from trainer.evaluation.columns import Column
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
-from trainer.tasks.base import Examples, Part, SplitError, Task
+from trainer.tasks.base import Array, Examples, Part, SplitError, Task
 from trainer.tasks.objective import Objective, in_single_precision
 
 MOST_WORST = 25
@@ -28,6 +28,12 @@ MOST_WORST = 25
 LARGEST_SIDE = 256
 _VALUES_IN_TEXT = 12
 _CHANNELS = (1, 3, 4)
+# Values of one part of a column, over all of its examples.
+_VALUES_AT_ONCE = 1 << 22
+MOST_ROWS = 1 << 16
+# Of texts of a slice, which shows the most frequent ones: among more than these hardly one is.
+MOST_TEXTS = 1 << 16
+OTHER = b"(other)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +152,69 @@ def _values(flat: Any) -> str:
 
 Answer = Callable[[Mapping[str, tf.Tensor]], Any]
 _LABEL, _OUTPUT, _WEIGHT, _CHAMPION = "label", "output", "weight", "champion_output"
+
+
+class Column:
+    """Values on disk: written batch by batch, and read in parts that fit into memory.
+
+    A `.npy` file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html), whose
+    header says how many examples it holds before the first one is written. Texts are numbers in
+    their file: their places in a list of the values that were met first.
+    """
+
+    def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
+        """Hold `rows` examples at a path; of texts all, or those that are met first."""
+        self.path = path
+        self._rows, self._has_all_texts = rows, has_all_texts
+        self._file: IO[bytes] | None = None
+        self._texts: dict[bytes, int] = {}
+        self._text_values: Array = np.array([OTHER], dtype=object)
+
+    def add(self, values: Array) -> None:
+        """Append the values [n, ...] of a batch."""
+        stored = self._numbers(values) if values.dtype == object else values
+        if self._file is None:
+            self._begin(stored)
+        assert self._file is not None
+        self._file.write(np.ascontiguousarray(stored).tobytes())
+
+    def end(self) -> None:
+        """Close the file; what is read from now on is whole."""
+        if self._file is not None:
+            self._file.close()
+        self._text_values = np.array([*self._texts, OTHER], dtype=object)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many examples fit into one part."""
+        return max(1, min(MOST_ROWS, _VALUES_AT_ONCE // max(1, math.prod(self._shape))))
+
+    def read(self, begin: int, end: int) -> Array:
+        """Return the values from example `begin` up to `end`."""
+        # A copy: of what is mapped the pages would stay.
+        found = np.array(np.load(self.path, mmap_mode="r")[begin:end])
+        return self._text_values[found] if self._texts else found
+
+    def _begin(self, first: Array) -> None:
+        self._shape = first.shape[1:]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("wb")
+        header = {
+            "descr": np.lib.format.dtype_to_descr(first.dtype),
+            "fortran_order": False,
+            "shape": (self._rows, *self._shape),
+        }
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def _numbers(self, values: Array) -> Array:
+        found = np.empty(values.shape, np.int32)
+        for place, each in np.ndenumerate(values):
+            fits = self._has_all_texts or len(self._texts) < MOST_TEXTS
+            if fits and each not in self._texts:
+                self._texts[each] = len(self._texts)
+            # The last value stands for all that came too late.
+            found[place] = self._texts.get(each, -1)
+        return found
 
 
 class Stored:

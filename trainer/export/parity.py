@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from trainer.cluster import child_process
 from trainer.errors import UserError
 from trainer.evaluation.signature import SERVING, serving_name
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
@@ -248,9 +249,9 @@ def _ask_process(process: Fresh, saved_model: str) -> dict[str, Any]:
         raise UserError(
             f"nothing is exported: a fresh process gave no answer in {SMOKE_SECONDS} s"
         ) from None
-    lines = [line for line in errors.splitlines() if line.strip()]
-    if process.returncode:
-        last = lines[-1].strip() if lines else f"exit code {process.returncode}"
-        raise UserError(f"nothing is exported: a fresh process cannot serve the model: {last}")
-    answer: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return answer
+    try:
+        return child_process.answer(process.returncode, out, errors)
+    except child_process.ChildError as error:
+        raise UserError(
+            f"nothing is exported: a fresh process cannot serve the model: {error}"
+        ) from None

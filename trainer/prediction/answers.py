@@ -22,6 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.prediction.exported_model import ExportedModel
+from trainer.tasks.multi_output import own_answers
 
 # With more classes their probabilities are a list in the order of the classes.
 MOST_NAMED = 1000
@@ -36,11 +37,7 @@ def columns_of(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
         return _columns(model.kinds[""], model.labels.get("", ()), answers, lengths)
     found: Columns = {}
     for name, kind in model.kinds.items():
-        own = {
-            column.removeprefix(f"{name}_"): values
-            for column, values in answers.items()
-            if column.startswith(f"{name}_")
-        }
+        own = own_answers(name, answers)
         inner = _columns(kind, model.labels.get(name, ()), own, lengths)
         found[name] = pa.StructArray.from_arrays(list(inner.values()), list(inner))
     return found

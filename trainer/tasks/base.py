@@ -15,7 +15,7 @@ The words for what a model gives, in the order in which one becomes the other:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -84,6 +84,23 @@ class Examples(Protocol):
 
     def parts(self) -> Iterator[Part]:
         """Read all of them in parts that fit into memory; may be called again."""
+
+
+@dataclass(frozen=True)
+class Remade:
+    """Examples whose parts are made anew while they are read: see `Examples`."""
+
+    examples: Examples
+    make: Callable[[Part], Part]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.examples.count
+
+    def parts(self) -> Iterator[Part]:
+        """Read all of them."""
+        return map(self.make, self.examples.parts())
 
 
 class Tally:

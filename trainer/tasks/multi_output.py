@@ -12,8 +12,9 @@ an income and a cross entropy, do not add up by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -21,7 +22,17 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks.base import Examples, Floats, Part, SplitError, Tally, Target, Task
+from trainer.tasks.base import (
+    Direction,
+    Examples,
+    Floats,
+    Part,
+    Remade,
+    SplitError,
+    Tally,
+    Target,
+    Task,
+)
 
 
 class MultiOutput(Task):
@@ -35,15 +46,11 @@ class MultiOutput(Task):
         super().__init__(Target(name=", ".join(parts), shape=(), dtype="several"))
         self._parts = parts
         self._weights = weights
-        self.directions = {  # type: ignore[misc]
-            "loss": "lower",
-            **{
-                f"{name}_{metric}": direction
-                for name, part in parts.items()
-                for metric, direction in part.directions.items()
-                if metric != "loss"
-            },
-        }
+        directions: dict[str, Direction | None] = {"loss": "lower"}
+        for name, part in parts.items():
+            own = {each: better for each, better in part.directions.items() if each != "loss"}
+            directions |= _named(name, own)
+        self.directions = directions  # type: ignore[misc]
 
     @property
     def parts(self) -> Mapping[str, Task]:
@@ -91,23 +98,15 @@ class MultiOutput(Task):
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
         """Return the columns of each task, after the name of its output."""
-        return {
-            f"{name}_{column}": values
-            for name, part in self._parts.items()
-            for column, values in part.answers(outputs[name]).items()
-        }
+        found: dict[str, tf.Tensor] = {}
+        for name, part in self._parts.items():
+            found |= _named(name, part.answers(outputs[name]))
+        return found
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
         """Return the outputs of each task, from the columns that begin with its name."""
         return {
-            name: part.outputs_of(
-                {
-                    column.removeprefix(f"{name}_"): values
-                    for column, values in answers.items()
-                    if column.startswith(f"{name}_")
-                }
-            )
-            for name, part in self._parts.items()
+            name: part.outputs_of(own_answers(name, answers)) for name, part in self._parts.items()
         }
 
     def example_losses(self, labels: Any, outputs: Any) -> Floats:
@@ -140,9 +139,9 @@ class MultiOutput(Task):
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self._parts.items():
-            each = part.details(_OfOutput(examples, name))
+            each = part.details(Remade(examples, partial(_of_output, name=name)))
             for kind in ("metrics", "intervals"):
-                found[kind] |= {f"{name}_{metric}": v for metric, v in each.pop(kind, {}).items()}
+                found[kind] |= _named(name, each.pop(kind, {}))
             for kind in ("tables", "charts"):
                 titled = each.pop(kind, [])
                 found[kind] += [{**one, "title": f"{name}: {one['title']}"} for one in titled]
@@ -190,25 +189,19 @@ class _OfSlice(Tally):
         found: dict[str, Any] = {"metrics": {}, "intervals": {}}
         for name, each in self._tallies.items():
             values = each.result()
-            for kind, all_of in found.items():
-                all_of |= {f"{name}_{metric}": v for metric, v in values.get(kind, {}).items()}
+            for kind in found:
+                found[kind] |= _named(name, values.get(kind, {}))
         return found
 
 
-@dataclass(frozen=True)
-class _OfOutput:
-    """The examples as one of the tasks has them."""
+def own_answers(name: str, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of one output, by the names that its task gives them."""
+    start = f"{name}_"
+    return {c.removeprefix(start): v for c, v in answers.items() if c.startswith(start)}
 
-    _examples: Examples
-    _name: str
 
-    @property
-    def count(self) -> int:
-        return self._examples.count
-
-    def parts(self) -> Iterator[Part]:
-        for part in self._examples.parts():
-            yield _of_output(part, self._name)
+def _named(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}_{key}": value for key, value in values.items()}
 
 
 def _of_output(part: Part, name: str) -> Part:

@@ -14,8 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -23,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError, UserError
-from trainer.tasks.base import Array, Examples, Floats, Part, Shape, Tally, Target
+from trainer.tasks.base import Array, Examples, Floats, Part, Remade, Shape, Tally, Target
 from trainer.tasks.ranking import Ranking, by_query, interval
 from trainer.tasks.retrieval.recall import Search
 
@@ -66,7 +65,7 @@ class Recommendation(Ranking):
         self._user, self._item, self._numbers = group, item, tuple(dict.fromkeys(k))
         self.directions = {  # type: ignore[misc]
             **Ranking.directions,
-            **{_named(each): "higher" for each in self._numbers},
+            **dict.fromkeys(map(_named, self._numbers), "higher"),
         }
 
     @property
@@ -108,7 +107,8 @@ class Recommendation(Ranking):
         Raises:
             UserError: there are fewer items than one of `k`.
         """
-        found = super().details(_Scored(examples))
+        logits = Remade(examples, lambda part: part._replace(outputs=part.outputs[:, :1]))
+        found = super().details(logits)
         search = Search()
         for part in examples.parts():
             self.fill(search, part)
@@ -166,21 +166,6 @@ class _OfSlice(Tally):
             found["metrics"][name] = float(values.mean()) if len(values) else None
             found["intervals"] |= {name: interval(values)} if len(values) else {}
         return found
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """The examples with their logits alone: see `trainer.tasks.base.Examples`."""
-
-    _examples: Examples
-
-    @property
-    def count(self) -> int:
-        return self._examples.count
-
-    def parts(self) -> Iterator[Part]:
-        for part in self._examples.parts():
-            yield part._replace(outputs=part.outputs[:, :1])
 
 
 def _named(number: int) -> str:
