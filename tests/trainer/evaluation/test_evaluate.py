@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from sklearn.metrics import roc_auc_score
 
 from tests.trainer import small_run
+from tests.trainer.objectives import NO_ROLES, of_classes
+from tests.trainer.small_run import CLASSES, publish_checkpoint
 from trainer import storage
 from trainer.config.load import parse_config
-from trainer.data.spec import DatasetSpec
+from trainer.data.preparation.shards import ShardWriter
+from trainer.data.records import encode
+from trainer.data.spec import SCHEMA, DatasetSpec, FeatureSpec
 from trainer.errors import UserError
 from trainer.evaluation import evaluate as evaluation
-from trainer.tasks import registry
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+from trainer.tasks import registry as tasks
 from trainer.tasks.metrics import losses, softmax
 
 
@@ -218,7 +227,7 @@ def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone(run,
 
 def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, tmp_path):
     result = _evaluate(run, storage.uri_of(tmp_path / "evaluation"), tmp_path / "scratch")
-    objective = registry.objective_of(
+    objective = tasks.objective_of(
         run.config, DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
     )
     assert set(result.metrics) == set(objective.directions)
@@ -296,3 +305,134 @@ def test_a_missing_checkpoint_or_dataset_is_refused(run, tmp_path):
     absent = storage.uri_of(tmp_path / "absent")
     assert absent in _refusal(run, tmp_path, checkpoint=absent)
     assert absent in _refusal(run, tmp_path, dataset=absent)
+
+
+def _batches(run, size=10):
+    return tf.data.Dataset.from_tensor_slices((run.images, run.labels)).batch(size)
+
+
+def measure(model, batches):
+    return measurer(model)(batches)
+
+
+def measurer(model):
+    """Return a function from batches to the loss and the metrics of a model as it is then."""
+    objective = of_classes(small_run.CLASSES)
+    objective.attach(model)
+    return lambda batches: objective.means(objective.totals(model, batches).numpy())
+
+
+def test_measure_agrees_with_the_evaluation(run, tmp_path):
+    output = storage.uri_of(tmp_path / "evaluation")
+    whole = evaluation.evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path)
+    measured = measure(run.model, _batches(run))
+    expected = {name: whole.metrics[name] for name in ("loss", "accuracy")}
+    assert measured == pytest.approx(expected, rel=1e-5)
+    assert {type(value) for value in measured.values()} == {float}
+
+
+@pytest.mark.slow
+def test_measure_weighs_the_last_batch_by_its_examples(run):
+    by_one, by_all = (measure(run.model, _batches(run, size)) for size in (1, 96))
+    assert by_one == pytest.approx(by_all, rel=1e-5)
+
+
+def test_a_measurer_reads_the_weights_as_they_are(run):
+    model = small_run.template_model(run.config, *small_run.digits())
+    measured = measurer(model)
+    before = measured(_batches(run))
+    model.variables[0].assign(np.zeros((64, 10), np.float32))
+    model.variables[1].assign(np.zeros(10, np.float32))
+    assert measured(_batches(run))["loss"] == pytest.approx(np.log(10)) != before["loss"]
+
+
+def test_measure_switches_dropout_off(run):
+    dropout = keras.Sequential([keras.layers.Dropout(0.9), run.model])
+    expected = measure(run.model, _batches(run))
+    assert measure(dropout, _batches(run)) == pytest.approx(expected)
+
+
+def test_measure_gives_a_loss_that_is_not_finite_as_it_is(run):
+    model = small_run.template_model(run.config, *small_run.digits())
+    model.variables[1].assign(np.full(10, np.nan, np.float32))
+    assert np.isnan(measure(model, _batches(run))["loss"])
+
+
+def test_measure_refuses_no_examples(run):
+    with pytest.raises(UserError, match="no examples"):
+        measure(run.model, _batches(run).take(0))
+
+
+def test_measure_takes_labels_of_any_whole_type(run):
+    for dtype in ("uint8", "int32"):
+        batches = tf.data.Dataset.from_tensor_slices((run.images, run.labels.astype(dtype)))
+        assert measure(run.model, batches.batch(50))["accuracy"] > 0.5
+
+
+SHAPE = (64, 64, 1)
+FEW, MANY = 10_000, 60_000
+FEATURES = {
+    "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
+    "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=CLASSES),
+}
+# Of resident memory: it settles within the first thousands of examples.
+SLACK = 60 << 20
+# `ru_maxrss` would begin with what the process that starts this one has taken.
+PEAK = """
+import re, sys
+from pathlib import Path
+from trainer.config.load import parse_config
+from trainer.evaluation.evaluate import evaluate
+dataset, checkpoint, output, scratch = sys.argv[1:]
+config = parse_config({"model": {"name": "softmax"}, "evaluation": {"batch_size": 200}})
+evaluate(config, dataset, checkpoint, output, Path(scratch))
+status = Path("/proc/self/status").read_text()
+print(int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024)
+"""
+
+
+def published(folder, examples):
+    source = folder / f"source-{examples}"
+    source.mkdir()
+    writer = ShardWriter(source, "test", 4)
+    generator = np.random.default_rng(0)
+    for _ in range(examples // 500):
+        batch = {
+            "image": generator.integers(0, 256, (500, *SHAPE), np.uint8),
+            "label": generator.integers(0, CLASSES, 500),
+        }
+        for record in encode(FEATURES, batch):
+            writer.add(record)
+    writer.flush()
+    uri = storage.uri_of(folder / f"dataset-{examples}")
+    fields = {
+        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "targets": ["label"],
+        **NO_ROLES,
+        "features": {name: feature.to_json() for name, feature in FEATURES.items()},
+        "splits": {"test": {"examples": examples, "shards": writer.examples}},
+    }  # fmt: skip
+    storage.publish(source, uri, kind="dataset", fields=fields)
+    return uri
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_memory_for_many_examples_is_that_for_few_and_the_predictions(tmp_path):
+    config = parse_config({"model": {"name": "softmax"}})
+    spec = InputSpec(shape=SHAPE, dtype="uint8", output_shape=(CLASSES,))
+    checkpoint = publish_checkpoint(tmp_path / "ckpt", registry.build(config.model, spec, 0))
+    peaks = []
+    for examples in (FEW, MANY):
+        dataset = published(tmp_path, examples)
+        scratch = tmp_path / f"scratch-{examples}"
+        scratch.mkdir()
+        output = storage.uri_of(tmp_path / f"evaluation-{examples}")
+        command = [sys.executable, "-c", PEAK, dataset, checkpoint, output, str(scratch)]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        peaks.append(int(ended.stdout))
+    more = MANY - FEW
+    predictions = more * (2 * CLASSES * tf.float32.size + tf.int64.size)
+    # scikit-learn works on copies of them.
+    allowed = 4 * predictions + SLACK
+    assert allowed * 2 < more * np.prod(SHAPE), "the examples themselves would be noticed"
+    assert peaks[1] - peaks[0] < allowed

@@ -13,6 +13,8 @@ import tensorflow as tf
 from tests.trainer import small_run
 from trainer import storage
 from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.export import model_card
 
 # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -172,3 +174,14 @@ def test_a_decision_that_was_changed_by_hand_does_not_count(run, tmp_path):
     path = storage.local_path(decision) / "decision.json"
     path.write_text(path.read_text().replace('"refused"', '"blessed"'))
     assert "decision.json" in small_run.refused_export(run, decision, tmp_path)
+
+
+def training_of(config: Config) -> str:
+    facts = model_card.Facts(config=config, dataset="", checkpoint="", decision="", step=3)
+    return model_card._training(facts)
+
+
+def test_it_names_the_bundle_of_the_users_modules_where_there_is_one():
+    uri = f"s3://team/flotilla/code/{'a' * 64}"
+    assert training_of(Config(code=uri)).endswith(f"those of the bundle `{uri}`.")
+    assert "bundle" not in training_of(Config())

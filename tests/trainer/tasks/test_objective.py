@@ -1,14 +1,402 @@
-"""Metrics are read from sums, whatever their `result` returns."""
+"""A model that was compiled brings its loss and its metrics; what contradicts a run is refused."""
 
 from __future__ import annotations
 
+import sys
+import textwrap
+
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.trainer.tasks.measuring import InParts, target
+from trainer.errors import ConfigError
+from trainer.tasks import named
+from trainer.tasks.base import Target
+from trainer.tasks.classification import Classification
+from trainer.tasks.compiled import compiled_of
 from trainer.tasks.objective import Objective
 from trainer.tasks.regression import Regression
+from trainer.tasks.task_loss import class_weights, weights_by_class
+
+CLASSES = 3
+INPUTS = np.array([[0.1, 2.0], [1.0, -1.0], [0.5, 0.5], [-2.0, 0.3]], np.float32)
+LABELS = np.array([0, 2, 1, 1], np.int64)
+WEIGHTS = np.array([1.0, 0.0, 3.0, 0.5], np.float32)
+
+
+def task(**target):
+    return Classification(
+        Target(name="label", shape=(), dtype="int64", num_classes=CLASSES, **target)
+    )
+
+
+def net(activation=None, **compiled):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, activation)(inputs))
+    if compiled:
+        model.compile(**compiled)
+    return model
+
+
+def accepted(model, **settings):
+    objective = Objective(task(), **settings)
+    objective.accept(model, model(keras.Input((2,))))
+    return objective
+
+
+def batches(weights=None):
+    arrays = (INPUTS, LABELS) if weights is None else (INPUTS, LABELS, weights)
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(3)
+
+
+def measured(objective, model, weights=None):
+    return objective.means(objective.totals(model, batches(weights)).numpy())
+
+
+def by_keras(model, weights=None):
+    """Return what Keras's own evaluation of a compiled model gives."""
+    found = model.evaluate(INPUTS, LABELS, sample_weight=weights, return_dict=True, verbose=0)
+    return {name: pytest.approx(value, rel=1e-5) for name, value in found.items()}
+
+
+def average_error(labels, outputs):
+    return tf.reduce_mean(tf.abs(tf.one_hot(tf.cast(labels, tf.int32), CLASSES) - outputs), -1)
+
+
+def in_two(name):
+    return keras.metrics.SparseTopKCategoricalAccuracy(2, name=name)
+
+
+LOGITS = keras.losses.SparseCategoricalCrossentropy
+COMPILED = {
+    "name": ("softmax", {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}),
+    "object": (None, {"loss": LOGITS(from_logits=True), "weighted_metrics": ["acc"]}),
+    "by shape": ("softmax", {"loss": "crossentropy", "metrics": ["accuracy"]}),
+    "function": (
+        "softmax",
+        {"loss": average_error, "loss_weights": 0.5, "metrics": [average_error]},
+    ),
+    "several": (
+        "softmax",
+        {
+            "loss": "sparse_categorical_crossentropy",
+            "metrics": lambda: [in_two("top_2")],
+            "weighted_metrics": lambda: [in_two("weighed")],
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_loss_and_metrics_are_those_of_keras(kind, weights):
+    activation, compiled = COMPILED[kind]
+
+    def model_of():
+        # A metric is of one model.
+        fresh = {
+            name: each() if "metrics" in name and callable(each) else each
+            for name, each in compiled.items()
+        }
+        return net(activation, optimizer="sgd", **fresh)
+
+    expected = by_keras(model_of(), weights)
+    model = model_of()
+    found = measured(accepted(model), model, weights)
+    # That of the task, in which examples weigh, has the name before.
+    common = expected.keys() - ({"accuracy"} if weights is not None else set())
+    assert {name: found[name] for name in common} == {name: expected[name] for name in common}
+
+
+def test_the_gradient_is_that_of_keras():
+    compiled = {"optimizer": keras.optimizers.SGD(1.0), "loss": "sparse_categorical_crossentropy"}
+    expected, model = net("softmax", **compiled), net("softmax", **compiled)
+    expected.train_on_batch(INPUTS, LABELS, WEIGHTS)
+    before = model.get_weights()
+    objective = accepted(model)
+    with tf.GradientTape() as tape:
+        loss = objective.loss(model, (INPUTS, LABELS, WEIGHTS), model(INPUTS, training=True))
+    gradient = tape.gradient(loss, [each.value for each in model.trainable_variables])
+    for start, step, end in zip(before, gradient, expected.get_weights(), strict=True):
+        np.testing.assert_allclose(start - step, end, atol=1e-6)
+
+
+class TestProbabilities:
+    def test_outputs_are_their_logits(self):
+        model = net("softmax", loss="sparse_categorical_crossentropy")
+        found = accepted(model).task
+        answers = found.answers(found.outputs(model(INPUTS)))
+        np.testing.assert_allclose(answers["probabilities"], model(INPUTS), atol=1e-6)
+        np.testing.assert_allclose(found.given(answers["logits"]), model(INPUTS), atol=1e-6)
+
+    def test_a_certain_answer_stays_finite(self):
+        found = task()
+        found.from_probabilities = True
+        assert np.isfinite(found.outputs(tf.constant([[1.0, 0.0, 0.0]]))).all()
+
+    @pytest.mark.parametrize("named", ["sparse_categorical_crossentropy", "CategoricalHinge"])
+    @pytest.mark.parametrize("activation", [None, "softmax"])
+    def test_a_loss_by_name_takes_what_the_model_gives(self, named, activation):
+        found = accepted(net(activation), loss=named)
+        assert found.task.from_probabilities == (activation == "softmax")
+
+    def test_the_configured_loss_goes_before_the_compiled_one(self):
+        model = net(None, loss="mse")
+        value = measured(accepted(model, loss="sparse_categorical_crossentropy"), model)["loss"]
+        assert value == pytest.approx(measured(accepted(net()), net())["loss"])
+
+
+def last(layer):
+    inputs = keras.Input((2,))
+    return keras.Model(inputs, layer(keras.layers.Dense(CLASSES)(inputs)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: net("softmax"),
+        lambda: net("softmax", loss=LOGITS(from_logits=True)),
+        lambda: last(keras.layers.Softmax()),
+        lambda: last(keras.layers.Activation("softmax")),
+        lambda: last(keras.ops.softmax),
+        lambda: keras.Sequential([keras.Input((2,)), net("softmax")]),
+    ],
+)
+def test_probabilities_without_a_loss_for_them_are_refused(model):
+    with pytest.raises(ConfigError, match="it has to return logits; remove the softmax from its"):
+        accepted(model())
+
+
+def test_logits_for_a_loss_of_probabilities_are_refused():
+    with pytest.raises(ConfigError, match=r"its loss takes probabilities, and its last layer give"):
+        accepted(net(None, loss="sparse_categorical_crossentropy"))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "message"),
+    [
+        ({"loss": "mse", "steps_per_execution": 8}, "it is compiled with steps_per_execution=8, "),
+        ({"loss": "mse", "run_eagerly": True}, "it is compiled with run_eagerly=True, and steps "),
+        ({"loss": "mean_sqared_error"}, "its compile(loss=...) does not fit: "),
+        ({"loss": {"other": "mse"}}, "its compile(loss=...) does not fit: "),
+    ],
+)
+def test_what_contradicts_a_run_is_refused_in_one_line(compiled, message):
+    with pytest.raises(ConfigError) as error:
+        accepted(net("softmax", **compiled))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_xla_is_asked_for_by_name():
+    assert compiled_of(net(loss="mse", jit_compile=True)).jit_compile
+    assert not compiled_of(net(loss="mse")).jit_compile
+
+
+def test_the_optimizer_is_known_and_leaves_the_model(tmp_path):
+    model = net(None, optimizer=keras.optimizers.SGD(0.25), loss=LOGITS(from_logits=True))
+    assert accepted(model).compiled.optimizer.get_config()["learning_rate"] == 0.25
+    model.save(tmp_path / "model.keras")
+    assert not keras.models.load_model(tmp_path / "model.keras").compiled
+
+
+def test_a_model_that_was_not_compiled_keeps_the_loss_of_the_task():
+    assert compiled_of(net()) is None
+    model = net(metrics=["accuracy"])
+    assert accepted(model).compiled.loss is None
+    plain = net()
+    assert measured(accepted(model), model) == measured(accepted(plain), plain)
+
+
+def test_two_metrics_of_one_name_are_refused():
+    model = net(None, metrics=[keras.metrics.MeanSquaredError(name="accuracy")])
+    with pytest.raises(ConfigError, match="two metrics are called 'accuracy': give one of the"):
+        accepted(model)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        del x, y, sample_weight
+        return keras.ops.mean(keras.ops.square(y_pred)) + (0.0 if training else 100.0)
+
+
+def test_a_loss_that_the_model_computes_is_measured():
+    inputs = keras.Input((2,))
+    model = OwnLoss(inputs, keras.layers.Dense(CLASSES)(inputs))
+    objective = accepted(model)
+    value = np.square(model(INPUTS)).mean()
+    assert float(objective.loss(model, (INPUTS, LABELS), model(INPUTS))) == pytest.approx(value)
+    assert measured(objective, model)["loss"] == pytest.approx(100 + value)
+
+
+def test_a_loss_of_the_users_takes_standardized_labels():
+    target = Target(name="y", shape=(), dtype="float32", moments={"mean": 10.0, "std": 2.0})
+    objective = Objective(Regression(target, standardize=True), loss="mean_absolute_error")
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="zeros")(inputs))
+    objective.accept(model, model.output)
+    labels = tf.constant([12.0, 10.0, 9.0, 10.0])
+    value = objective.loss(model, (INPUTS, labels), model(INPUTS))
+    assert float(value) == pytest.approx(1.5 / 4)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        (
+            {"loss": "sparse_categorical_crossentopy"},
+            "its compile(loss=...) does not fit: Could not interpret loss identifier: "
+            "sparse_categorical_crossentopy; did you mean 'sparse_categorical_crossentropy'?",
+        ),
+        (
+            {"loss": LOGITS(from_logits=True), "metrics": ["acuracy"]},
+            "its compile(metrics=...) does not fit: Could not interpret metric identifier: acuracy;"
+            " did you mean 'accuracy'?",
+        ),
+        (
+            {"loss": "categorical_crossentropy"},
+            "its loss does not fit labels and outputs: ",
+        ),
+    ],
+)
+def test_the_nearest_right_name_is_said(compiled, words):
+    model = net("softmax" if isinstance(compiled["loss"], str) else None, **compiled)
+    with pytest.raises(ConfigError) as error:
+        accepted(model)
+    assert str(error.value).startswith(words)
+    if compiled["loss"] == "categorical_crossentropy":
+        assert str(error.value).endswith(
+            "; of labels that are numbers of classes, use sparse_categorical_crossentropy"
+        )
+
+
+SYMBOLS = keras.KerasTensor((None,), "int64"), keras.KerasTensor((None, 3))
+OWN = """
+import keras
+
+def third(labels, outputs):
+    return keras.ops.mean(keras.ops.abs(outputs), -1) / 3
+
+def made():
+    return keras.metrics.SparseTopKCategoricalAccuracy(2, name="in_two")
+
+class Kept(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.mean(y_pred ** 2, -1)
+
+NUMBER = 3
+
+def broken():
+    raise ValueError("no such file")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_named.py").write_text(textwrap.dedent(OWN))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_named", raising=False)
+    yield
+    sys.modules.pop("own_named", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "reported", "direction"),
+    [
+        ("accuracy", "accuracy", "higher"),
+        ("AUC", "auc", "higher"),
+        ("mae", "mae", "lower"),
+        ("mean_absolute_error", "mean_absolute_error", "lower"),
+        ("RootMeanSquaredError", "root_mean_squared_error", "lower"),
+        ("r2_score", "r2_score", "higher"),
+        ("sparse_categorical_crossentropy", "sparse_categorical_crossentropy", "lower"),
+        ("false_positives", "false_positives", None),
+        ("cosine_similarity", "cosine_similarity", "higher"),
+        ("kl_divergence", "kl_divergence", "lower"),
+    ],
+)
+def test_a_metric_of_keras_has_its_name_and_direction(name, reported, direction):
+    found = named.metric(name, "task.metrics", *SYMBOLS)
+    assert (found.name, named.direction_of(found)) == (reported, direction)
+
+
+@pytest.mark.usefixtures("own")
+def test_metrics_and_losses_of_the_users_own():
+    function = named.metric("own_named:third", "task.metrics", *SYMBOLS)
+    assert (function.name, named.direction_of(function)) == ("third", None)
+    assert named.metric("own_named:made", "task.metrics", *SYMBOLS).name == "in_two"
+    assert isinstance(named.loss("own_named:Kept", "task.loss", logits=True), keras.losses.Loss)
+    model = net()
+    found = measured(accepted(model, loss="own_named:third", metrics=["own_named:made"]), model)
+    assert found["in_two"] >= found["accuracy"]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("acuracy", "task.metrics: no metric 'acuracy'; did you mean 'accuracy'?"),
+        ("xyzzy", "task.metrics: no metric 'xyzzy' (a name of keras.metrics, or package.module:"),
+        ("Mean", "task.metrics: no metric 'Mean'"),
+        ("MeanIoU", "task.metrics: MeanIoU cannot be made without arguments: TypeError: "),
+        ("own_named:thrid", "task.metrics: own_named has no metric 'thrid'; did you mean 'third'?"),
+        ("own_named:NUMBER", "task.metrics: own_named:NUMBER is a int, not a metric"),
+        ("own_named:broken", "task.metrics: own_named:broken cannot be made without arguments: "),
+        ("no_such:thing", "task.metrics: no_such:thing: cannot import no_such: "),
+    ],
+)
+def test_another_metric_is_refused_in_one_line(name, message):
+    with pytest.raises(ConfigError) as error:
+        accepted(net(), metrics=[name])
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean_sqared_error", "task.loss: no loss 'mean_sqared_error'; did you mean 'mean_squared"),
+        ("own_named:NUMBER", "task.loss: own_named:NUMBER is a int, not a loss"),
+    ],
+)
+def test_another_loss_is_refused_in_one_line(name, message):
+    with pytest.raises(ConfigError) as error:
+        accepted(net(), loss=name)
+    assert str(error.value).startswith(message)
+
+
+def test_a_metric_that_does_not_fit_the_labels_is_refused():
+    with pytest.raises(ConfigError) as error:
+        accepted(net(), metrics=["mean_squared_error"])
+    assert str(error.value).startswith("its metrics do not fit labels and outputs: Invalid")
+    assert "\n" not in str(error.value)
+
+
+def test_a_further_metric_takes_predictions():
+    model = net()
+    objective = accepted(model, metrics=["sparse_categorical_crossentropy"])
+    found = measured(objective, model)
+    assert found["sparse_categorical_crossentropy"] == pytest.approx(found["loss"], rel=1e-5)
+    assert objective.directions["sparse_categorical_crossentropy"] == "lower"
+
+
+def test_variables_without_values_get_none_when_another_scope_ends():
+    made = []
+
+    def create(next_creator, **kwargs):
+        made.append(kwargs["name"])
+        return next_creator(**kwargs)
+
+    with named.without_values():
+        keras.metrics.Mean().update_state([1.0])
+    with tf.variable_creator_scope(create), keras.StatelessScope():
+        pass
+    assert made == []
 
 
 class Seen(keras.Metric):
@@ -48,3 +436,101 @@ def test_what_a_metric_maps_over_examples_may_branch():
     objective = Objective(Regression(target(labels)), metrics=[f"{__name__}:turned"])
     (part,) = InParts(labels, np.float32([[-1], [2], [-3], [4]])).parts()
     assert objective.means(objective.sums(part))["turned"] == 2.5
+
+
+KEY = "training.class_weights"
+NAMES = ("cat", "dog", "cow")
+
+
+def of(*counts, labels=NAMES):
+    return task(labels=labels, counts={"train": counts})
+
+
+def test_they_are_those_of_fit():
+    weights = {0: 2.0, 1: 0.5, 2: 1.0}
+    expected, model = net(), net()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    expected.compile(keras.optimizers.SGD(1.0), loss)
+    expected.train_on_batch(INPUTS, LABELS, class_weight=weights)
+    objective = Objective(task(), weights={"": np.array([2.0, 0.5, 1.0], np.float32)})
+    objective.attach(model)
+    before = model.get_weights()
+    with tf.GradientTape() as tape:
+        batch = (tf.constant(INPUTS), tf.constant(LABELS))
+        value = objective.loss(model, batch, model(INPUTS, training=True))
+    gradient = tape.gradient(value, [each.value for each in model.trainable_variables])
+    for start, step, end in zip(before, gradient, expected.get_weights(), strict=True):
+        np.testing.assert_allclose(start - step, end, atol=1e-6)
+
+
+def test_they_multiply_the_weights_of_examples():
+    weights = weights_by_class(
+        np.array([2.0, 0.5, 1.0], np.float32), task(), tf.constant(LABELS), tf.constant(WEIGHTS)
+    )
+    np.testing.assert_allclose(weights, WEIGHTS * [2.0, 1.0, 0.5, 0.5])
+
+
+def test_a_validation_knows_none():
+    batches = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(4)
+    model = net()
+    found = [
+        (objective := Objective(task(), weights=weights)).means(
+            objective.totals(model, batches).numpy()
+        )
+        for weights in (None, {"": np.array([9.0, 9.0, 9.0], np.float32)})
+    ]
+    assert found[0] == found[1]
+
+
+class Several(Classification):
+    """Stands for several labels of one example."""
+
+    link = "sigmoid"
+
+    def __init__(self):
+        super().__init__(Target(name="label", shape=(), dtype="int64", num_classes=CLASSES))
+        self.target = Target(name="labels", shape=(CLASSES,), dtype="int64")
+
+    def loss(self):
+        return keras.losses.BinaryCrossentropy(from_logits=True)
+
+
+def test_of_several_labels_each_one_that_an_example_has_weighs():
+    labels = tf.constant([[1, 0, 1], [0, 0, 0]])
+    table = np.array([4.0, 3.0, 0.5], np.float32)
+    found = weights_by_class(table, Several(), labels, tf.constant([1.0, 2.0]))
+    np.testing.assert_allclose(found, [[4.0, 1.0, 0.5], [2.0, 2.0, 2.0]])
+    objective, model = Objective(Several(), weights={"": table}), net()
+    objective.attach(model)
+    outputs = tf.constant([[1.0, -1.0, 0.5], [0.0, 2.0, -0.5]])
+    expected = np.mean(
+        tf.nn.weighted_cross_entropy_with_logits(tf.cast(labels, tf.float32), outputs, table)
+    )
+    value = objective.loss(model, (tf.constant(INPUTS[:2]), labels), outputs)
+    assert float(value) == pytest.approx(expected)
+
+
+def test_balanced_classes_weigh_the_same_together():
+    counts = np.array([2, 8, 10])
+    found = class_weights("balanced", of(*counts), KEY)
+    np.testing.assert_allclose(found * counts, 20 / 3)
+    assert class_weights("balanced", task(), KEY) is None
+    assert class_weights("", of(*counts), KEY) is None
+
+
+def test_classes_are_named_or_numbered():
+    np.testing.assert_allclose(class_weights({"dog": 2.0, "2": 3.0}, of(), KEY), [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dgo": 1.0}, "training.class_weights: there is no class 'dgo'; did you mean 'dog'?"),
+        ({"7": 1.0}, "training.class_weights: there is no class '7' (the classes are cat, dog, "),
+        ("balanced", "training.class_weights: balanced has no weight for 'dog', of which the tra"),
+    ],
+)
+def test_a_class_that_does_not_exist_is_refused(given, message):
+    with pytest.raises(ConfigError) as error:
+        class_weights(given, of(5, 0, 1), KEY)
+    assert str(error.value).startswith(message)

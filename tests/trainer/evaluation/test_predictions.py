@@ -1,0 +1,404 @@
+"""The metrics of a task over examples in parts: sums of metrics, and what the task adds to them."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from contextlib import closing
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer.tasks.measuring import InParts, target
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.evaluation import predictions
+from trainer.evaluation.predictions import (
+    MOST_WORST,
+    OTHER,
+    Column,
+    Worst,
+    Writer,
+    measured,
+    predict,
+)
+from trainer.evaluation.slices import sliced
+from trainer.tasks import base
+from trainer.tasks.base import Part, SplitError, Target
+from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.classification import Classification
+from trainer.tasks.metrics import losses
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.multilabel_classification import MultilabelClassification
+from trainer.tasks.objective import Objective
+from trainer.tasks.ranking import Ranking
+from trainer.tasks.regression import Regression
+from trainer.tasks.sequences import SequenceLabelling
+
+COUNT, CLASSES = 40, 3
+RANDOM = np.random.default_rng(5)
+LABELS = RANDOM.integers(CLASSES, size=COUNT)
+LOGITS = RANDOM.normal(size=(COUNT, CLASSES)).astype("float32")
+WEIGHTS = RANDOM.uniform(size=COUNT).astype("float32")
+
+
+def classifier() -> Objective:
+    return Objective(Classification(target(LABELS, num_classes=CLASSES)))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
+def test_parts_are_measured_as_one_whole(weights):
+    found = measured(classifier(), InParts(LABELS, LOGITS, weights))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(LABELS, LOGITS, weights)
+    assert found["metrics"]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    hits = np.average(LOGITS.argmax(axis=1) == LABELS, weights=weights)
+    assert found["metrics"]["accuracy"] == pytest.approx(hits, rel=1e-6)
+
+
+def test_details_of_the_task_come_with_its_metrics():
+    objective = classifier()
+    examples = InParts(LABELS, LOGITS)
+    found, details = measured(objective, examples), objective.task.details(examples)
+    # Those of the details are added to the means, and stand only there.
+    assert details["metrics"].items() <= found["metrics"].items()
+    assert found["intervals"] == details["intervals"]
+    others = {"metrics", "intervals"}
+    assert found.keys() - others == details.keys() - others
+
+
+def test_a_task_without_intervals_has_none():
+    labels = RANDOM.normal(size=COUNT).astype("float32")
+    outputs = labels[:, np.newaxis] + 0.5
+    found = measured(Objective(Regression(target(labels))), InParts(labels, outputs))
+    assert found["intervals"] == {}
+    assert found["metrics"]["mean_absolute_error"] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_a_metric_of_the_configuration_is_measured_with_those_of_the_task():
+    labels = RANDOM.normal(size=COUNT).astype("float32")
+    objective = Objective(Regression(target(labels)), metrics=["log_cosh_error"])
+    found = measured(objective, InParts(labels, labels[:, np.newaxis]))["metrics"]
+    assert found["log_cosh_error"] == pytest.approx(0, abs=1e-6)
+    assert set(found) == {*Regression.directions, "log_cosh_error"}
+
+
+def test_no_text_is_left_out_of_what_the_task_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "MOST_TEXTS", 2)
+    users, labels = np.array([f"u{n}".encode() for n in range(8)], object), np.arange(8) % 2
+    named = {"user": users, "city": users}
+    batches = tf.data.Dataset.from_tensor_slices(((np.ones((8, 1), "float32"), labels), named))
+    given = keras.Input((1,))
+    model = keras.Model(given, keras.layers.Dense(1)(given))
+    objective = Objective(Ranking(target(labels), group="user"))
+    with closing(Writer(tmp_path / "predictions", tmp_path / "columns", 8)) as writer:
+        found = predict(objective, model, SPEC, batches.batch(3), writer)
+    (part,) = found.own.parts()
+    assert part.columns["user"].tolist() == users.tolist()
+    assert part.columns["city"].tolist() == [b"u0", b"u1", *[predictions.OTHER] * 6]
+    (queries, *_) = objective.task.details(found.own)["tables"]
+    assert queries["rows"][0] == ["all", 8]
+
+
+SPEC = DatasetSpec(
+    features={
+        "x": FeatureSpec(shape=(), dtype="float32", stored="float"),
+        "w": FeatureSpec(shape=(), dtype="float32", stored="float"),
+    },
+    inputs=("x",),
+    targets=("label",),
+    weight="w",
+    shards={},
+)
+THREE = Classification(target([0, 1, 2], num_classes=3))
+NUMBER = Regression(target([0.0, 2.0]))
+BOTH = MultiOutput({"kind": THREE, "size": NUMBER}, {"kind": 1.0, "size": 1.0})
+
+
+def model_of(*shape):
+    """Return a model that answers the input at every place of its output."""
+    given = keras.Input(())
+    ones = keras.layers.Reshape((1,) * len(shape))(given)
+    return keras.Model(given, keras.layers.Lambda(lambda x: x * tf.ones(shape))(ones))
+
+
+def predicted(task, model, tmp_path, labels, **given):
+    count = len(tf.nest.flatten(labels)[0])
+    inputs, weights = (
+        np.asarray(given.get(name, [1] * count), np.float32) for name in ("x", "weights")
+    )
+    batches = tf.data.Dataset.from_tensor_slices(((inputs, labels, weights), {})).batch(2)
+    with closing(Writer(tmp_path / "predictions", tmp_path / "columns", count)) as writer:
+        return predict(Objective(task), model, SPEC, batches, writer)
+
+
+def refusal(task, model, tmp_path, labels, **given):
+    with pytest.raises(SplitError) as caught:
+        predicted(task, model, tmp_path, labels, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "wanted"),
+    [
+        (THREE, np.array([0, 1, 3]), "the label 3, outside of 0 to 2; correct its builder"),
+        (
+            BinaryClassification(target([0, 1])),
+            np.array([0, 1, 2]),
+            "the label 2, which is neither 0 nor 1; correct its builder",
+        ),
+        (
+            MultilabelClassification(target([[0, 1], [1, 0]])),
+            np.array([[0, 1], [1, 1], [-1, 0]]),
+            "the label -1, which is neither 0 nor 1; correct its builder",
+        ),
+        (
+            NUMBER,
+            np.array([0.5, 1.0, np.nan]),
+            "the label nan, which is no finite number; correct its builder",
+        ),
+        (
+            SequenceLabelling(target([[0, 1], [1, -1]], num_classes=2)),
+            np.array([[0, 1], [-1, -1], [0, 2]]),
+            "the label 2, outside of 0 to 1; correct its builder",
+        ),
+    ],
+)
+def test_a_label_that_the_task_does_not_know_is_refused(task, labels, wanted, tmp_path):
+    assert refusal(task, model_of(*task.output_shape), tmp_path, labels) == wanted
+
+
+def both():
+    given = keras.Input(())
+    kind, size = (model_of(n)(given) for n in (3, 1))
+    return keras.Model(given, {"kind": kind, "size": size})
+
+
+def test_of_several_outputs_the_one_with_the_label_is_named(tmp_path):
+    labels = {"kind": np.array([0, 1]), "size": np.array([0.0, np.inf])}
+    assert refusal(BOTH, both(), tmp_path, labels) == (
+        "for the output 'size' the label inf, which is no finite number; correct its builder"
+    )
+
+
+def test_an_example_of_which_one_output_is_no_number_is_counted(tmp_path):
+    labels = {"kind": np.array([0, 1, 2]), "size": np.zeros(3)}
+    found = predicted(BOTH, both(), tmp_path, labels, x=[1, np.nan, 2])
+    assert found.unsound == (1, 0)
+
+
+def test_examples_that_all_weigh_nothing_are_refused(tmp_path):
+    text = refusal(THREE, model_of(3), tmp_path, np.array([0, 1, 2]), weights=[0, 0, 0])
+    assert text == "no example that weighs anything: 'w' of each is 0"
+    found = predicted(THREE, model_of(3), tmp_path, np.array([0, 1, 2]), weights=[0, 0, 1])
+    assert found.own.count == 3
+
+
+def test_files_are_closed_where_an_example_is_refused(tmp_path):
+    refusal(THREE, model_of(3), tmp_path, np.array([0, 1, 0, 3]))
+    written = {*tmp_path.rglob("*.npy")}
+    assert written
+    assert not written & {link.resolve() for link in Path("/proc/self/fd").iterdir()}
+
+
+def test_one_class_alone_has_areas_that_are_not_defined(tmp_path):
+    task = BinaryClassification(target([0, 1]))
+    found = predicted(task, model_of(1), tmp_path, np.zeros(3, int))
+    metrics = measured(Objective(task), found.own)["metrics"]
+    assert metrics["auc"] is metrics["pr_auc"] is None
+    assert metrics["accuracy"] == 0
+
+
+def test_sequences_that_are_all_padding_have_a_loss_and_no_accuracy(tmp_path):
+    task = SequenceLabelling(target([[0, 1], [1, -1]], num_classes=2))
+    found = predicted(task, model_of(2, 2), tmp_path, np.full((3, 2), -1))
+    metrics = measured(Objective(task), found.own)["metrics"]
+    assert metrics["accuracy"] is metrics["macro_f1"] is None
+    assert metrics["loss"] == 0
+
+
+def spec_of(**features):
+    specs = {
+        name: FeatureSpec(shape=shape, dtype=dtype, stored="raw")
+        for name, (shape, dtype) in features.items()
+    }
+    return DatasetSpec(features=specs, inputs=tuple(specs), targets=("l",), shards={})
+
+
+def looked(tmp_path, spec, inputs, logits, size=7):
+    target = Target(name="l", shape=(), dtype="int64", num_classes=3, labels=tuple("abc"))
+    worst, labels = Worst(spec, Classification(target)), np.zeros(len(logits), int)
+    for start in range(0, len(logits), size):
+        batch = slice(start, start + size)
+        part = Part(labels[batch], logits[batch], None, {})
+        worst.look({n: v[batch] for n, v in inputs.items()}, part)
+    return worst.write(tmp_path)
+
+
+@pytest.fixture
+def logits():
+    return np.random.default_rng(1).normal(size=(100, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_the_worst_of_all_batches_worst_first(tmp_path, logits, size):
+    images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1).repeat(4, 1).repeat(5, 2)
+    rows = looked(tmp_path, spec_of(image=((4, 5, 1), "uint8")), {"image": images}, logits, size)
+    each = losses(np.zeros(100, int), logits)
+    expected = np.argsort(-each)[:MOST_WORST]
+    assert [row["index"] for row in rows] == expected.tolist()
+    for row in rows:
+        assert row["loss"] == pytest.approx(each[row["index"]])
+        assert row["probability"] == pytest.approx(np.exp(-row["loss"]), rel=1e-5)
+        assert (row["label"], row["predicted"]) == ("a", "abc"[logits[row["index"]].argmax()])
+        picture = tf.io.decode_png((tmp_path / row["picture"]).read_bytes()).numpy()
+        np.testing.assert_array_equal(picture, images[row["index"]])
+
+
+def test_an_image_of_floats_is_stretched(tmp_path):
+    images = tf.constant([[[[-1.0], [0.0]], [[3.0], [np.nan]]], np.zeros((2, 2, 1))])
+    logits = np.zeros((2, 3), np.float32)
+    rows = looked(tmp_path, spec_of(image=((2, 2, 1), "float32")), {"image": images}, logits)
+    pictures = [
+        tf.io.decode_png((tmp_path / row["picture"]).read_bytes()).numpy().ravel() for row in rows
+    ]
+    assert [picture.tolist() for picture in pictures] == [[0, 64, 255, 64], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "pictured"),
+    [
+        ((8, 8), "uint8", True), ((8, 8, 3), "uint8", True), ((8, 8, 4), "float32", True),
+        ((8, 8, 2), "uint8", False), ((8, 8), "float32", False), ((1, 8, 1), "uint8", False),
+        ((64,), "float32", False), ((), "int64", False),
+    ],
+)  # fmt: skip
+def test_what_is_a_picture(tmp_path, shape, dtype, pictured):
+    values = {"x": np.zeros((2, *shape), dtype)}
+    rows = looked(tmp_path, spec_of(x=(shape, dtype)), values, np.zeros((2, 3), np.float32))
+    assert [("picture" in row, "inputs" in row) for row in rows] == [(pictured, not pictured)] * 2
+
+
+def test_what_is_no_picture_is_described_in_words(tmp_path):
+    spec = spec_of(user=((), "int64"), name=((), "string"), row=((20,), "float32"))
+    inputs = {
+        "user": tf.constant([7]),
+        "name": tf.constant(["<b>ö"]),
+        "row": tf.constant([[0.5] * 20]),
+    }
+    [row] = looked(tmp_path, spec, inputs, np.zeros((1, 3), np.float32))
+    assert row["inputs"] == "user 7, name <b>ö, row " + "0.5 " * 12 + "..."
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size"),
+    [
+        ((3000, 2000, 3), "uint8", (256, 171, 3)),
+        ((1000, 300), "uint8", (256, 77, 1)),
+        ((2, 2000, 1), "float32", (1, 256, 1)),
+        ((256, 256, 1), "uint8", (256, 256, 1)),
+    ],
+)
+def test_a_huge_image_becomes_a_small_picture(tmp_path, shape, dtype, size):
+    values = np.zeros((1, *shape), dtype)
+    values[:, :, shape[1] // 2 :] = 200
+    logits = np.zeros((1, 3), np.float32)
+    [row] = looked(tmp_path, spec_of(x=(shape, dtype)), {"x": values}, logits)
+    picture = tf.io.decode_png((tmp_path / row["picture"]).read_bytes()).numpy()
+    assert picture.shape == size
+    left, right = picture[:, : size[1] // 2 - 1], picture[:, size[1] // 2 + 1 :]
+    assert (left == 0).all()
+    assert (right == (200 if dtype == "uint8" else 255)).all()
+
+
+def test_each_input_of_a_worst_example_has_its_name(tmp_path):
+    spec = spec_of(user=((), "int64"), row=((2,), "float32"))
+    inputs = {"user": tf.constant([7]), "row": tf.constant([[0.5, float("nan")]])}
+    [row] = looked(tmp_path, spec, inputs, np.zeros((1, 3), np.float32))
+    assert row["columns"] == {"user": 7, "row": "0.5 nan"}
+
+
+FEW, MANY, AT_ONCE, KINDS = 10_000, 100_000, 2_500, 3
+
+
+def batch(generator, classes):
+    labels = generator.integers(0, KINDS, AT_ONCE)
+    outputs = generator.normal(size=(AT_ONCE, KINDS if classes else 1)).astype(np.float32)
+    weights = np.ones(AT_ONCE, np.float32)
+    given = labels if classes else labels.astype(np.float32)
+    return Part(given, outputs, weights, {"column": generator.integers(0, 50, AT_ONCE)})
+
+
+def peak(task, count, folder):
+    """Return the most bytes of arrays while so many examples are written and measured."""
+    generator, objective = np.random.default_rng(0), Objective(task)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        with closing(Writer(folder / "predictions", folder / "columns", count)) as writer:
+            for _ in range(count // AT_ONCE):
+                writer.add_batch(batch(generator, bool(task.labels)))
+            stored = writer.stored("output")
+        found = measured(objective, stored)
+        parts = sliced(objective, stored, {"column": ()})["column"]
+        assert sum(row["examples"] for row in parts) == count == stored.count
+        assert found["metrics"]["loss"] > 0
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task", [Classification(target([0, 1, 2], num_classes=KINDS)), Regression(target([0.0, 2.0]))]
+)
+def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "MOST_ROWS", AT_ONCE)
+    monkeypatch.setattr(base.drawn, "__defaults__", (AT_ONCE,))
+    # What is imported and traced once is no array of examples.
+    peak(task, AT_ONCE, tmp_path / "first")
+    few, many = (peak(task, count, tmp_path / f"{count}") for count in (FEW, MANY))
+    # The predictions of a regression alone are 4 bytes each.
+    assert many < few + 4 * (MANY - FEW)
+
+
+def written(path, batches):
+    column = Column(path, sum(map(len, batches)))
+    for batch in batches:
+        column.add(batch)
+    column.end()
+    return column
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, np.uint8])
+def test_values_come_back_in_order(tmp_path, shape, dtype):
+    values = np.random.default_rng(0).integers(0, 2, (17, *shape)).astype(dtype)
+    column = written(tmp_path / "folder" / "label.npy", [values[:5], values[5:6], values[6:]])
+    np.testing.assert_array_equal(column.read(0, 17), values)
+    np.testing.assert_array_equal(column.read(4, 9), values[4:9])
+    np.testing.assert_array_equal(np.load(column.path, allow_pickle=False), values)
+
+
+def test_texts_come_back(tmp_path):
+    values = np.array([b"a", b"", b"b", b"a", "ö".encode()], dtype=object)
+    column = written(tmp_path / "text.npy", [values[:3], values[3:]])
+    assert column.read(0, 5).tolist() == values.tolist()
+    assert column.read(3, 4).tolist() == [b"a"]
+
+
+def test_the_first_of_endless_texts_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "MOST_TEXTS", 2)
+    values = np.array([b"a", b"b", b"c", b"a", b"d"], dtype=object)
+    column = written(tmp_path / "text.npy", [values])
+    assert column.read(0, 5).tolist() == [b"a", b"b", OTHER, b"a", OTHER]
+
+
+def test_a_part_of_wide_values_is_short(tmp_path):
+    narrow = written(tmp_path / "narrow.npy", [np.zeros((4, 1), np.float32)])
+    wide = written(tmp_path / "wide.npy", [np.zeros((4, 1 << 20), np.float32)])
+    assert narrow.rows_at_once == predictions.MOST_ROWS
+    assert wide.rows_at_once == 4
