@@ -36,7 +36,7 @@ from trainer.code import references
 from trainer.code.bundle import FOLDER
 from trainer.errors import ConfigError, UserError
 from trainer.json_records import parse, parse_mapping
-from trainer.promotion import retired
+from trainer.promotion import registry
 from trainer.storage.errors import reported
 from trainer.storage.local import is_gone
 from trainer.storage.manifest import MANIFEST
@@ -359,7 +359,7 @@ class _Reader:
             name=name,
             versions=versions,
             promotions=tuple(made),
-            claimed=frozenset([*claimed, *retired.asked_for(self._root, name)]),
+            claimed=frozenset([*claimed, *registry.asked_for(self._root, name)]),
             references=self._references(versions, damaged),
             damaged=tuple(damaged),
         )

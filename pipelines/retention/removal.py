@@ -35,7 +35,7 @@ from pipelines.retention.plan import (
 from trainer import storage
 from trainer.cluster.lease import remove_expired
 from trainer.errors import UserError
-from trainer.promotion import registry, retired
+from trainer.promotion import registry
 from trainer.storage.retry import in_parallel
 
 # Of a run these go last: by them a later removal sees how old the rest is.
@@ -136,11 +136,11 @@ def _retired(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
         for item in ours:
             with suppress(storage.NotPublished):
                 lineage: Any = storage.read_manifest(_uri(root, item)).fields.get("lineage", {})
-                retired.retire(home, _number(item), lineage)
+                registry.retire(home, _number(item), lineage)
         needed = set(kept_versions(read_model(root, name), wanted.versions))
         for item in ours:
             if item.path in needed:
-                retired.restore(home, _number(item))
+                registry.restore(home, _number(item))
                 stays[item.path] = item
     return stays
 

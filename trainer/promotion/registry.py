@@ -6,12 +6,16 @@ Below `<root>/registry` are published directories, written once and never change
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
     models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
                                      promotion before
-    models/NAME/retired, promoting   what retention has removed: `promotion.retired`
+    models/NAME/retired/000003.json  the lineage of a version that retention removes, written before
+    models/NAME/promoting/...        a promotion of a version is being made
     models/NAME/claims/...           notes that give each number one owner: `promotion.consensus`
 
 The champion is the version of the newest promotion. A promotion names its predecessor by its own
 number, and a number is given once: of two promotions at the same time one fails, whatever the store
 guarantees.
+
+A promotion writes its mark, then looks whether the version is retired; a removal writes the lineage,
+then looks for marks and promotions. Of two at the same time at least one sees the other.
 
 A run uses the registry in two more ways: `opponent` is the champion that its model is compared
 with, and `champion_checkpoint` is the one that a warm start begins from.
@@ -19,26 +23,31 @@ with, and `champion_checkpoint` is the one that a warm start begins from.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer import storage
 from trainer.errors import UserError, nearest
-from trainer.json_records import from_tree
-from trainer.promotion import kserve, retired
+from trainer.json_records import from_tree, parse_mapping
+from trainer.promotion import kserve
 from trainer.promotion.consensus import decide
 from trainer.promotion.gate import publish_json
-from trainer.signing import provenance, signing
+from trainer.signing import signing
 from trainer.storage import Manifest
 
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
+# A promotion, or a removal, that takes longer was killed.
+_SECONDS = 3600.0
 _Fields = TypeVar("_Fields")
 log = logging.getLogger(__name__)
 
@@ -226,7 +235,7 @@ def register(
 def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
     """Write what belongs to a version and not to the export; the signature is of all files."""
     (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
-    provenance.write(copy, name, fields["lineage"], created)
+    signing.write_provenance(copy, name, fields["lineage"], created)
     signing.sign(copy, fields)
 
 
@@ -245,7 +254,7 @@ def promote(  # noqa: PLR0913
         PromotionLostError: another promotion was made after `after`.
         UserError: there is no such version, it is damaged, or its signature is not valid.
     """
-    with retired.promoting(home(root, name), number):
+    with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         storage.verify(uri)
         signing.verify(uri)
@@ -376,3 +385,65 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found
     return None
+
+
+def retired_lineages(home: str) -> dict[int, Mapping[str, Any]]:
+    """Return the lineage of each version below the model's URI that was, or is being, removed."""
+    found = {}
+    for name in storage.names(storage.join(home, "retired")):
+        number = name.removesuffix(".json")
+        if number.isdigit():
+            tree = _json(storage.join(home, "retired", name))
+            found[int(number)] = tree.get("lineage", {})
+    return found
+
+
+def retire(home: str, number: int, lineage: Mapping[str, Any]) -> None:
+    """Keep the lineage of a version; from now on it cannot be promoted."""
+    tree = {"version": number, "at": time.time(), "lineage": dict(lineage)}
+    storage.write_bytes(_record(home, number), json.dumps(tree).encode())
+
+
+def restore(home: str, number: int) -> None:
+    """Take `retire` back: the version stays."""
+    storage.delete(_record(home, number))
+
+
+@contextmanager
+def promoting(home: str, number: int) -> Iterator[None]:
+    """Keep a version from being removed in this block; raises `UserError` if it is retired."""
+    mark = storage.join(home, "promoting", f"{number:06d}-{secrets.token_hex(8)}.json")
+    storage.write_bytes(mark, json.dumps({"at": time.time()}).encode())
+    try:
+        at = _json(_record(home, number)).get("at")
+        if isinstance(at, int | float) and time.time() - at < _SECONDS:
+            raise UserError(
+                f"version {number} is being removed by `flotilla gc`: promote another one, or try "
+                "again in an hour if it is there then"
+            )
+        yield
+    finally:
+        storage.delete(mark)
+
+
+def asked_for(root: str, name: str) -> list[int]:
+    """Return the versions that are being promoted."""
+    above = storage.join(root, "registry", "models", name, "promoting")
+    found = []
+    for mark in storage.names(above):
+        number = mark.partition("-")[0]
+        began = _json(storage.join(above, mark)).get("at", time.time())
+        if number.isdigit() and not time.time() - began > _SECONDS:
+            found.append(int(number))
+    return found
+
+
+def _record(home: str, number: int) -> str:
+    return storage.join(home, "retired", f"{number:06d}.json")
+
+
+def _json(uri: str) -> dict[str, Any]:
+    try:
+        return parse_mapping(storage.read_bytes(uri))
+    except (storage.Missing, storage.Corrupt, ValueError):
+        return {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer import storage, user_code
 from trainer.config.schema import Config, OutputConfig, TaskConfig
-from trainer.promotion import registry, retired
+from trainer.promotion import registry
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
@@ -81,7 +81,7 @@ def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
         each.number: each.manifest.fields.get("lineage", {})
         for each in registry.versions(root, name)
     }
-    return {**retired.lineages(registry.home(root, name)), **here}
+    return {**registry.retired_lineages(registry.home(root, name)), **here}
 
 
 def digest(config: Config) -> str:

@@ -1,22 +1,40 @@
 """What a step leaves behind: its events, one line of an error, and its exit code."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from kfp import dsl
 
-from components.records.record import STOPPING, recorded
+from components import check_gate, evaluate_model, export_model, finish, register_model
+from components.records import record, run_store
+from components.records.record import STOPPING, recorded, tried
 from components.records.step_record import read, step_records
-from trainer import events
-from trainer.errors import ClusterLostError, ConfigError, RunInterruptedError, UserError
+from components.table import step_of
+from tests.components.called_steps import RUN, artifact_in, ended, text_of
+from tests.trainer.page import Page
+from trainer import events, storage
+from trainer.errors import (
+    ClusterLostError,
+    ConfigError,
+    RunInterruptedError,
+    TransientError,
+    UserError,
+)
+from trainer.evaluation import evaluate
 from trainer.events import StepBegin, StepEnd
 from trainer.run_state import state_of
+from trainer.storage.errors import Unavailable
 
 ROOT = Path(__file__).parents[3]
+
+
 BEGINS = """
 import sys
 from components.records.record import recorded
@@ -26,6 +44,8 @@ with recorded(sys.argv[1]):
     {body}
 print("went on", flush=True)
 """
+
+
 # Not `signal.pause`, which misses a signal that comes just before it.
 WORKS = "while True: pass"
 
@@ -247,3 +267,320 @@ def test_the_exit_step_works_all_the_same(start, emitted):
     assert process.returncode == 0
     assert out == "at work\nwent on\n"
     assert emitted()[-1].status == "done"
+
+
+TRIES = 1 + step_of("train_model").retries
+
+
+OUT = "the store has not been available for 300 s"
+
+
+WAITS = """
+import sys, time
+from components.records import record
+from trainer.errors import TransientError
+
+sleep = time.sleep
+time.sleep = lambda seconds: (print(f"pauses {seconds:g} s", flush=True), sleep(seconds))
+
+def work(_output):
+    raise TransientError("the store is out")
+
+record.tried("train_model", sys.argv[1], work)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_pod(monkeypatch):
+    for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(record, "FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def at(tmp_path):
+    return storage.uri_of(tmp_path / "root" / "0b7c")
+
+
+class Work:
+    """Fails with each of these in turn, and is done then."""
+
+    def __init__(self, *errors):
+        self._errors, self.count = list(errors), 0
+
+    def __call__(self, output):
+        self.count += 1
+        output.metrics = {"try": self.count}
+        if self._errors:
+            raise self._errors.pop(0)
+        output.done("gs://b/c", output.metrics)
+        return "blessed"
+
+
+def test_a_failure_that_passes_is_two_tries_in_the_record(at, caplog):
+    work = Work(Unavailable(OUT))
+    assert tried("train_model", at, work) == "blessed"
+    (found,) = read(at, well=True)
+    assert (found.status, found.error, found.uri, found.tries) == ("done", "", "gs://b/c", 2)
+    assert found.metrics == {"try": 2}
+    (first,) = found.earlier
+    assert (first.status, first.error) == ("failed", OUT)
+    assert first.began <= found.began
+    assert caplog.text.count(f"{OUT}; trying again in 0 s (try 2 of {TRIES})") == 1
+
+
+def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    tried("train_model", at, Work(TransientError(OUT)), inputs={"dataset": "gs://b/d"})
+    emitted = list(events.read(path))
+    assert [type(each) for each in emitted] == [StepBegin, StepEnd] * 2
+    assert [each.inputs for each in emitted[::2]] == [{"dataset": "gs://b/d"}] * 2
+    (step,) = step_records(state_of(emitted))
+    assert (step.status, step.tries, step.earlier[0].error) == ("done", 2, OUT)
+
+
+def test_the_last_try_is_reported_as_any_failure(at, capsys):
+    work = Work(*(TransientError(f"out {number}") for number in range(99)))
+    with pytest.raises(SystemExit) as ended:
+        tried("train_model", at, work)
+    assert (ended.value.code, work.count) == (1, TRIES)
+    assert capsys.readouterr().err == f"flotilla: train_model: out {TRIES - 1}\n"
+    (found,) = read(at, well=False)
+    assert (found.status, found.tries, found.error) == ("failed", TRIES, f"out {TRIES - 1}")
+    assert [each.error for each in found.earlier] == [f"out {n}" for n in range(TRIES - 1)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("no space"), 1),
+        (ConfigError("no such key"), 2),
+        (RunInterruptedError("at step 7"), 130),
+    ],
+)
+def test_what_a_retry_cannot_help_is_one_try(at, error, code):
+    work = Work(error)
+    with pytest.raises(SystemExit) as ended:
+        tried("train_model", at, work)
+    assert (ended.value.code, work.count) == (code, 1)
+    assert read(at, well=False)[0].tries == 1
+
+
+def test_a_bug_is_one_try(at):
+    work = Work(ZeroDivisionError())
+    with pytest.raises(SystemExit):
+        tried("train_model", at, work)
+    assert work.count == 1
+
+
+def test_on_this_machine_the_user_sees_the_failure_at_once(at, monkeypatch):
+    monkeypatch.setenv(run_store.RUN_ID, "digits-1")
+    work = Work(TransientError(OUT))
+    with pytest.raises(SystemExit):
+        tried("train_model", at, work)
+    assert work.count == 1
+
+
+def test_while_it_pauses_the_record_has_no_end(at):
+    seen = []
+
+    def work(_output):
+        text = storage.read_bytes(storage.join(at, "steps", "train_model.json"))
+        seen.append(json.loads(text))
+        raise TransientError(OUT)
+
+    with pytest.raises(SystemExit):
+        tried("train_model", at, work)
+    assert [each["status"] for each in seen] == ["running"] * TRIES
+    assert [len(each["earlier"]) for each in seen] == list(range(TRIES))
+
+
+def test_after_a_request_to_end_there_is_no_further_try(at):
+    count = []
+
+    def work(_output):
+        count.append(1)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 10)
+        except BaseException:
+            # A library that gives everything words of its own.
+            raise TransientError("the connection was closed") from None
+
+    with pytest.raises(SystemExit):
+        tried("train_model", at, work)
+    assert len(count) == 1
+
+
+def test_a_request_to_end_during_the_pause_ends_it(at):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS, at],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "pauses 30 s\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert err.endswith("\nflotilla: train_model: interrupted before the step was done\n")
+    (found,) = read(at, well=False)
+    assert (found.status, found.tries) == ("interrupted", 2)
+
+
+def test_a_store_that_was_out_at_the_end_of_a_try_hides_none(tmp_path, capsys):
+    place = tmp_path / "root"
+    at = storage.uri_of(place / "0b7c")
+    place.write_text("a file in the folder's place", encoding="utf-8")
+
+    def work(_output):
+        if place.is_dir():
+            return
+        place.unlink()
+        place.mkdir()
+        raise TransientError(OUT)
+
+    tried("train_model", at, work)
+    (found,) = read(at, well=True)
+    assert (found.tries, found.earlier[0].error) == (2, OUT)
+    assert capsys.readouterr().err.count("could not be published") == 1
+
+
+NO_SPACE = "no space is left on the node"
+
+
+class Run:
+    """A run of which every step is a pod: its end as failed, and its retry."""
+
+    def __init__(self, trained, root, folder):
+        self.trained, self.root, self._folder = trained, root, folder
+
+    def given(self, accuracy=0.1):
+        return text_of(self.trained, accuracy=accuracy), self.root, RUN
+
+    def output(self, kind=dsl.Model):
+        return artifact_in(self._folder, kind)
+
+    def evaluated(self):
+        kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+        displayed = [self.output(kind) for kind in kinds]
+        inputs = (self.trained.dataset, self.trained.checkpoint)
+        return evaluate_model.evaluate_model.python_func(*self.given(), *inputs, *displayed)
+
+    def judged(self, accuracy):
+        """Return the word and the URI of the decision."""
+        path = self._folder / "decision"
+        given = (*self.given(accuracy), self.evaluated(), str(path))
+        word = check_gate.check_gate.python_func(*given, self.output())
+        return word, path.read_text(encoding="utf-8")
+
+    def finished(self):
+        """Run the exit step, as KFP does once: after the first failure."""
+        artifacts = [
+            SimpleNamespace(uri=storage.uri_of(self._folder / name), path=str(self._folder / name))
+            for name in ("report", "summary")
+        ]
+        finish.finish.python_func(ended("FAILED"), self.root, "local", "{}", RUN, *artifacts)
+
+    def page(self):
+        published = storage.read_bytes(storage.join(self.root, RUN, "report.html"))
+        # The one that the UI shows.
+        assert (self._folder / "report").read_bytes() == published
+        page = Page(published.decode())
+        assert f"{RUN}: {page.words[1]}" in (self._folder / "summary").read_text(encoding="utf-8")
+        return page
+
+
+@pytest.fixture
+def failed(run, root, tmp_path, monkeypatch):
+    """Return a run that has failed while it evaluated, and whose report says so."""
+    for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    made = Run(run, root, tmp_path)
+
+    def fail(*_):
+        raise UserError(NO_SPACE)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(evaluate, "evaluate", fail)
+        with pytest.raises(SystemExit):
+            made.evaluated()
+    made.finished()
+    page = made.page()
+    assert page.words[1] == "failed"
+    assert f"evaluate_model: {NO_SPACE}" in page.text
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.slow
+def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
+    word, decision = failed.judged(0.1)
+    assert word == "blessed"
+    # It goes on.
+    assert failed.page().words[1] == "running"
+    inputs = (failed.trained.dataset, failed.trained.checkpoint, decision)
+    model = export_model.export_model.python_func(*failed.given(), *inputs, failed.output())
+    given = (*failed.given(), model, "our/image:2")
+    assert register_model.register_model.python_func(*given, failed.output()) == "promoted"
+    page = failed.page()
+    assert page.words[1] == "blessed"
+    assert NO_SPACE not in page.text
+    assert "in 1 earlier try" in page.text
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_both_tries_are_on_the_time_line(failed):
+    failed.judged(0.1)
+    page = failed.page()
+    line = page.words[page.words.index("Time line") :]
+    assert line[: line.index("check_gate")].count("evaluate_model") == 2
+    # The first bar alone.
+    assert page.attributes.count(("class", "bad")) == 1
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_refusal_is_an_end(failed):
+    assert failed.judged(1.0)[0] == "refused"
+    assert failed.page().words[1] == "refused"
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_while_a_step_works_the_report_says_failed_no_more(failed):
+    with recorded("evaluate_model", run_store.run_at(failed.root, RUN)):
+        page = failed.page()
+        assert page.words[1] == "running"
+        assert NO_SPACE not in page.text
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_another_failure_replaces_the_first(failed):
+    with pytest.raises(SystemExit), recorded("evaluate_model", run_store.run_at(failed.root, RUN)):
+        raise UserError("no memory")
+    page = failed.page()
+    assert page.words[1] == "failed"
+    assert "evaluate_model: no memory" in page.text
+    assert NO_SPACE not in page.text
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_report_that_cannot_be_written_does_not_fail_the_step(failed, capsys):
+    page = storage.local_path(storage.join(failed.root, RUN, "report.html"))
+    page.unlink()
+    page.mkdir()
+    assert failed.judged(1.0)[0] == "refused"
+    assert "flotilla: the report could not be published: cannot write " in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_in_a_run_that_goes_on_no_step_writes_a_report(failed):
+    other = f"{RUN}-2"
+    with recorded("evaluate_model", run_store.run_at(failed.root, other)):
+        pass
+    assert storage.names(storage.join(failed.root, other)) == ["steps"]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from components import in_use
+from components.records import step_record
+from components.records.record import recorded
 from pipelines.cli import app
 from pipelines.retention import removal
 from pipelines.retention.inventory import read
 from pipelines.retention.plan import planned, policy
+from pipelines.retention.removal import collect
+from pipelines.sweeps.plan import SweepOptions
+from pipelines.sweeps.plan import planned as trials_of
 from tests.pipelines.retention.roots import (
     age,
     manifest,
@@ -25,9 +31,11 @@ from tests.pipelines.retention.roots import (
 )
 from tests.stores.fixtures import bucket_name
 from trainer import storage
-from trainer.cluster.lease import Lease
+from trainer.cluster.lease import ABANDONED_SECONDS, LEASE_SECONDS, Lease, holders, lease_uri, time
+from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.promotion import registry, retired, trained
+from trainer.promotion import registry, trained
+from trainer.sweeps.study import FILE, OLD_FILE, Study
 
 
 @pytest.fixture
@@ -201,31 +209,31 @@ def test_a_dataset_that_is_chosen_during_its_removal_is_made_again(root, monkeyp
 
 def test_a_version_that_is_promoted_at_the_last_moment_stays(root, monkeypatch):
     nights(root, 6, 6)
-    uri, retire = storage.uri_of(root), retired.retire
+    uri, retire = storage.uri_of(root), registry.retire
 
     def promoted_first(home, number, lineage):
         if number == 2:
             registry.promote(uri, "digits", 2, after=6, by="a person")
         retire(home, number, lineage)
 
-    monkeypatch.setattr(removal.retired, "retire", promoted_first)
+    monkeypatch.setattr(registry, "retire", promoted_first)
     gone = swept(root, keep_runs="", keep_versions=1)
     assert [path.rpartition("/")[2] for path in gone] == ["000001", "000003", "000004"]
     assert registry.champion(uri, "digits").number == 2
-    assert sorted(retired.lineages(registry.home(uri, "digits"))) == [1, 3, 4]
+    assert sorted(registry.retired_lineages(registry.home(uri, "digits"))) == [1, 3, 4]
 
 
 def test_a_version_that_is_promoted_at_the_last_moment_keeps_its_chain(root, monkeypatch):
     nights(root, 20, 5)
     age(root, 90)
-    uri, retire = storage.uri_of(root), retired.retire
+    uri, retire = storage.uri_of(root), registry.retire
 
     def promoted_first(home, number, lineage):
         if number == 2:
             registry.promote(uri, "digits", 2, after=5, by="a person")
         retire(home, number, lineage)
 
-    monkeypatch.setattr(removal.retired, "retire", promoted_first)
+    monkeypatch.setattr(registry, "retire", promoted_first)
     gone = swept(root, keep_runs="2d", keep_versions=1)
     assert "digits-0009" in gone
     assert registry.champion(uri, "digits").number == 2
@@ -316,11 +324,11 @@ def test_a_removal_that_was_killed_is_forgotten(root, monkeypatch):
 def test_a_version_that_is_being_removed_cannot_be_promoted(root):
     nights(root, 3, 3)
     uri = storage.uri_of(root)
-    retired.retire(registry.home(uri, "digits"), 1, {})
+    registry.retire(registry.home(uri, "digits"), 1, {})
     with pytest.raises(UserError, match="version 1 is being removed by `flotilla gc`"):
         registry.promote(uri, "digits", 1, after=3, by="a person")
     assert registry.champion(uri, "digits").number == 3
-    assert retired.asked_for(uri, "digits") == []
+    assert registry.asked_for(uri, "digits") == []
 
 
 def test_a_rollback_past_what_was_removed_is_one_line(root):
@@ -445,3 +453,141 @@ def test_a_bucket(tmp_path, request, scheme):
     assert [path for path in gone if "/" not in path] == ["digits-0001", "digits-0003"]
     assert not missing(uri)
     assert storage.names(storage.join(uri, "digits-0001")) == []
+
+
+@pytest.fixture(params=["file", "gs", "s3"])
+def empty_root(request, tmp_path):
+    """A storage root, for every client."""
+    if request.param == "file":
+        return storage.uri_of(tmp_path / "root")
+    server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    return f"{request.param}://{bucket}/root"
+
+
+def locked(empty_root, run, ago=0.0):
+    uri = storage.join(empty_root, run, "checkpoints")
+    held = Lease(uri, run)
+    if ago:
+        held = Lease(uri, run, lambda: time.time() - ago)
+    held.acquire()
+    return uri
+
+
+def test_the_records_of_a_run_on_a_cluster_stay(empty_root, capsys):
+    at = storage.join(empty_root, "0b7c")
+    with recorded("train_model", at):
+        locked(empty_root, "0b7c", ago=LEASE_SECONDS + ABANDONED_SECONDS)
+        step_record.publish_config(at, "{}")
+    assert app.called(["gc", "--json", "--set", f"storage.root={empty_root}"]) == 0
+    removed = json.loads(capsys.readouterr().out.splitlines()[-1])["removed"]
+    assert removed
+    assert all("/checkpoints/.lock" in uri for uri in removed)
+    assert [each.step for each in step_record.read(at, well=True)] == ["train_model"]
+    assert storage.read_bytes(storage.join(at, "config.json")) == b"{}"
+
+
+def test_expired_locks_are_removed_and_named(empty_root, capsys, tmp_path):
+    expired, held = (
+        locked(empty_root, "digits-1", ago=LEASE_SECONDS + ABANDONED_SECONDS),
+        locked(empty_root, "digits-2"),
+    )
+    storage.write_bytes(storage.join(empty_root, "digits-1", "report.html"), b"kept")
+    words = ["gc", "--workdir", str(tmp_path / "runs"), "--json"]
+    assert app.called([*words, "--set", f"storage.root={empty_root}"]) == 0
+    place = lease_uri(expired, 1)
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["removed"] == [place]
+    assert err.splitlines() == [
+        f"removed {place}",
+        f"1 left-overs removed below {empty_root}",
+    ]
+    assert holders(expired) == {}
+    assert [each.run for each in holders(held).values()] == ["digits-2"]
+    assert "report.html" in storage.names(storage.join(empty_root, "digits-1"))
+
+
+def test_finished_parts_of_a_forsaken_preparation_are_removed(empty_root, tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "train.records").write_bytes(b"record")
+    old, going_on = (
+        storage.join(empty_root, "preparing", name) for name in ("digits-1", "digits-2")
+    )
+    for folder, number in ((old, "000000"), (going_on, "000000"), (going_on, "000001")):
+        storage.publish(tmp_path / "part", storage.join(folder, number), kind="part")
+    for folder in (old, going_on):
+        place = storage.join(folder, "000000", "MANIFEST.json")
+        tree = json.loads(storage.read_bytes(place))
+        tree["created"] = "2020-01-01T00:00:00.000Z"
+        storage.write_bytes(place, json.dumps(tree).encode())
+    assert collect(empty_root) == (old,)
+    assert storage.names(old) == []
+    assert storage.names(going_on) == ["000000", "000001"]
+
+
+def going(root, workdir=Path()):
+    uri = storage.uri_of(root)
+    return [
+        each.path
+        for each in planned(read(uri, workdir), policy("30d", None), datetime.now(UTC)).going
+    ]
+
+
+def sweep_in(folder, root, days=90):
+    """Lay out a sweep of which two trials have ended so many days ago; return its folder."""
+    data = manifest(root / "datasets" / "d", "dataset", days)
+    sweep = trials_of(SweepOptions(config=Config(), settings=["training.seed=1,2,3"]))
+    # Without the time in their names.
+    trials = tuple(replace(each, run_id=f"digits-{each.number:04}") for each in sweep.trials)
+    for trial in trials[:2]:
+        run_of(root, trial.number, days, data)
+    at = folder / "sweep-1"
+    at.mkdir(parents=True)
+    Study(at, replace(sweep, sweep_id=at.name, trials=trials))
+    (at / "lock").touch()
+    age(folder, days)
+    return at
+
+
+def test_an_old_sweep_goes_with_its_trials(root):
+    sweep_in(root, root)
+    assert going(root) == ["sweep-1", "digits-0001", "digits-0002", "datasets/d"]
+
+
+@pytest.mark.parametrize("is_in_workdir", [False, True])
+@pytest.mark.parametrize("what", ["goes on", "was killed lately"])
+def test_a_sweep_that_may_go_on_keeps_its_trials(root, tmp_path, what, is_in_workdir):
+    workdir = tmp_path / "work" if is_in_workdir else root
+    at = sweep_in(workdir, root)
+    if what == "goes on":
+        with (at / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert going(root, workdir) == []
+    else:
+        (at / FILE).touch()
+        assert going(root, workdir) == []
+
+
+def test_a_damaged_sweep_cannot_go_on_and_is_no_error(root):
+    at = sweep_in(root, root)
+    (at / FILE).write_text("{")
+    age(at, 90)
+    assert going(root) == ["sweep-1", "digits-0001", "digits-0002", "datasets/d"]
+
+
+def test_a_sweep_of_an_earlier_version_goes_as_well(root):
+    at = sweep_in(root, root)
+    (at / FILE).rename(at / OLD_FILE)
+    assert going(root) == ["sweep-1", "digits-0001", "digits-0002", "datasets/d"]
+
+
+def test_the_trials_of_a_sweep_on_a_cluster_are_as_young_as_it(root):
+    data = manifest(root / "datasets" / "d", "dataset", 90)
+    for number, name in ((1, "sweep-1"), (2, "sweep-1-t01"), (3, "sweep-1-text")):
+        run_of(root, number, 90, data)
+        (root / f"digits-{number:04}").rename(root / name)
+    (root / "sweep-1" / "trials").mkdir()
+    (root / "sweep-1" / "trials" / "0001.json").write_text("{}")
+    age(root / "sweep-1", 2)
+    assert going(root) == ["sweep-1-text"]

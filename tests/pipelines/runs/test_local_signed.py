@@ -14,7 +14,7 @@ from tests.trainer.signing.test_signing import key_pair
 from trainer import storage
 from trainer.errors import UserError
 from trainer.promotion import registry
-from trainer.signing import provenance, signing
+from trainer.signing import signing
 from trainer.storage.manifest import checksum
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -51,7 +51,7 @@ def test_a_signed_model_is_used_and_a_changed_one_is_not(tmp_path, monkeypatch, 
     version = registry.version(root, "digits", 1)
     folder = storage.local_path(version.uri)
     assert signing.verify(version.uri)
-    assert (folder / provenance.FILE).is_file()
+    assert (folder / signing.PROVENANCE).is_file()
     assert models.promote(root, "digits", 1).version == 1
 
     def predict():
