@@ -7,15 +7,14 @@ everywhere else, and the second 0 is added.
 
 from __future__ import annotations
 
-import calendar
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, datetime, tzinfo
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from cronsim import CronSim, CronSimError
 from kfp_server_api import (
     V2beta1CronSchedule,
     V2beta1PeriodicSchedule,
@@ -33,10 +32,6 @@ from pipelines.step_settings import assigned
 from trainer.code import references
 from trainer.errors import ConfigError, UserError, nearest
 
-_MONTHS = {name.lower(): number for number, name in enumerate(calendar.month_abbr) if name}
-_DAYS = {
-    name: number for number, name in enumerate(("sun", "mon", "tue", "wed", "thu", "fri", "sat"))
-}
 _EVERY = {
     "@yearly": "0 0 0 1 1 *",
     "@annually": "0 0 0 1 1 *",
@@ -46,26 +41,17 @@ _EVERY = {
     "@midnight": "0 0 0 * * *",
     "@hourly": "0 0 * * * *",
 }
-# A day that does not come within so many years, such as February 30th, never comes.
-_YEARS = 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Field:
-    name: str
-    least: int
-    most: int
-    words: Mapping[str, int]
-
-
+# The name of a field, its least and its greatest value, and the attribute of cronsim.
 _FIELDS = (
-    _Field(name="second", least=0, most=59, words={}),
-    _Field(name="minute", least=0, most=59, words={}),
-    _Field(name="hour", least=0, most=23, words={}),
-    _Field(name="day of the month", least=1, most=31, words={}),
-    _Field(name="month", least=1, most=12, words=_MONTHS),
-    _Field(name="day of the week", least=0, most=6, words=_DAYS),
+    ("second", 0, 59, "seconds"),
+    ("minute", 0, 59, "minutes"),
+    ("hour", 0, 23, "hours"),
+    ("day of the month", 1, 31, "days"),
+    ("month", 1, 12, "months"),
+    ("day of the week", 0, 6, "weekdays"),
 )
+# What KFP's parser knows of a field; cronsim knows more, such as `L` and `#`.
+_PART = re.compile(r"(?P<from>[*?]|\d+|[a-z]{3})(?P<to>-(\d+|[a-z]{3}))?(?P<step>/\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,42 +60,18 @@ class Cron:
 
     Attributes:
         text: the six fields, as KFP gets them.
-        allowed: the values of each field.
-        any_day: whether any day of the month is allowed.
-        any_weekday: whether any day of the week is allowed.
+        known: the same schedule as cronsim reads it.
     """
 
     text: str
-    allowed: tuple[frozenset[int], ...]
-    any_day: bool
-    any_weekday: bool
+    known: str
 
     def after(self, moment: datetime) -> datetime | None:
         """Return the first time after `moment`, in its time zone; None if it never comes."""
-        seconds, minutes, hours, days, months, weekdays = self.allowed
-        when = moment.replace(microsecond=0) + timedelta(seconds=1)
-        last = moment.year + _YEARS
-        while when.year <= last:
-            if when.month not in months:
-                first = when.replace(day=1, hour=0, minute=0, second=0)
-                when = (first + timedelta(days=32)).replace(day=1)
-            elif not self._has_day(when, days, weekdays):
-                when = when.replace(hour=0, minute=0, second=0) + timedelta(days=1)
-            elif when.hour not in hours:
-                when = when.replace(minute=0, second=0) + timedelta(hours=1)
-            elif when.minute not in minutes:
-                when = when.replace(second=0) + timedelta(minutes=1)
-            elif when.second not in seconds:
-                when += timedelta(seconds=1)
-            else:
-                return when
-        return None
-
-    def _has_day(self, when: datetime, days: frozenset[int], weekdays: frozenset[int]) -> bool:
-        day = when.day in days
-        weekday = when.isoweekday() % 7 in weekdays
-        # Where both are given, either one matches.
-        return day and weekday if self.any_day or self.any_weekday else day or weekday
+        try:
+            return next(CronSim(self.known, moment), None)
+        except CronSimError:
+            return None
 
 
 def parsed(text: str) -> Cron:
@@ -122,40 +84,41 @@ def parsed(text: str) -> Cron:
             f"--cron {text!r} has {len(words)} fields: give five (minute hour day month weekday), "
             "or six with seconds first"
         )
-    allowed = tuple(_values(word, field, text) for word, field in zip(words, _FIELDS, strict=True))
-    return Cron(
-        text=" ".join(words),
-        allowed=allowed,
-        any_day=words[3][0] in "*?",
-        any_weekday=words[5][0] in "*?",
-    )
-
-
-def _values(word: str, field: _Field, text: str) -> frozenset[int]:
-    values: set[int] = set()
-    for part in word.split(","):
-        span, slash, step_text = part.partition("/")
-        low_text, dash, high_text = span.partition("-")
-        try:
-            if span in ("*", "?"):
-                low, high = field.least, field.most
-            else:
-                low = _number(low_text, field)
-                high = _number(high_text, field) if dash else (field.most if slash else low)
-            step = int(step_text) if slash else 1
-        except ValueError:
-            low, high, step = 1, 0, 0
-        if not (field.least <= low <= high <= field.most and step >= 1):
+    known = []
+    for place, word in enumerate(words):
+        parts = [_known(part, place) for part in word.lower().split(",")]
+        if None in parts:
+            name, least, most, _ = _FIELDS[place]
+            part = word.split(",")[parts.index(None)]
             raise ConfigError(
-                f"--cron {text!r}: {part!r} is no {field.name} "
-                f"({field.least} to {field.most}, *, a-b, a,b, */n)"
+                f"--cron {text!r}: {part!r} is no {name} ({least} to {most}, *, a-b, a,b, */n)"
             )
-        values.update(range(low, high + 1, step))
-    return frozenset(values)
+        known.append(",".join(map(str, parts)))
+    return Cron(text=" ".join(words), known=" ".join(known))
 
 
-def _number(word: str, field: _Field) -> int:
-    return field.words[word.lower()] if word.lower() in field.words else int(word)
+def _known(part: str, place: int) -> str | None:
+    """Return a part of a field as cronsim reads it; None for what KFP or cronsim refuses."""
+    _, _, most, values = _FIELDS[place]
+    found = _PART.fullmatch(part)
+    if not found:
+        return None
+    start, end, step = found["from"].replace("?", "*"), found["to"] or "", found["step"]
+    # Sunday is 7 too to cronsim, and to KFP it is not.
+    if values == "weekdays" and "7" in (start.lstrip("0"), end.lstrip("-0")):
+        return None
+    if step and start != "*" and not end:
+        end = f"-{most}"
+    alone = ["*"] * len(_FIELDS)
+    alone[place] = f"{start}{end}{step if start == '*' and step else ''}"
+    try:
+        read = CronSim(" ".join(alone), datetime.now(UTC))
+    except CronSimError:
+        return None
+    if not step or start == "*":
+        return alone[place]
+    every = int(step[1:])
+    return ",".join(map(str, sorted(getattr(read, values))[::every])) if every else None
 
 
 _ABSENT = 404

@@ -33,6 +33,10 @@ NOW = datetime(2026, 7, 15, 10, 20, 30, tzinfo=UTC)
         ("0 0 13 * 5", "0 0 0 13 * 5", "2026-07-17 00:00:00"),
         ("@daily", "0 0 0 * * *", "2026-07-16 00:00:00"),
         ("@Hourly", "0 0 * * * *", "2026-07-15 11:00:00"),
+        # Steps of weekdays end with Saturday.
+        ("0 0 * * thu/2", "0 0 0 * * thu/2", "2026-07-16 00:00:00"),
+        ("0 0 * * 5/2", "0 0 0 * * 5/2", "2026-07-17 00:00:00"),
+        ("0 0 12 */7 *", "0 0 0 12 */7 *", "2026-08-12 00:00:00"),
         ("  5   4 * * * ", "0 5 4 * * *", "2026-07-16 04:05:00"),
     ],
 )
@@ -71,6 +75,13 @@ def test_a_time_that_is_now_comes_again():
         ("* * * foo *", "'foo' is no month"),
         ("-1 * * * *", "'-1' is no minute"),
         ("1--3 * * * *", "'1--3' is no minute"),
+        # What cronsim knows and KFP does not.
+        ("0 0 L * *", "'L' is no day of the month"),
+        ("0 0 LW * *", "'LW' is no day of the month"),
+        ("0 0 * * 5L", "'5L' is no day of the week"),
+        ("0 0 * * 5#2", "'5#2' is no day of the week"),
+        ("0 0 * * 5-7", "'5-7' is no day of the week"),
+        ("0 0 31 2 1#1", "'1#1' is no day of the week"),
     ],
 )
 def test_what_is_no_cron(text, message):
