@@ -43,7 +43,7 @@ ELSEWHERE = {
         "tests/bad_inputs",
         "tests/golden/test_command_line.py",
     ),
-    "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks_cluster.py",),
+    "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks.py",),
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
     "trainer/export/model_card.py": ("tests/trainer/export/test_export.py",),

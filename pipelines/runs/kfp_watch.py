@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipelines.runs.kfp_access import Access, Instance
-from pipelines.runs.kfp_causes import (
+from pipelines.runs.kfp_client import Client, InstanceError, connect
+from pipelines.runs.kfp_nodes import Step, log_of
+from pipelines.runs.kfp_outcome import (
     cause_of,
     explained,
     failed_pods,
     is_busy,
+    result_of,
     waiting_pods,
 )
-from pipelines.runs.kfp_client import Client, InstanceError, connect
-from pipelines.runs.kfp_nodes import Step, log_of
-from pipelines.runs.kfp_outcome import result_of
 from pipelines.runs.kfp_run import ENDED, RemoteRun, run_of, seen
 from pipelines.runs.outcome import RunResult
 from trainer import storage

@@ -5,14 +5,43 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from benchmarks import __main__ as bench
-from benchmarks import comparisons, on_gpu
-from benchmarks.baselines import mnist
+from benchmarks import (
+    accuracy,
+    comparisons,
+    evaluation,
+    examples,
+    launched,
+    on_gpu,
+    preparing,
+    same_accuracy,
+    tasks,
+)
+from benchmarks.accuracy import first_reach, seconds_at
+from benchmarks.baselines import mnist, tfds_input
+from benchmarks.baselines.plain import Settings
 from benchmarks.comparisons import Comparison, alternating
+from benchmarks.examples import Rounds, Speeds, shards_of, speeds_of
+from benchmarks.experiments.measure import Measured, Run, measured
+from benchmarks.experiments.programs import PROGRAMS
+from benchmarks.experiments.rows import ROWS, accuracy_of, fallen, same_losses, synchronous
+from benchmarks.experiments.table import page
+from benchmarks.same_accuracy import PATHS, settings_of
+from trainer import storage
+from trainer.config.load import load_config
+from trainer.config.schema import Config
 from trainer.errors import RunInterruptedError, UserError
+from trainer.evaluation.evaluate import evaluate
+from trainer.events import Progress
+from trainer.strategies.turns import LONG_RUN
 
 MOST = Comparison(name="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
 LEAST = Comparison(name="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})
@@ -148,11 +177,11 @@ def test_accuracies_are_measured_where_they_are_asked_for(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mnist, "require", lambda: None)
     monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "same-two": lambda: LEAST})
-    for words, measured in [([], ["a"]), (["same-two"], ["b"]), (["same-two", "one"], ["b", "a"])]:
+    for words, names in [([], ["a"]), (["same-two"], ["b"]), (["same-two", "one"], ["b", "a"])]:
         monkeypatch.setattr(sys, "argv", ["bench", *words])
         bench.main()
         written = json.loads(bench.OUTPUT.read_text())["comparisons"]
-        assert [each["name"] for each in written] == measured
+        assert [each["name"] for each in written] == names
 
 
 def test_a_gpu_that_is_asked_for_and_absent_is_said(monkeypatch):
@@ -197,3 +226,409 @@ def test_official_files_that_are_missing_are_named(monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as end:
         bench.main()
     assert str(end.value).startswith(f"FLOTILLA_MNIST_DIR={tmp_path} lacks train-")
+
+
+COURSE = [(1.0, 0.5), (2.0, 0.97), (3.0, 0.96), (4.0, 0.98)]
+
+
+@pytest.mark.parametrize(
+    ("goal", "found"), [(0.4, (1.0, True)), (0.97, (2.0, True)), (0.975, (4.0, True))]
+)
+def test_the_first_time_counts(goal, found):
+    assert first_reach(COURSE, goal) == found
+
+
+def test_a_course_that_never_comes_there_lasts_to_its_end():
+    assert first_reach(COURSE, 0.99) == (4.0, False)
+    assert first_reach([], 0.5) == (0.0, False)
+
+
+def test_no_more_is_evaluated_than_needed():
+    seen = []
+
+    def course():
+        for each in COURSE:
+            seen.append(each)
+            yield each
+
+    first_reach(course(), 0.97)
+    assert seen == COURSE[:2]
+
+
+def progress(step, seconds):
+    return Progress(
+        global_step=step,
+        steps=100,
+        loss=1.0,
+        steps_per_second=10.0,
+        seconds=seconds,
+        seconds_left=0.0,
+    )
+
+
+def test_set_up_is_left_out():
+    # 10 updates a second, and 5 s before the first of them.
+    rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
+    assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
+
+
+def test_the_first_stretch_is_not_for_nothing():
+    rows = [progress(step, step / 10) for step in (20, 40, 100)]
+    assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
+
+
+def test_settings_are_those_of_a_valid_run():
+    settings = {key.replace("__", "."): value for key, value in accuracy.OURS.items()}
+    config = launched.configuration(settings)
+    assert isinstance(config, Config)
+    assert config.cluster.workers == 2
+    assert config.training.steps // config.training.checkpoint_every < config.training.keep
+
+
+@pytest.fixture
+def few_examples(monkeypatch):
+    generator = np.random.default_rng(0)
+    images = generator.random((20, 784)).astype(np.float32)
+    labels = generator.integers(0, 10, 20).astype(np.uint8)
+    monkeypatch.setattr(accuracy, "held_out_examples", lambda: (images, labels))
+    return images, labels
+
+
+def test_kept_weights_answer_as_the_program_would(tmp_path, few_examples):
+    images, labels = few_examples
+    # The first hidden unit passes the mean of an image on; the last layer knows one class.
+    kernel = np.full((784, 1), 1 / 784, np.float32)
+    last = np.zeros((1, 10), np.float32)
+    bias = np.zeros(10, np.float32)
+    bias[3] = 1
+    np.savez(tmp_path / "w.npz", kernel, np.zeros(1, np.float32), last, bias)
+    assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 3).mean())
+    # A hidden unit below zero has no effect, whatever its weights are.
+    last[0, 5] = -100
+    np.savez(tmp_path / "w.npz", -kernel, np.zeros(1, np.float32), last, bias)
+    assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 3).mean())
+    np.savez(tmp_path / "w.npz", kernel, np.zeros(1, np.float32), -last, bias)
+    assert images.mean() > 0.1
+    assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 5).mean())
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_a_run_comes_to_an_accuracy_at_some_time(tmp_path, mnist_dir, monkeypatch):
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
+    monkeypatch.setitem(launched.SAME_AS_BASELINE, "data.manual_dir", str(mnist_dir))
+    dataset = launched.prepared(tmp_path / "data")
+    trained = launched.train(tmp_path / "run", dataset, **accuracy.OURS)
+    course = list(accuracy._course_of_checkpoints(trained))
+    assert len(course) == 14
+    assert [at for at, _ in course] == sorted(at for at, _ in course)
+    assert first_reach(course, 0.9)[1]
+    images, labels = mnist.held_out_examples()
+    assert len(images) == len(labels) == 10_000
+    assert course[-1][1] > course[0][1]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_both_sides_see_as_many_examples(name):
+    path = PATHS[name]
+    config = launched.configuration(settings_of(path, 2))
+    training = config.training
+    gradients = training.pull_every
+    if training.strategy == "sync_parameter_server":
+        gradients = config.cluster.workers
+    seen = training.steps * gradients * training.batch_size
+    assert seen == path.plain.steps * path.plain.batch
+    assert training.optimizer.name == path.plain.optimizer.lower()
+    assert training.optimizer.learning_rate == path.plain.rate
+    assert training.seed == 2
+
+
+def test_the_asynchronous_path_is_the_fast_one():
+    config = launched.configuration(settings_of(PATHS["async"], 0))
+    assert config.training.steps >= LONG_RUN
+
+
+def test_a_round_is_a_seed_and_the_ratio_that_of_both(monkeypatch):
+    monkeypatch.setattr(same_accuracy, "_own", lambda _path, seed, _home: 0.9 + seed / 10)
+    monkeypatch.setattr(same_accuracy, "_plain", lambda settings: 1 - settings.seed / 10)
+    found = same_accuracy.same_accuracy("single")
+    assert found.rounds == pytest.approx((0.9, 1.0 / 0.9, 1.1 / 0.8))
+    assert found.more["accuracy"] == [[0.9, 1.0], [1.0, 0.9], [1.1, 0.8]]
+
+
+@pytest.mark.long
+def test_the_plain_way_learns(mnist_dir, monkeypatch):
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
+    settings = Settings(optimizer="Adam", rate=0.003, batch=100, steps=500)
+
+    def accuracy(settings: Settings) -> float:
+        command = [sys.executable, "-m", "benchmarks.baselines.plain", settings.words()]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])["accuracy"]
+
+    assert accuracy(settings) > 0.9
+    assert accuracy(replace(settings, rate=0.0)) < 0.3
+
+
+def test_both_sides_measure_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "EXAMPLES", 500)
+    subject = evaluation.subject_of(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    output = storage.uri_of(tmp_path / "evaluation")
+    evaluate(evaluation.CONFIG, subject.dataset, subject.checkpoint, output, tmp_path / "scratch")
+    ours = json.loads(storage.read_file(output, "metrics.json"))
+    bare = evaluation.metrics_of(subject)
+    assert ours["examples"] == 500
+    assert ours["metrics"]["accuracy"] == pytest.approx(bare["accuracy"])
+    assert 0.4 < bare["accuracy"] < 0.7
+    assert ours["metrics"]["loss"] == pytest.approx(bare["loss"], rel=1e-4)
+    assert ours["metrics"]["top_3_accuracy"] == pytest.approx(bare["top_3"])
+    assert ours["confusion_matrix"] == bare["confusion"].tolist()
+    assert [row["auc"] for row in ours["per_class"]] == pytest.approx(
+        [roc for roc, _ in bare["areas"]]
+    )
+    assert ours["intervals"]["accuracy"] == pytest.approx(bare["interval"], abs=0.02)
+
+
+def test_the_comparison_has_a_ratio_for_each_round(monkeypatch):
+    now = [0.0]
+
+    def takes(seconds):
+        def pass_by(*_args):
+            now[0] += seconds
+
+        return pass_by
+
+    monkeypatch.setattr(evaluation, "EXAMPLES", 300)
+    monkeypatch.setattr(
+        evaluation,
+        "subject_of",
+        lambda folder: SimpleNamespace(dataset="", checkpoint="", folder=folder),
+    )
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(evaluation, "evaluate", takes(3.0))
+    monkeypatch.setattr(evaluation, "metrics_of", takes(1.0))
+    tree = evaluation.evaluation().tree()
+    assert tree["rounds"] == [pytest.approx(1 / 3, abs=1e-4)] * evaluation.ROUNDS
+    assert tree["examples_per_second"] == [[100, 300]] * evaluation.ROUNDS
+
+
+# One strategy of each, in turn; the others are as long as all other tests together.
+QUICK = {
+    "diabetes": "sync_parameter_server",
+    "linnerud": "multi_worker_mirrored",
+    "digit_properties": "in_graph",
+}
+# What a pass over the batches does not sum: an evaluation has it.
+ONLY_EVALUATED = {"wine": {"macro_f1"}, "clicks": {"query_auc"}}
+
+
+def trials():
+    for name in tasks.METRICS:
+        for way in (tasks.FIT, *tasks.STRATEGIES):
+            yield pytest.param(
+                name, way, marks=pytest.mark.slow if QUICK.get(name) == way else pytest.mark.long
+            )
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.parametrize(("name", "way"), list(trials()))
+def test_it_reaches_the_thresholds_of_its_gate(name, way, tmp_path):
+    gate = load_config(tasks.ROOT / "configs" / f"{name}.yaml").gate
+    found = tasks.measured(name, way, 0, tmp_path)
+    asked = (gate.min.keys() | gate.max.keys()) - ONLY_EVALUATED.get(name, set())
+    assert asked
+    assert asked <= found.keys()
+    low = {metric: found[metric] for metric in asked & gate.min.keys()}
+    high = {metric: found[metric] for metric in asked & gate.max.keys()}
+    assert not {metric for metric, value in low.items() if value < gate.min[metric]}
+    assert not {metric for metric, value in high.items() if value > gate.max[metric]}
+
+
+def test_the_table_has_the_mean_and_the_range_of_all_seeds():
+    found = {"wine": {"fit": [0.9, 1.0, 0.95], "single": [1.0]}}
+    row = next(line for line in tasks.table(found).splitlines() if "`wine`" in line)
+    assert row == (
+        "| [`wine`](../configs/wine.yaml) | `classification` | `accuracy` | 0.95 (0.9 to 1) "
+        "| 1 | not measured | not measured | not measured | not measured |"
+    )
+
+
+def test_each_task_has_a_configuration():
+    configured = {tasks.task_of(name) for name in tasks.METRICS}
+    named = {"classification", "sequence_to_label", "multi_output", "regression", "ranking"}
+    assert configured == named | {
+        "binary_classification",
+        "multilabel_classification",
+        "sequence_labelling",
+    }
+
+
+def test_what_is_kept_is_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "METRICS", {"wine": "accuracy"})
+    monkeypatch.setattr(tasks, "SEEDS", 1)
+    monkeypatch.setattr(tasks, "STRATEGIES", {})
+    kept = tmp_path / "tasks.json"
+    kept.write_text('{"wine": {"fit": [0.5]}}', encoding="utf-8")
+    assert tasks.run(kept) == {"wine": {"fit": [0.5]}}
+
+
+ROOT = Path(__file__).parents[2]
+GOOD = Measured(
+    accuracy=0.97,
+    loss=2.28,
+    first_loss=2.30,
+    training_loss=2.29,
+    last_loss=2.28,
+    global_step=100,
+    local_steps=300,
+    steps_per_second=50.0,
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.program}: {row.goal}")
+def test_runs_are_valid_and_pass_the_gate_only_where_the_goal_is_reached(row):
+    assert row.program in PROGRAMS
+    for run in row.runs:
+        config = load_config(ROOT / run.config, run.settings)
+        if "accuracy" in config.gate.min and not row.goal.startswith("none"):
+            assert row.goal.startswith(str(config.gate.min["accuracy"]))
+
+
+def test_every_configuration_of_an_experiment_is_run_and_described():
+    configs = {run.config for row in ROWS for run in row.runs}
+    assert configs == {f"configs/{path.name}" for path in ROOT.glob("configs/mnist_*.yaml")}
+    written = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
+    for row in ROWS:
+        assert row.goal in written
+        assert all(run.command() in written for run in row.runs)
+    assert "**no**" not in written
+
+
+@pytest.mark.parametrize(
+    ("judge", "good", "bad"),
+    [
+        (accuracy_of(0.97), [GOOD], [replace(GOOD, accuracy=0.969)]),
+        (synchronous(0.97, workers=3), [GOOD], [replace(GOOD, local_steps=299)]),
+        (synchronous(0.97, workers=3), [GOOD], [replace(GOOD, accuracy=0.969)]),
+        (fallen, [GOOD, replace(GOOD, loss=2.2999)], [GOOD, replace(GOOD, loss=2.3101)]),
+        (same_losses, [GOOD, GOOD], [GOOD, GOOD, GOOD, replace(GOOD, loss=2.2802)]),
+        (same_losses, [GOOD, GOOD], [GOOD, replace(GOOD, training_loss=2.2898)]),
+    ],
+)
+def test_a_goal_that_is_missed_is_reported(judge, good, bad):
+    assert judge(good).reached
+    assert not judge(bad).reached
+
+
+def test_the_page_has_a_row_for_each_finding():
+    findings = [accuracy_of(0.97)([replace(GOOD, accuracy=0.9699)])] * len(ROWS)
+    lines = [line for line in page(findings).splitlines() if "accuracy 0.9699" in line]
+    assert len(lines) == len(ROWS)
+    assert all(line.endswith("| **no** |") for line in lines)
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_results_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = ("training.strategy=sync_parameter_server", "training.steps=200", "gate.min={}")
+    run = Run(config="configs/digits.yaml", settings=settings)
+    found = measured(run, tmp_path)
+    assert (found.global_step, found.local_steps) == (200, 400)
+    assert 0.8 < found.accuracy <= 1
+    assert found.loss < found.training_loss < found.first_loss
+    assert measured(run, tmp_path) == found
+    assert len(list((tmp_path / "runs").glob("digits-*"))) == 1
+
+
+PAIRS = [
+    (Speeds(first=8.0, later=100.0), Speeds(first=2.0, later=5.0)),
+    (Speeds(first=9.0, later=100.0), Speeds(first=3.0, later=4.0)),
+    (Speeds(first=6.0, later=100.0), Speeds(first=1.0, later=2.0)),
+]
+
+
+def test_an_epoch_is_taken_whole_and_in_order():
+    seen = []
+
+    def see(label):
+        seen.append(int(label[0]))
+        return label
+
+    def watched(image, label):
+        return image, tf.ensure_shape(tf.numpy_function(see, [label], tf.int64), [2])
+
+    labels = tf.data.Dataset.range(8).repeat().batch(2).map(lambda label: (label, label))
+    found = speeds_of(labels.map(watched), examples=8, batch_size=2)
+    # TensorFlow may have read ahead.
+    taken = 4 * examples.EPOCHS
+    assert seen[:taken] == [0, 2, 4, 6] * examples.EPOCHS
+    assert found.first > 0
+    assert found.later > 0
+
+
+def test_the_first_epoch_has_fetched_its_files():
+    labels = tf.data.Dataset.range(8).repeat().batch(2).map(lambda label: (label, label))
+    found = speeds_of(labels, examples=8, batch_size=2, staging=1000.0)
+    assert found.first == pytest.approx(8 / 1000, rel=0.1)
+    assert found.later > 1
+
+
+def test_first_and_later_epochs_are_metrics_of_the_same_rounds(monkeypatch):
+    rounds = Rounds(pairs=PAIRS, cached=Speeds(first=1.0, later=50.0))
+    monkeypatch.setattr(examples, "_rounds", lambda: rounds)
+    first, later = examples.first_epoch().tree(), examples.later_epochs().tree()
+    assert (first["rounds"], first["at_least"], first["holds"]) == ([4.0, 3.0, 6.0], 4, True)
+    assert (later["rounds"], later["at_least"], later["holds"]) == ([20.0, 25.0, 50.0], 10, True)
+    assert later["tfds_with_a_cache"] == 50
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, mnist_dir):
+    """Prepare MNIST by both, as the comparison of preparing does."""
+    folder = tmp_path_factory.mktemp("mnist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
+        patch.setitem(launched.SAME_AS_BASELINE, "data.manual_dir", str(mnist_dir))
+        for which in (preparing.FLOTILLA, preparing.TFDS):
+            assert preparing.prepared_by(which, folder / which) > 0
+    return folder
+
+
+@pytest.mark.long
+def test_both_prepare_all_of_it(prepared):
+    (ours,) = (prepared / preparing.FLOTILLA / "datasets").iterdir()
+    splits = storage.read_manifest(storage.uri_of(ours)).fields["splits"]
+    assert {name: split["examples"] for name, split in splits.items()} == {
+        "train": 55_000, "validation": 5_000, "test": 10_000,
+    }  # fmt: skip
+    info = json.loads(next(prepared.glob("tfds/mnist/*/dataset_info.json")).read_text())
+    counts = {split["name"]: sum(map(int, split["shardLengths"])) for split in info["splits"]}
+    assert counts == {"train": 60_000, "test": 10_000}
+
+
+# TFDS reads its own description of a dataset so.
+@pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
+@pytest.mark.long
+def test_both_give_each_example_once_an_epoch_in_another_order(prepared):
+    (ours,) = (prepared / preparing.FLOTILLA / "datasets").iterdir()
+    sides = [
+        shards_of(storage.uri_of(ours), prepared / "shards"),
+        tfds_input.batches(
+            tfds_input.builder(prepared / preparing.TFDS), batch_size=examples.BATCH
+        ),
+    ]
+    for batches in sides:
+        epochs = [_sums(batches, skip) for skip in (0, 550)]
+        assert [len(each) for each in epochs] == [55_000, 55_000]
+        np.testing.assert_array_equal(*map(np.sort, epochs))
+        assert (epochs[0] != epochs[1]).mean() > 0.9
+
+
+def _sums(batches, skip):
+    """Return what tells the images of an epoch apart, in order."""
+    weights = np.random.default_rng(0).integers(1, 1 << 20, 784)
+    taken = batches.skip(skip).take(550).as_numpy_iterator()
+    return np.concatenate([images.reshape(len(images), -1) @ weights for images, _ in taken])

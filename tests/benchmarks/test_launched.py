@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from benchmarks import training
+from benchmarks import launched, memory, nights, training, watched, whole_run
 from benchmarks.launched import _local_steps, _speed, clocked
+from benchmarks.on_gpu import SETTINGS, on_gpu, present
+from benchmarks.startup import PROCESSES
+from benchmarks.storage import WINDOW, taken
+from benchmarks.watched import Look, Used, tasks_below
+from tests.house_rules.source import ROOT
+from trainer.config.load import load_config
 from trainer.events import Progress, RunBegin, Saved
 
 
@@ -66,3 +79,280 @@ def test_a_ratio_is_ours_over_theirs(monkeypatch, measure, theirs):
     assert found.ratio == pytest.approx(3.0)
     assert len(found.rounds) >= 3
     assert found.more["steps_per_second"] == [[30.0, 10.0]] * len(found.rounds)
+
+
+MEGABYTE = 1 << 20
+
+
+def look(step, **megabytes):
+    tasks = {
+        name.replace("_", "-"): Used(resident_bytes=each * MEGABYTE, cpu_seconds=1.0)
+        for name, each in megabytes.items()
+    }
+    return Look(global_step=step, time=0.0, tasks=tasks)
+
+
+EARLY = look(5_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600)
+
+
+@pytest.mark.parametrize(
+    ("late", "ratio", "holds"),
+    [
+        (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600), 1.0, True),
+        (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=636), 1.06, False),
+        (look(50_000, chief_0=880, ps_0=500, worker_0=600, worker_1=600), 1.1, False),
+        # The server is reported and not judged.
+        (look(50_000, chief_0=800, ps_0=900, worker_0=600, worker_1=540), 1.0, True),
+    ],
+)
+def test_the_task_that_grows_most_is_judged(monkeypatch, late, ratio, holds):
+    asked = []
+
+    def seen(config, workdir, steps, dataset=""):  # noqa: ARG001
+        asked.append((config.training.steps, steps))
+        return EARLY, late
+
+    monkeypatch.setattr(memory, "watched", seen)
+    tree = memory.memory().tree()
+    assert (tree["ratio"], tree["holds"]) == (pytest.approx(ratio), holds)
+    assert tree["megabytes"][0]["ps-0"] == [500, late.tasks["ps-0"].resident_bytes // MEGABYTE]
+    assert asked == [(51_000, [5_000, 50_000])] * memory.ROUNDS
+
+
+def test_with_a_table_the_server_is_judged_too(monkeypatch):
+    def seen(config, workdir, steps, dataset=""):  # noqa: ARG001
+        assert config.model.name == "benchmarks.growing_tables:drifting"
+        tables = {"tables": {"table": {"rows": 6_000, "evicted": 7, "turned_away": 8}}}
+        late = look(50_000, chief_0=800, ps_0=550, worker_0=600, worker_1=600)
+        return [replace(each, metrics=tables) for each in (*[EARLY] * (len(steps) - 1), late)]
+
+    monkeypatch.setattr(memory, "watched", seen)
+    tree = memory.table_memory().tree()
+    assert (tree["ratio"], tree["holds"]) == (pytest.approx(1.1), False)
+    assert tree["megabytes"]["ps-0"] == [500, 500, 500, 500, 500, 550]
+    assert tree["evicted"] == [7] * 6
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_rows_of_the_table_that_is_watched_are_given_to_other_ids(tmp_path):
+    settings = {**memory.OF_TABLE, "training.steps": 3_000}
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    (last,) = watched.watched(config, tmp_path, [2_500])
+    found = last.metrics["tables"]["table"]
+    assert found["rows"] <= 6_000
+    assert found["evicted"] > 1_000
+
+
+def test_tasks_are_known_by_their_folder(tmp_path):
+    # Any program will do that has a task's command line.
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/__init__.py").touch()
+    (tmp_path / "trainer/__main__.py").write_text("print(flush=True)\ninput()\n")
+    command = [sys.executable, "-m", "trainer", "task", "--workdir"]
+    settings = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    running = [
+        subprocess.Popen([*command, str(place)], cwd=tmp_path, env=settings, stdin=-1, stdout=-1)
+        for place in (tmp_path / "run/cluster/worker-0", tmp_path / "other/cluster/worker-1")
+    ]
+    try:
+        for process in running:
+            assert process.stdout.readline() == b"\n"
+        found = tasks_below(tmp_path / "run")
+        assert list(found) == ["worker-0"]
+        assert found["worker-0"].resident_bytes > MEGABYTE
+        assert found["worker-0"].cpu_seconds >= 0
+    finally:
+        for process in running:
+            process.communicate()
+    assert tasks_below(tmp_path / "run") == {}
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_a_run_is_looked_at_when_its_steps_are_reached(tmp_path):
+    config = load_config(None, ["training.steps=600", "model.name=softmax", "model.args={}"])
+    first, last = watched.watched(config, tmp_path, [100, 400])
+    assert 100 <= first.global_step < 400 <= last.global_step <= 600
+    assert set(last.tasks) == {"chief-0", "ps-0", "worker-0", "worker-1"}
+    for task, used in last.tasks.items():
+        assert used.cpu_seconds > first.tasks[task].cpu_seconds > 0.1
+        assert used.resident_bytes > 100 * MEGABYTE
+    assert first.time < last.time
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_reported(tmp_path):
+    config = load_config(None, ["data.dataset=no_such_dataset"])
+    with pytest.raises(RuntimeError, match="no_such_dataset"):
+        watched.watched(config, tmp_path, [100])
+
+
+def test_a_whole_run_that_is_refused_is_no_comparison(tmp_path, monkeypatch):
+    (tmp_path / "flotilla").write_text('#!/bin/sh\necho \'{"status": "refused"}\'\nexit 3\n')
+    (tmp_path / "flotilla").chmod(0o755)
+    monkeypatch.setattr(whole_run.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(RuntimeError, match="exit code 3, refused"):
+        whole_run.run_seconds(tmp_path)
+
+
+def test_a_whole_run_is_timed_with_its_words(tmp_path, monkeypatch):
+    said = tmp_path / "said"
+    (tmp_path / "flotilla").write_text(f'#!/bin/sh\necho "$@" > {said}\necho "{{}}"\n')
+    (tmp_path / "flotilla").chmod(0o755)
+    monkeypatch.setattr(whole_run.sys, "executable", str(tmp_path / "python"))
+    assert whole_run.run_seconds(tmp_path / "runs", "training.steps=5") > 0
+    words = said.read_text().split()
+    assert words[:2] == ["run", whole_run.CONFIG]
+    assert Path(words[words.index("--workdir") + 1]) == tmp_path / "runs"
+    assert words[-1] == "--set=training.steps=5"
+
+
+HOW_TO = Path(__file__).parents[2] / "docs/how-to"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return nights.cases()
+
+
+def test_the_page_has_what_is_simulated(found):
+    assert nights.table(found) in (HOW_TO / "gate.md").read_text(encoding="utf-8")
+    picture = {case: each for case, each in found.items() if "begun" in case}
+    assert nights.drawn(picture) == (HOW_TO / "gate-nights.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("made", [nights.equal, nights.wandering])
+def test_equal_models_do_not_drift_down_beyond_the_margin(made, seed):
+    after = nights.simulated(made, nights.by_margin, seed=seed)
+    assert after.lowest >= nights.BEGIN - nights.MARGIN
+    assert after.promoted > 0.7 * nights.NIGHTS
+
+
+def test_a_slow_decline_is_stopped(found):
+    stopped, alone = (found[f"each worse by 0.005: {gate}"] for gate in list(nights.GATES)[:2])
+    assert stopped.lowest >= nights.BEGIN - 2 * nights.MARGIN
+    assert alone.lowest < 0.6
+
+
+def test_models_worse_by_the_margin_are_promoted_as_seldom_as_the_confidence_says():
+    seeds = range(5)
+    promoted = sum(
+        nights.simulated(nights.worse, nights.by_margin, seed=seed, keep=True).promoted
+        for seed in seeds
+    )
+    count, share = nights.NIGHTS * len(seeds), 1 - nights.CONFIDENCE
+    # By chance more once in a thousand times.
+    assert promoted / count <= share + 3.1 * np.sqrt(share * (1 - share) / count)
+
+
+NEVER = {
+    "apache_beam", "boto3", "google.cloud.storage", "IPython", "kfp.client", "kubernetes",
+    "matplotlib", "mlflow", "pandas",
+}  # fmt: skip
+TENSORFLOW = {"tensorflow", "keras"}
+# Those that compute with the model.
+COMPUTE = {
+    "evaluate_model", "export_model", "task: chief", "task: worker", "task: evaluator",
+    "task: server",
+}  # fmt: skip
+PROGRAM = """
+import importlib, sys
+from trainer import tensorflow_import
+tensorflow_import.prepare()
+names, forbidden = (each.split(",") for each in sys.argv[1:])
+for name in names:
+    importlib.import_module(name)
+print(",".join(each for each in forbidden if each in sys.modules))
+"""
+
+
+def loads(name, forbidden):
+    command = [sys.executable, "-c", PROGRAM, ",".join(PROCESSES[name]), ",".join(forbidden)]
+    environment = {"_KFP_RUNTIME": "true", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": ""}
+    if name == "task: server":
+        environment["TF_USE_LEGACY_KERAS"] = "1"
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PROCESSES.keys() - COMPUTE))
+def test_a_step_that_computes_nothing_loads_nothing_heavy(name):
+    others = {"sklearn"} if name == "validate_data" else {"sklearn", "scipy"}
+    assert not loads(name, sorted(NEVER | TENSORFLOW | others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(COMPUTE))
+def test_what_computes_loads_tensorflow_and_nothing_for_pictures(name):
+    heavy = NEVER | ({"keras", "sklearn", "kfp"} if name == "task: server" else set())
+    assert not loads(name, sorted(heavy))
+
+
+def saving(saved, *, stall, drift=0.0):
+    """Return the events of a minute of training at 100 steps/s that pauses to save."""
+    events, step, time = [], 0.0, 0.0
+    for second in range(60):
+        step, time = step + 100 + drift * second, time + 1
+        events.append(storage_progress(time, step))
+        if second + 1 in saved:
+            time += stall
+            events.append(Saved(time=time, uri="", global_step=0, seconds=stall))
+    return events
+
+
+def storage_progress(time, step):
+    return Progress(
+        time=time, global_step=step, steps=6000, loss=1.0, steps_per_second=0.0, seconds_left=0.0
+    )
+
+
+@pytest.mark.parametrize("stall", [0.0, 0.25, 1.0])
+def test_the_seconds_of_a_stall_are_what_it_took(stall):
+    (found,) = taken(saving([30], stall=stall))
+    assert found.seconds == pytest.approx(stall, abs=1e-6)
+    assert found.stall == stall
+
+
+def test_what_drifts_falls_out():
+    (found,) = taken(saving([30], stall=0.25, drift=2.0))
+    assert found.seconds == pytest.approx(0.25, abs=0.05)
+
+
+def test_slow_seconds_after_it_count_too():
+    events = [
+        replace(each, global_step=each.global_step - 50 * min(2.0, max(0.0, each.time - 30)))
+        for each in saving([30], stall=0.0)
+    ]
+    (found,) = taken(events)
+    assert found.seconds == pytest.approx(1.0)
+
+
+def test_only_those_count_that_have_windows_around_them():
+    whole = [10, 30, 45]
+    assert len(taken(saving([1, 2, *whole, 46 + WINDOW, 60], stall=0.0))) == len(whole)
+
+
+def test_the_run_is_in_16_bits_compiled_and_on_one_gpu():
+    settings = {key.replace("__", "."): value for key, value in SETTINGS.items()}
+    config = launched.configuration(settings)
+    assert config.training.mixed_precision
+    assert config.training.jit_compile
+    assert config.cluster.gpus_per_worker == 1
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+@pytest.mark.skipif(not present(), reason="needs a GPU")
+def test_both_sides_train(mnist_dir, monkeypatch):
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
+    monkeypatch.setitem(launched.SAME_AS_BASELINE, "data.manual_dir", str(mnist_dir))
+    found = on_gpu(steps=60)
+    assert len(found.rounds) == 3
+    assert min(found.rounds) > 0
+    assert all(each > 0 for pair in found.more["examples_per_second"] for each in pair)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,10 +15,12 @@ from components.launchers import document_of
 from pipelines.compile import compile_pipeline
 from tests.conftest import ROOT
 from tests.docs.claims import missing_path, wrong_command, wrong_key
-from tests.docs.markdown import read, simple_commands
+from tests.docs.markdown import page, read, simple_commands
 from tests.house_rules.source import files, python_files, text
+from trainer.config.data_gate import LIMITS, RULES
 from trainer.config.load import REMOVED, parse_config
 from trainer.config.schema import Config
+from trainer.errors import ConfigError
 
 PAGES = [
     read(ROOT / path, ROOT)
@@ -141,3 +144,201 @@ def test_every_page_is_two_links_away_from_the_readme():
     second = set().union(*map(linked, first))
     decisions = {path for path in pages if "decisions" in path.parts}
     assert not set(pages) - {readme} - first - second - decisions
+
+
+def test_a_page_is_taken_apart():
+    prose = "# A b\n\nSay `x y`, [z](a.md#b).\n\n"
+    text = f"{prose}    one \\\n        two\n\n    three\n\n```yaml\na: 1\n```\n"
+    found = page(ROOT / "a.md", text)
+    assert [(block.language, block.line) for block in found.blocks] == [("", 5), ("yaml", 11)]
+    assert [words for _, words in found.commands()] == [["one", "two"], ["three"]]
+    assert found.inline() == ["x y"]
+    assert found.links() == ["a.md#b"]
+    assert found.fragments() == {"a-b"}
+
+
+def test_a_line_is_taken_apart():
+    line = '$ A=1 flotilla run --set "a b=c" | tee log && make x; sleep 1 # and so on'
+    found = simple_commands(line)
+    assert found[0] == ["flotilla", "run", "--set", "a b=c"]
+    assert ["make", "x"] in found
+    assert found[-1] == ["sleep", "1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "flotilla runn",
+        "flotilla run --workdirs x",
+        "flotilla models shows digits",
+        "flotilla run configs/none.yaml",
+        "flotilla run --set training.stepz=3",
+        "A=1 .venv/bin/flotilla run --set training.steps=x # note",
+        "cd x && flotilla models promote digits",
+        "make tset",
+        "make chaos TIMES=3",
+        'make run ARGS="--jsn"',
+        "python -m trainer task --config a --nothing",
+        "python -m pdb -m trainer task --config a",
+    ],
+)
+def test_a_wrong_command_is_seen(line):
+    document = page(ROOT / "a.md", f"Text.\n\n    {line}\n")
+    assert [words for _, words in document.commands() if wrong_command(words)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "flotilla run configs/mnist.yaml --set data.manual_dir=FOLDER > log",
+        "flotilla manifest | kubectl apply -f -",
+        "X=1 flotilla run \\\n        --set training.steps=3",
+        "flotilla models rollback digits # and again",
+        "make chaos RUNS=3 SEED=1",
+        'make run ARGS="configs/mnist.yaml --json"',
+        "python -m trainer task --config a --dataset file:///d --checkpoints file:///c --workdir w",
+        "kubectl get pods",
+    ],
+)
+def test_a_right_command_passes(line):
+    document = page(ROOT / "a.md", f"Text.\n\n    {line}\n\nMore.\n\n```sh\n{line}\n```\n")
+    found = [words for _, words in document.commands()]
+    assert len(found) >= 2
+    assert not [words for words in found if wrong_command(words)]
+
+
+def test_prose_may_name_a_command_without_its_arguments():
+    assert not wrong_command(["flotilla", "compare"], whole=False)
+    assert wrong_command(["flotilla", "compare"])
+    assert wrong_command(["flotilla", "compare", "--nothing"], whole=False)
+
+
+@pytest.mark.parametrize(
+    "word", ["training.stepz", "cluster.kubernetes.pod.imag", "cluster.launcher: moon"]
+)
+def test_a_wrong_key_is_seen(word):
+    assert wrong_key(word)
+
+
+@pytest.mark.parametrize(
+    "word", ["model.args.hidden_units", "cluster.kubernetes.worker.env", "cluster.launcher: tfjob"]
+)
+def test_a_right_key_passes(word):
+    assert not wrong_key(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_missing"),
+    [
+        ("trainer/none.py", True),
+        ("trainer/config/schema.py", False),
+        ("configs/mnist*.yaml", False),
+    ],
+)
+def test_a_missing_path_is_seen(word, is_missing):
+    assert missing_path(word) == is_missing
+
+
+GUIDE = (ROOT / "docs" / "how-to" / "data-gate.md").read_text(encoding="utf-8")
+
+
+def rows(heading):
+    table = GUIDE.partition(f"| {heading} |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `(\w+)` \| (\S+) \| (.+) \|$", table, re.MULTILINE)
+
+
+def test_rules_and_limits_are_those_of_the_configuration():
+    assert rows("rule") == [(name, action, what) for name, (action, what) in RULES.items()]
+    assert rows("limit") == [
+        (name, f"{default:g}", what) for name, (default, _, _, what) in LIMITS.items()
+    ]
+
+
+MOVE = ROOT / "docs" / "how-to" / "move-to-jobset.md"
+CHOOSE = ROOT / "docs" / "how-to" / "choose-an-engine.md"
+ANOTHER = {
+    "job.scheduling": {"job": {"scheduling": {"gang": True}}},
+    "job.clean_pod_policy": {"job": {"clean_pod_policy": "All"}},
+    "pod.restart_policy": {"pod": {"restart_policy": "Never"}},
+}
+
+
+def refused_keys():
+    """Return the first cells of the table of what is left out."""
+    part = MOVE.read_text(encoding="utf-8").partition("| leave out |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `([\w.]+)`", part, re.MULTILINE)
+
+
+def test_the_page_lists_what_is_tried_here():
+    assert refused_keys() == list(ANOTHER)
+
+
+@pytest.mark.parametrize("key", ANOTHER)
+def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs(key):
+    section, _, name = key.partition(".")
+    clusters = {
+        launcher: parse_config({"cluster": {"launcher": launcher, "kubernetes": ANOTHER[key]}})
+        for launcher in ("jobset", "tfjob")
+    }
+    # A setting of all roles is refused by the name of one.
+    role = r"\w+" if section == "pod" else section
+    with pytest.raises(ConfigError, match=rf"cluster\.kubernetes\.{role}\.{name}: "):
+        document_of(clusters["jobset"])
+    assert document_of(clusters["tfjob"])["kind"] == "TFJob"
+
+
+def granted(role):
+    """Return the verbs that deploy/ grants to a role, by resource."""
+    text = (ROOT / "deploy" / "base" / "rbac.yaml").read_text(encoding="utf-8")
+    documents = list(yaml.load_all(text, yaml.CSafeLoader))
+    (found,) = (
+        each for each in documents if each["kind"] == "Role" and each["metadata"]["name"] == role
+    )
+    return {name: rule["verbs"] for rule in found["rules"] for name in rule["resources"]}
+
+
+def test_the_page_names_the_permissions_that_are_new():
+    prose = " ".join(MOVE.read_text(encoding="utf-8").split())
+    launcher, tasks = prose.partition("New are, for who launches, ")[2].split(
+        ", and for the tasks "
+    )
+    for role, part in (("flotilla-launcher", launcher), ("flotilla-trainer", tasks)):
+        named = dict(re.findall(r"`(\w+)` \(([^)]+)\)", part.partition(".")[0]))
+        assert "leases" in named
+        for resource, verbs in named.items():
+            assert re.findall(r"`(\w+)`", verbs) == granted(role)[resource]
+
+
+def test_the_page_of_the_choice_names_every_launcher():
+    cells = re.findall(r"^\| `(\w+)` \|", CHOOSE.read_text(encoding="utf-8"), re.MULTILINE)
+    kinds = parse_config({}).cluster.__class__.model_fields["launcher"].annotation
+    assert set(cells) == set(kinds.__args__)
+
+
+FOLDERS = ("kfp_instance", "kubernetes")
+TESTS = Path(__file__).parents[1]
+
+
+def rows_of(folder):
+    """Return the cells of each row of the tables, without their heads."""
+    lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [
+        line
+        for line, after in zip(lines, [*lines[1:], ""], strict=True)
+        if line.startswith("| ") and not after.startswith("|---")
+    ]
+    return [re.split(r"(?<!\\)\|", line.strip("| ")) for line in rows]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_row_names_a_test_of_the_stand_in(folder):
+    rows = rows_of(folder)
+    assert len(rows) > 10
+    for cells in rows:
+        assert len(cells) == 3, cells
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", cells[2])
+        assert named, cells
+        for file, test in named:
+            tree = ast.parse((TESTS / folder / file).read_text(encoding="utf-8"))
+            functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+            assert test in functions, f"{folder}/README.md names {file}::{test}, which is not there"

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import quote, urlencode
 
 import kfp_server_api
 import pytest
+import urllib3
 from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
+from components.records.step_record import published_records
 from pipelines.runs.kfp_access import Access
-from pipelines.runs.kfp_client import Client
+from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.upload import containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance
 from tests.kfp_instance.shapes import ShapeError, check
+from tests.kfp_instance.workflow import IMPLEMENTATION, NEVER, Workflow, fnv
 
 YAML = """\
 pipelineInfo: {name: small}
@@ -149,3 +158,465 @@ def test_our_client_is_the_sdk_client(served):
     assert isinstance(client, sdk.Client)
     assert client.get_user_namespace() == "me"
     assert not served.requests
+
+
+SPEC = {
+    "pipelineInfo": {"name": "small"},
+    "root": {
+        "dag": {"tasks": {}},
+        "inputDefinitions": {
+            "parameters": {
+                "steps": {"parameterType": "NUMBER_INTEGER", "isOptional": True},
+                "labels": {"parameterType": "STRUCT", "isOptional": True},
+                "kind": {"parameterType": "STRING", "isOptional": True, "literals": ["a", "b"]},
+            }
+        },
+    },
+    "schemaVersion": "2.1.0",
+}
+V2 = "/apis/v2beta1"
+NAMES = ("a+b", "100%", "plain")
+
+
+@pytest.fixture
+def requests_served():
+    with Instance() as instance:
+        made = instance.store.create_pipeline({"display_name": "mine"})
+        instance.pipeline_id = made["pipeline_id"]
+        for name in ("older", "newer"):
+            instance.store.add_version(made["pipeline_id"], name, "", SPEC)
+        yield instance
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    kind: str
+    body: bytes
+
+    @property
+    def tree(self):
+        return json.loads(self.body)
+
+
+def asked(requests_served, method, path, *, body=None, **query):
+    text = f"?{urlencode(query)}" if query else ""
+    got = urllib3.request(method, f"{requests_served.url}{path}{text}", body=body, retries=False)
+    return Answer(got.status, got.headers.get("content-type", ""), got.data)
+
+
+def posted(requests_served, what, tree):
+    return asked(requests_served, "POST", f"{V2}/{what}", body=json.dumps(tree).encode())
+
+
+def filtered(requests_served, text, **more):
+    return asked(requests_served, "GET", f"{V2}/experiments", filter=text, **more)
+
+
+def predicate(value, key="display_name", operation="EQUALS"):
+    tree = {"operation": operation, "key": key, "stringValue": value}
+    return json.dumps({"predicates": [tree]})
+
+
+def reference(requests_served, **more):
+    return {"pipeline_version_reference": {"pipeline_id": requests_served.pipeline_id, **more}}
+
+
+def run_of(requests_served, **more):
+    return {"display_name": "one", **reference(requests_served), **more}
+
+
+def with_parameters(requests_served, **values):
+    return run_of(requests_served, runtime_config={"parameters": values})
+
+
+def schedule_of(requests_served, cron="0 0 3 * * *", **more):
+    return {
+        "display_name": "nightly",
+        "max_concurrency": "1",
+        "mode": "ENABLE",
+        "trigger": {"cron_schedule": {"cron": cron}},
+        "runtime_config": {},
+        **reference(requests_served),
+        **more,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_filter_is_decoded_twice(requests_served, name):
+    posted(requests_served, "experiments", {"display_name": name})
+    plain = filtered(requests_served, predicate(name))
+    found = [each["display_name"] for each in plain.tree.get("experiments", ())]
+    assert (plain.status, found) == {
+        "a+b": (200, []), "100%": (400, []), "plain": (200, ["plain"]),
+    }[name]  # fmt: skip
+    right = filtered(requests_served, quote(predicate(name), safe=""))
+    assert [each["display_name"] for each in right.tree["experiments"]] == [name]
+
+
+def test_a_part_of_a_name_is_a_pattern_of_the_database(requests_served):
+    for name in ("a_b", "axb", "A_B"):
+        posted(requests_served, "experiments", {"display_name": name})
+    like = filtered(requests_served, predicate("a_b", operation="IS_SUBSTRING")).tree["experiments"]
+    assert [each["display_name"] for each in like] == ["a_b", "axb", "A_B"]
+    exact = filtered(requests_served, predicate("a_b")).tree["experiments"]
+    assert [each["display_name"] for each in exact] == ["a_b", "A_B"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"filter": predicate("x", key="nothing")},
+        {"filter": "no JSON"},
+        {"filter": json.dumps({"predicate": []})},
+        {"sort_by": "nothing"},
+        {"sort_by": "created_at down"},
+        {"page_token": "no base64!"},
+        {"page_token": base64.b64encode(b"no JSON").decode()},
+        {"page_size": "-1"},
+        {"page_size": "many"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ["experiments", "runs", "recurringruns", "pipelines"])
+def test_a_bad_list_request_is_400(requests_served, what, query):
+    answer = asked(requests_served, "GET", f"{V2}/{what}", **query)
+    assert answer.status == 400
+    assert set(answer.tree) == {"code", "message", "details"}
+    assert answer.tree["code"] == 3
+
+
+def test_page_tokens_are_base64_and_belong_to_their_order(requests_served):
+    for name in NAMES:
+        posted(requests_served, "experiments", {"display_name": name})
+    query = {"page_size": "2", "sort_by": "created_at desc"}
+    first = asked(requests_served, "GET", f"{V2}/experiments", **query)
+    token = first.tree["next_page_token"]
+    assert isinstance(json.loads(base64.b64decode(token, validate=True)), dict)
+    second = asked(requests_served, "GET", f"{V2}/experiments", page_token=token, **query)
+    named = [each["display_name"] for each in first.tree["experiments"]]
+    named += [each["display_name"] for each in second.tree["experiments"]]
+    assert named == list(reversed(NAMES))
+    other = asked(
+        requests_served, "GET", f"{V2}/experiments", page_token=token, sort_by="created_at asc"
+    )
+    assert other.status == 400
+
+
+def test_a_page_has_two_hundred_rows_at_most(requests_served):
+    for number in range(205):
+        requests_served.store.create_experiment({"display_name": str(number)})
+    assert (
+        len(asked(requests_served, "GET", f"{V2}/experiments", page_size="900").tree["experiments"])
+        == 200
+    )
+    assert len(asked(requests_served, "GET", f"{V2}/experiments").tree["experiments"]) == 20
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b"[]", b'{"nothing": 1}'])
+def test_a_bad_body_is_400(requests_served, body):
+    answer = asked(requests_served, "POST", f"{V2}/runs", body=body)
+    assert (answer.status, set(answer.tree)) == (400, {"code", "message", "details"})
+
+
+def test_an_experiment_again_is_409(requests_served):
+    assert posted(requests_served, "experiments", {"display_name": "x"}).status == 200
+    again = posted(requests_served, "experiments", {"display_name": "x"})
+    assert (again.status, again.tree["code"]) == (409, 6)
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ({"labels": []}, 400),
+        ({"labels": {}}, 200),
+        ({"steps": "3"}, 400),
+        ({"steps": None}, 400),
+        ({"nothing": 1}, 400),
+        ({"kind": "c"}, 400),
+        ({"kind": "b"}, 200),
+    ],
+)
+def test_a_parameter_of_the_wrong_type_is_400(requests_served, values, status):
+    assert (
+        posted(requests_served, "runs", with_parameters(requests_served, **values)).status == status
+    )
+
+
+def test_an_integer_may_be_a_fraction_or_left_out(requests_served):
+    assert (
+        posted(requests_served, "runs", with_parameters(requests_served, steps=3.5)).status == 200
+    )
+    assert posted(requests_served, "runs", with_parameters(requests_served)).status == 200
+
+
+def test_a_run_without_version_or_experiment_takes_the_newest_and_default(requests_served):
+    for _again in range(2):
+        made = posted(requests_served, "runs", run_of(requests_served)).tree
+    version = requests_served.store.versions[
+        made["pipeline_version_reference"]["pipeline_version_id"]
+    ]
+    experiment = requests_served.store.experiments[made["experiment_id"]]
+    assert (version["display_name"], experiment["display_name"]) == ("newer", "Default")
+    assert len(requests_served.store.experiments) == 1
+
+
+def test_an_absent_version_and_a_run_without_a_name_are_500(requests_served):
+    absent = posted(
+        requests_served,
+        "runs",
+        run_of(requests_served, **reference(requests_served, pipeline_version_id="no")),
+    )
+    assert (absent.status, absent.tree["code"]) == (500, 13)
+    assert "PipelineVersion no not found" in absent.tree["message"]
+    assert posted(requests_served, "runs", run_of(requests_served, display_name="")).status == 500
+
+
+def multipart(text):
+    return (
+        b'--x\r\nContent-Disposition: form-data; name="uploadfile"; filename="p.yaml"\r\n\r\n'
+        + text.encode()
+        + b"\r\n--x--\r\n"
+    )
+
+
+def uploaded(requests_served, **query):
+    path = f"{V2}/pipelines/upload_version"
+    return asked(requests_served, "POST", path, body=multipart(json.dumps(SPEC)), **query)
+
+
+def test_an_upload_to_an_absent_pipeline_is_400_as_plain_text(requests_served):
+    absent = uploaded(requests_served, pipelineid="nothing", name="v")
+    assert (absent.status, absent.kind) == (400, "text/plain; charset=utf-8")
+    assert set(absent.tree) == {"error_message", "error_details"}
+    again = uploaded(requests_served, pipelineid=requests_served.pipeline_id, name="newer")
+    assert (again.status, again.kind) == (409, "application/json")
+    assert set(again.tree) == {"error_message", "error_details"}
+
+
+@pytest.mark.parametrize("cron", ["61 0 3 * * *", "0 3 * *", "0 0 25 * * *"])
+def test_a_cron_expression_that_never_comes_is_400(requests_served, cron):
+    assert (
+        posted(requests_served, "recurringruns", schedule_of(requests_served, cron)).status == 400
+    )
+
+
+def test_a_schedule_of_the_newest_version_has_no_service_account(requests_served):
+    latest = posted(requests_served, "recurringruns", schedule_of(requests_served)).tree
+    version = next(iter(requests_served.store.versions))
+    pinned = schedule_of(requests_served, **reference(requests_served, pipeline_version_id=version))
+    assert "service_account" not in latest
+    made = posted(requests_served, "recurringruns", pinned).tree
+    assert made["service_account"] == "pipeline-runner"
+    assert (
+        posted(
+            requests_served, "recurringruns", schedule_of(requests_served, display_name="")
+        ).status
+        == 400
+    )
+
+
+def test_only_the_address_of_the_user_interface_has_pages(requests_served):
+    assert asked(requests_served, "GET", "/").status == 404
+    requests_served.has_ui = True
+    page = asked(requests_served, "GET", "/")
+    assert (page.status, page.kind) == (200, "text/html")
+    assert b"<title>Kubeflow Pipelines</title>" in page.body
+
+
+@pytest.fixture
+def run_id(instance, uploaded):
+    client = Client(Access(endpoint=instance.url))
+    store = instance.store
+    experiment = client.create_experiment("tests").experiment_id
+    [version] = store.versions.values()
+    ids = {"pipeline_id": version["pipeline_id"], "version_id": version["pipeline_version_id"]}
+    assert version["display_name"] == uploaded
+    return client.run_pipeline(experiment, "one", params={}, **ids).run_id
+
+
+@pytest.fixture
+def workflow(instance, run_id):
+    instance.store.runs[run_id]["state"] = "RUNNING"
+    return instance.store.workflows[run_id]
+
+
+@pytest.fixture
+def get(instance):
+    """Return the status, the kind and the text of a response."""
+
+    def fetch(path):
+        try:
+            with urllib.request.urlopen(instance.url + path) as answer:
+                return answer.status, answer.headers["Content-Type"], answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+    return fetch
+
+
+def details(get, run_id):
+    tree = json.loads(get(f"/apis/v2beta1/runs/{run_id}")[2])
+    check(tree, "V2beta1Run")
+    return tree["run_details"]["task_details"]
+
+
+def nodes(get, run_id):
+    tree = json.loads(get(f"/apis/v1beta1/runs/{run_id}")[2])
+    return json.loads(tree["pipeline_runtime"]["workflow_manifest"])["status"]["nodes"]
+
+
+def test_the_log_of_an_absent_pod_is_200_with_an_error_in_json(get, run_id, workflow):
+    workflow.begin("train_model")
+    status, kind, text = get(f"/apis/v1alpha1/runs/{run_id}/nodes/nothing/log")
+    assert (status, kind.partition(";")[0]) == (200, "text/plain")
+    assert text.startswith('{"error_message": ')
+    workflow.write("train_model", "a line\n")
+    path = f"/apis/v1alpha1/runs/{run_id}/nodes/{workflow.pod('train_model')}/log"
+    assert get(path)[::2] == (200, "a line\n")
+
+
+def test_no_node_names_its_pod(get, run_id, workflow):
+    workflow.begin("train_model")
+    workflow.end("train_model")
+    assert not [each for each in details(get, run_id) if "pod_name" in each]
+
+
+def test_a_task_and_its_first_try_are_nodes(get, run_id, workflow):
+    workflow.begin("train_model")
+    names = [each.get("display_name") for each in details(get, run_id)]
+    expected = {"train-model", "train-model(0)", "executor", "executor(0)", "train-model-driver(0)"}
+    assert expected <= set(names)
+
+
+def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
+    workflow.begin("train_model")
+    [node] = [each for each in nodes(get, run_id).values() if each["displayName"] == "executor(0)"]
+    assert node["name"].endswith(".exit-handler-1(0).train-model(0).executor(0)")
+    assert node["id"] == f"flotilla-training-x7z2p-{fnv(node['name'])}"
+    assert workflow.pod("train_model") == (
+        f"flotilla-training-x7z2p-{IMPLEMENTATION}-{fnv(node['name'])}"
+    )
+    # As published for this hash.
+    assert (fnv(""), fnv("a"), fnv("foobar")) == (0x811C9DC5, 0xE40C292C, 0xBF9CF968)
+
+
+def test_a_node_that_was_omitted_has_no_state(get, run_id, workflow):
+    workflow.fail_driver("train_model")
+    [node] = [each for each in details(get, run_id) if each.get("display_name") == "train-model"]
+    assert "state" not in node
+    [driver] = [
+        each for each in details(get, run_id) if each.get("display_name") == "train-model-driver(0)"
+    ]
+    assert driver["state"] == "FAILED"
+
+
+def test_the_end_of_what_runs_is_the_year_one(get, run_id, workflow):
+    workflow.begin("train_model")
+    ends = {each.get("display_name"): each["end_time"] for each in details(get, run_id)}
+    assert ends["train-model"] == NEVER
+    workflow.end("train_model")
+    ends = {each.get("display_name"): each["end_time"] for each in details(get, run_id)}
+    assert ends["train-model"] != NEVER
+
+
+def test_a_step_from_the_cache_has_no_pod(get, run_id, workflow):
+    workflow.take_from_cache("prepare_data")
+    phases = {each["displayName"]: each["phase"] for each in nodes(get, run_id).values()}
+    assert (phases["prepare-data"], phases["executor"]) == ("Succeeded", "Skipped")
+    assert "executor(0)" not in phases
+    assert not workflow.logs
+
+
+def test_messages_are_in_the_workflow_alone(get, run_id, workflow):
+    workflow.wait("resolve_config", "ImagePullBackOff")
+    [node] = [each for each in nodes(get, run_id).values() if each["displayName"] == "executor(0)"]
+    assert (node["phase"], node["message"]) == ("Pending", "ImagePullBackOff")
+    assert "ImagePullBackOff" not in json.dumps(details(get, run_id))
+
+
+def test_before_argo_begins_there_is_no_workflow(get, run_id, workflow):
+    workflow.nodes.clear()
+    tree = json.loads(get(f"/apis/v1beta1/runs/{run_id}")[2])
+    assert tree["pipeline_runtime"] == {}
+    assert get("/apis/v1beta1/runs/nothing")[0] == 404
+
+
+def test_a_terminated_run_ends_failed_and_was_canceling(instance, get, run_id, workflow):
+    client = Client(Access(endpoint=instance.url))
+    workflow.begin("train_model")
+    client.terminate_run(run_id)
+    workflow.terminate()
+    with pytest.raises(InstanceError) as refused:
+        client.terminate_run(run_id)
+    assert refused.value.status == 400
+    instance.store.end_run(run_id, "FAILED")
+    tree = json.loads(get(f"/apis/v2beta1/runs/{run_id}")[2])
+    assert (tree["state"], "error" in tree) == ("FAILED", False)
+    assert [each["state"] for each in tree["state_history"]][-2:] == ["CANCELING", "FAILED"]
+
+
+def test_an_hour_later_the_address_of_the_api_has_the_logs(instance, get, run_id, workflow):
+    workflow.begin("train_model")
+    workflow.write("train_model", "a line\n")
+    pod = workflow.pod("train_model")
+    of_api = f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log"
+    of_page = f"/k8s/pod/logs?podname={pod}&runid={run_id}&podnamespace=kubeflow&createdat="
+    instance.has_ui = True
+    assert get(of_page)[2] == "a line\n"
+    workflow.lose_pods()
+    assert get(of_page)[0] == 500
+    instance.has_ui = False
+    assert get(of_api)[2] == "a line\n"
+    assert nodes(get, run_id)
+
+
+def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, run_id, workflow):
+    workflow.begin("train_model")
+    instance.has_ui = True
+    path = f"/apis/v1alpha1/runs/{run_id}/nodes/{workflow.pod('train_model')}/log"
+    assert get(path)[:2] == (200, "text/html")
+    # The API is behind this address as well.
+    assert nodes(get, run_id)
+
+
+def test_the_page_reads_objects_of_the_store_with_its_own_keys(instance, get, tmp_path):
+    instance.store.disk = (tmp_path / "disk").as_uri()
+    workflow = Workflow("some-run", disk=instance.store.disk)
+    workflow.begin("train_model")
+    workflow.end("train_model")
+    path = "/artifacts/minio/mlpipeline/v2/artifacts/flotilla/some-run/steps/train_model.json"
+    assert get(path)[0] == 404
+    instance.has_ui = True
+    assert json.loads(get(path)[2])["status"] == "done"
+    assert get(path.replace("train_model", "nothing"))[0] == 404
+    instance.multi_user = True
+    assert get(path)[0] == 403
+
+
+def test_a_step_publishes_its_record(tmp_path):
+    workflow = Workflow("some-run", storage_root=tmp_path.as_uri())
+    workflow.begin("train_model")
+    workflow.end("train_model", metrics={"global_step": 9}, uri="gs://b/c")
+    [record] = published_records(f"{tmp_path.as_uri()}/some-run")
+    assert (record.step, record.status, record.metrics) == (
+        "train_model",
+        "done",
+        {"global_step": 9},
+    )
+
+
+def test_after_the_loss_of_a_pod_argo_waits():
+    workflow = Workflow("some-run")
+    workflow.begin("train_model")
+    first = workflow.pod("train_model")
+    workflow.lose_pod("train_model")
+    task, lost = (
+        each for each in workflow.nodes if each["name"].endswith(("executor", "executor(0)"))
+    )
+    assert (task["type"], task["phase"]) == ("Retry", "Running")
+    assert task["message"] == "Backoff for 1 minutes 0 seconds"
+    assert (lost["type"], lost["phase"], lost["message"]) == ("Pod", "Error", "pod deleted")
+    workflow.try_again("train_model")
+    assert workflow.nodes[-1]["name"].endswith("executor(1)")
+    assert workflow.pod("train_model") != first

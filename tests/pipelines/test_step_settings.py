@@ -1,6 +1,12 @@
 """What the pods of the steps get: values that KFP finds, retries where they help, deadlines."""
 
+from __future__ import annotations
+
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,10 +14,18 @@ import yaml
 from components.kubernetes import names
 from components.pod_parameters import step_parameters
 from components.table import STEPS
-from pipelines.compile import compile_pipeline
-from pipelines.step_settings import RUN_SECONDS
+from components.tfjob.manifest import Place, manifest
+from pipelines.compile import compile_pipeline, package_of
+from pipelines.step_pods import NO_SETTINGS, StepPods, step_pods
+from pipelines.step_settings import RUN_SECONDS, assigned
 from pipelines.training import PIPELINES
+from tests.stores.fixtures import bucket_name
+from tests.stores.s3_server import s3_server
+from trainer.cluster.launcher import Job
 from trainer.config.kubernetes import JobConfig
+from trainer.config.load import parse_config
+from trainer.config.run_parameters import to_parameters
+from trainer.errors import ConfigError
 
 PLACEHOLDER = re.compile(r"\{\{\$\.inputs\.parameters\['([^']+)'\]\}\}")
 ROWS = {step.kfp_name: step for step in STEPS}
@@ -177,3 +191,313 @@ def test_both_are_the_same_steps_in_the_same_order(documents, groups):
                 waits = there["dag"]["tasks"][task].get("dependentTasks", [])
                 assert list(each.dependent_tasks) == waits
     assert set(groups[0]["dag"]["tasks"]) == set(local.root.dag.tasks)
+
+
+ROOT = Path(__file__).parents[2]
+# What KFP's secret `mlpipeline-minio-artifact` holds, and what one of a person's own may hold.
+SECRETS = {
+    "KFP's own": {"accesskey": "kfp", "secretkey": "hush-hush"},
+    "one's own": {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
+}
+# Nothing of this machine may help.
+BARE = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
+    "AWS_CONFIG_FILE": "/nowhere",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(server):
+    name = bucket_name()
+    server.create_bucket(name)
+    return name
+
+
+@pytest.fixture
+def root(server, bucket):
+    address = server.url.removeprefix("http://")
+    return f"minio://{bucket}/a root?endpoint={address}&disableSSL=true"
+
+
+def variables_of(step, secret, tmp_path):
+    """Return what Kubernetes gives a step: of a secret those keys that it has."""
+    compile_pipeline(tmp_path / "pipeline.yaml")
+    text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
+    _, platform = yaml.load_all(text, yaml.CSafeLoader)
+    pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][f"exec-{step}"]
+    (secret_env,) = pod["secretAsEnv"]
+    keys = {each["envVar"]: each["secretKey"] for each in secret_env["keyToEnv"]}
+    return {variable: secret[key] for variable, key in keys.items() if key in secret}
+
+
+def run(module, name, folder, root, variables):
+    arguments = to_parameters(parse_config({"storage": {"root": root}}))
+    if name == "two_steps":
+        arguments["path"] = str(folder / "kept.json")
+    (folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    return subprocess.run(
+        [sys.executable, "-m", module, name, str(folder)],
+        cwd=ROOT,
+        env={"PATH": path, "TMPDIR": str(folder), **BARE, **variables},
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", SECRETS)
+def test_the_first_step_reads_the_store(root, secret, tmp_path):
+    given = variables_of("resolve-config", SECRETS[secret], tmp_path)
+    ended = run("tests.pipelines.two_steps", "two_steps", tmp_path, root, given)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
+    assert kept["root"] == root
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        assert b"hush-hush" not in path.read_bytes(), path
+    assert "hush-hush" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_without_the_secret_a_step_starts_and_says_what_it_misses(root, tmp_path):
+    ended = run("tests.pipelines.two_steps", "two_steps", tmp_path, root, {})
+    assert ended.returncode == 1
+    (line,) = re.findall(r"flotilla: resolve_config: .*", ended.stdout)
+    assert "no credentials" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_dataset_is_published_there(root, server, bucket, tmp_path):
+    given = variables_of("prepare-data", SECRETS["KFP's own"], tmp_path)
+    ended = run("pipelines.runs.local_child", "prepare", tmp_path, root, given)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    keys = server.keys(bucket)
+    assert [key for key in keys if re.fullmatch(r"a root/datasets/digits-\w+/MANIFEST.json", key)]
+    assert "hush-hush" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_task_of_the_job_gets_the_same_as_a_step(root, secret, tmp_path):
+    job = Job(config=parse_config({}), dataset=root, checkpoints=f"{root}/c", workdir=Path())
+    tree = manifest(job, Place(namespace="models"))
+    pod = tree["spec"]["tfReplicaSpecs"]["PS"]["template"]["spec"]["containers"][0]
+    references = {
+        each["name"]: each["valueFrom"]["secretKeyRef"]
+        for each in pod["env"]
+        if "valueFrom" in each
+    }
+    assert all(each["optional"] for each in references.values())
+    held = SECRETS[secret]
+    found = {name: held[each["key"]] for name, each in references.items() if each["key"] in held}
+    assert found == variables_of("train-model", held, tmp_path)
+
+
+def test_texts_stay_texts_and_the_rest_is_read():
+    given = ["image=a/b:2", "step_cpu=4", "step_node_selector={pool: gpu}", "step_tolerations=[]"]
+    assert assigned(given) == {
+        "image": "a/b:2",
+        # KFP takes texts alone where it sets up pods.
+        "step_cpu": "4",
+        "step_node_selector": {"pool": "gpu"},
+        "step_tolerations": [],
+    }
+    assert assigned([]) == {}
+
+
+def test_each_default_is_taken_back():
+    for each in step_parameters():
+        assert assigned([f"{each.name}={each.default}"]) == {each.name: each.default}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("step_memroy=16Gi", "did you mean 'step_memory'?"),
+        ("training_steps=5", "set keys of the configuration by --set"),
+        ("step_memory", "as NAME=VALUE"),
+        ("=5", "as NAME=VALUE"),
+        ("step_tolerations={a: b}", "is not a list of YAML or JSON"),
+        ("step_node_selector=[", "is not a mapping of YAML or JSON"),
+        ("step_cpu=abc", "--parameter step_cpu: 'abc' is not a quantity of Kubernetes"),
+        ("step_memory=16", "--parameter step_memory: '16' is less than 1Mi"),
+        ("step_gpus=-1", "step_gpus: '-1' is not a whole number"),
+        ("step_node_selector={pool: 1}", "step_node_selector: pool: 1 is not a text"),
+        ("step_tolerations=[{keys: a}]", "did you mean 'key'?"),
+        ("image=Our Image", "image: 'Our Image' is not the name of an image"),
+        ("store_secret=", "store_secret: '' is not a name"),
+    ],
+)
+def test_what_is_wrong_is_named(text, words):
+    with pytest.raises(ConfigError, match="--parameter") as error:
+        assigned([text])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_gets_them(instance, remote, uploaded):
+    words = ["--parameter", "step_memory=16Gi", "--parameter", "store_secret=ours"]
+    assert remote("submit", *words).code == 0
+    [run] = instance.store.runs.values()
+    given = run["runtime_config"]["parameters"]
+    assert (given["step_memory"], given["store_secret"]) == ("16Gi", "ours")
+    assert "image" not in given
+    assert uploaded
+
+
+def test_a_schedule_gets_them_and_another_value_replaces_it(instance, remote, uploaded):
+    words = ["schedule", "--every", "6h", "--parameter"]
+    for value in ("16Gi", "16Gi", "8Gi"):
+        assert remote(*words, f"step_memory={value}").code == 0
+    [one] = instance.store.recurring.values()
+    assert one["runtime_config"]["parameters"]["step_memory"] == "8Gi"
+    assert uploaded
+
+
+def test_a_wrong_one_is_one_line(instance, remote, uploaded):
+    result = remote("submit", "--parameter", "step_memroy=1Gi")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert not instance.store.runs
+    assert uploaded
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pipeline-root", "file:///tmp/kfp"], "--pipeline-root 'file:///tmp/kfp' is a folder: "),
+        (["--pipeline-root", "/tmp/kfp"], "--pipeline-root '/tmp/kfp' is not a storage URI: "),
+        (["--pipeline-root", "http://a/b"], "--pipeline-root 'http://a/b' is not a storage URI: "),
+        (["--service-account", "Pipeline Runner"], "--service-account 'Pipeline Runner' is not a "),
+        (["--parameter", "step_cpu=abc"], "--parameter step_cpu: 'abc' is not a quantity of "),
+    ],
+)
+@pytest.mark.parametrize("command", [["submit"], ["schedule", "--every", "6h"]], ids="-".join)
+@pytest.mark.usefixtures("uploaded")
+def test_what_no_driver_takes_is_refused_before_it_is_sent(instance, remote, command, words, said):
+    result = remote(*command, *words)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert said in result.err
+    assert not instance.store.runs
+    assert not instance.store.recurring
+
+
+GIVEN = {
+    "pull_secrets": ["registry", "registry"],
+    "mounts": ["official:/data/official", "more:/data/more"],
+    "scratch": "50Gi",
+    "labels": ["kueue.x-k8s.io/queue-name=team-a", "team="],
+    "variables": ["HTTPS_PROXY=http://proxy:3128", "EMPTY="],
+}
+
+
+@pytest.fixture(scope="module")
+def pods_documents(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+    compile_pipeline(path, pods=step_pods(**GIVEN))
+    return list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
+
+
+@pytest.fixture(scope="module")
+def pods_pods(pods_documents):
+    executors = pods_documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    found = {name.removeprefix("exec-"): each for name, each in executors.items()}
+    assert set(found) == set(ROWS)
+    return found
+
+
+def constant(parameter):
+    return parameter["runtimeValue"]["constant"]
+
+
+def test_every_step_gets_pull_secrets_labels_and_variables(pods_documents, pods_pods):
+    executors = pods_documents[0]["deploymentSpec"]["executors"]
+    for step, pod in pods_pods.items():
+        [secret] = pod["imagePullSecret"]
+        assert constant(secret["secretNameParameter"]) == "registry"
+        labels = pod["podMetadata"]["labels"]
+        assert labels.items() >= {"kueue.x-k8s.io/queue-name": "team-a", "team": ""}.items()
+        assert labels["app.kubernetes.io/component"] == step
+        env = executors[f"exec-{step}"]["container"]["env"]
+        assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in env
+        assert "EMPTY" in [each["name"] for each in env]
+
+
+def test_claims_are_mounted_where_data_is_prepared_alone(pods_pods):
+    mounted = {
+        step: {constant(each["pvcNameParameter"]): each["mountPath"] for each in pod["pvcMount"]}
+        for step, pod in pods_pods.items()
+        if "pvcMount" in pod
+    }
+    assert mounted == {"prepare-data": {"official": "/data/official", "more": "/data/more"}}
+
+
+def test_scratch_is_the_folder_of_temporary_files_of_every_working_step(pods_pods):
+    for step, pod in pods_pods.items():
+        found = [(each["mountPath"], each["sizeLimit"]) for each in pod.get("emptyDirMounts", [])]
+        assert found == ([] if ROWS[step].is_light else [("/tmp", "50Gi")])
+
+
+def test_without_settings_the_pipeline_is_the_same(tmp_path):
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    compile_pipeline(first)
+    compile_pipeline(second, pods=step_pods())
+    assert first.read_text(encoding="utf-8") == second.read_text(encoding="utf-8")
+    assert step_pods() == NO_SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pull_secrets": ["My_Secret"]}, "--pull-secret 'My_Secret' is not a name of Kubernetes"),
+        ({"pull_secrets": [""]}, "--pull-secret '' is not a name"),
+        ({"mounts": ["data"]}, "--mount 'data' is not of the form CLAIM:FOLDER"),
+        ({"mounts": [":/data"]}, "--mount ':/data' is not of the form"),
+        ({"mounts": ["a.b:/data"]}, "--mount 'a.b' is not a claim that KFP can mount"),
+        ({"mounts": ["data:data"]}, "--mount 'data' is not a folder in a pod: write it as /data"),
+        ({"mounts": ["data:/"]}, "--mount '/' is not a folder in a pod"),
+        ({"mounts": ["data:/a/../etc"]}, "--mount '/a/../etc' is not a folder"),
+        ({"mounts": ["data:/a:ro"]}, "--mount '/a:ro' is not a folder"),
+        ({"mounts": ["data:/tmp/x"]}, "--mount '/tmp/x' is in a folder of the image or of KFP"),
+        ({"mounts": ["data:/gcs"]}, "--mount '/gcs' is in a folder of the image or of KFP"),
+        ({"mounts": ["a:/data", "b:/data"]}, "--mount /data is given twice"),
+        ({"mounts": ["a:/data", "a:/more"]}, "--mount a is given twice"),
+        ({"scratch": "50"}, "--scratch '50' is less than 1Mi: write it with its unit"),
+        ({"scratch": "big"}, "--scratch 'big' is not a quantity of Kubernetes"),
+        ({"labels": ["team"]}, "--label 'team' is not of the form KEY=VALUE"),
+        ({"labels": ["team=a b"]}, "--label team: 'a b' is not the value of a label"),
+        ({"labels": ["a b=c"]}, "--label 'a b' is not the key of a label"),
+        ({"labels": ["app.kubernetes.io/name=x"]}, "app.kubernetes.io/name is set by Flotilla"),
+        ({"labels": ["pipeline/runid=x"]}, "--label pipeline/runid is set by Flotilla or by KFP"),
+        ({"variables": ["1A=x"]}, "--env '1A' is not the name of a variable"),
+        ({"variables": ["A"]}, "--env 'A' is not of the form NAME=VALUE"),
+        ({"variables": ["AWS_SECRET_ACCESS_KEY=x"]}, "is a secret, which the pipeline would show"),
+        ({"variables": ["KFP_POD_NAME=x"]}, "--env KFP_POD_NAME is set by Flotilla or by KFP"),
+        ({"variables": ["A={{x}}"]}, "--env A: KFP takes no value with {{ in it"),
+    ],
+)
+def test_what_no_pod_can_have_is_one_line(given, said):
+    with pytest.raises(ConfigError) as error:
+        step_pods(**given)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_refusal_of_a_secret_does_not_repeat_it():
+    with pytest.raises(ConfigError) as error:
+        step_pods(variables=["secretkey=do-not-repeat"])
+    assert "do-not-repeat" not in str(error.value)
+
+
+def test_a_compiled_file_takes_no_more_settings(tmp_path):
+    compile_pipeline(tmp_path / "pipeline.yaml")
+    with pytest.raises(ConfigError, match="a setting of the pods is for compiling, and"):
+        package_of(tmp_path / "pipeline.yaml", "", StepPods(scratch="1Gi"))

@@ -6,12 +6,18 @@ import json
 import re
 import socket
 import subprocess
+from contextlib import suppress
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
 from pipelines.runs import kfp_client as instances
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import InstanceError, health
+from tests.kfp_instance.store import Store
+from tests.planted import SECRETS, found_in, plant
 
 SECRET = "ey-secret-0123456789"
 EVERY = (
@@ -281,3 +287,185 @@ def test_no_option_takes_a_secret_in_clear(remote):
     named = set(re.findall(r"--[a-z-]+", words))
     assert {"--token-file", "--cookies-file"} <= named
     assert not named & {"--token", "--cookies", "--existing-token", "--password"}
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def around(instance, remote, tmp_path, monkeypatch):
+    """Plant all secrets; the instance wants token and cookies, the endpoint carries no user."""
+    plant(tmp_path / "home", monkeypatch)
+    instance.token, instance.cookies = SECRETS["token"], f"session={SECRETS['cookie']}"
+    return remote
+
+
+def written(instance, answers, folder):
+    store = instance.store
+    kept = [store.pipelines, store.versions, store.runs, store.recurring]
+    texts = {str(each)[:60]: each for each in instance.received}
+    texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    texts["kept"] = repr([*map(dict, kept)]).encode()
+    for number, each in enumerate(answers):
+        texts |= {f"out {number}": each.out.encode(), f"err {number}": each.err.encode()}
+    return texts
+
+
+def test_no_command_on_an_instance_writes_a_secret(around, instance, tmp_path):
+    answers = [
+        around("compile", "--output", "pipeline.yaml"),
+        around("upload", "--json"),
+        around("submit", "--json"),
+    ]
+    run_id = answers[-1].json["run_id"]
+    instance.store.runs[run_id]["state"] = "RUNNING"
+    workflow = instance.store.workflows[run_id]
+    workflow.begin("train_model")
+    workflow.write("train_model", "a line\n")
+    answers += [
+        around("schedule", "--every", "6h", "--json"),
+        around("status", run_id, "--json"),
+        around("runs", "--json"),
+        around("cancel", run_id, "--json"),
+    ]
+    instance.store.runs[run_id]["state"] = "CANCELED"
+    answers.append(around("logs", run_id))
+    assert len(instance.asked("POST .*(runs|recurringruns|upload)")) >= 3
+    texts = written(instance, answers, tmp_path / "here")
+    assert any(b"pipelineSpec" in each or b"pipelineInfo" in each for each in texts.values())
+    assert list(found_in(texts)) == []
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+@pytest.mark.parametrize("words", [("upload",), ("submit",), ("runs", "--json"), ("status", "r")])
+def test_a_failing_answer_that_echoes_the_headers_shows_no_secret(
+    around, instance, tmp_path, words, status
+):
+    said = f"Authorization: Bearer {SECRETS['token']} Cookie: session={SECRETS['cookie']}"
+    instance.faults.add(".", status, body=json.dumps({"message": said}).encode(), headers=JSON)
+    answer = around(*words)
+    assert answer.code != 0
+    assert answer.err
+    assert list(found_in(written(instance, [answer], tmp_path / "here"))) == []
+
+
+def test_user_information_in_the_endpoint_is_in_no_error(around, instance, tmp_path, monkeypatch):
+    given = instance.url.replace("://", f"://user:{SECRETS['google']}@")
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", given)
+    answer = around("runs")
+    assert answer.code != 0
+    assert list(found_in(written(instance, [answer], tmp_path / "here"))) == []
+
+
+def test_a_secret_in_a_query_is_found(around, instance, tmp_path):
+    del around
+    # `urlopen` would keep the planted proxy for every test after this one.
+    opener = build_opener(ProxyHandler({}))
+    with suppress(HTTPError):
+        opener.open(f"{instance.url}/apis/v2beta1/runs?filter={quote(SECRETS['key'], safe='')}")
+    assert [name for name, _ in found_in(written(instance, [], tmp_path / "here"))] == ["key"]
+
+
+def refusals_in_one_line(answer, *words):
+    assert answer.code == 1
+    assert answer.err.count("\n") == 1
+    for word in words:
+        assert word in answer.err
+
+
+def gone(monkeypatch, instance, method, things):
+    """Remove things when a method of the store begins, as another client may."""
+    real = getattr(Store, method)
+
+    def called(store, *arguments):
+        getattr(store, things).clear()
+        return real(store, *arguments)
+
+    monkeypatch.setattr(Store, method, called)
+    assert instance.store
+
+
+def test_an_experiment_that_another_client_creates_meanwhile(instance, remote, uploaded):
+    del uploaded
+    experiment = instance.store.create_experiment({"display_name": "flotilla"})
+    instance.faults.add("GET .*/experiments", 200, body=b"{}", headers=JSON, times=1)
+    assert remote("submit").code == 0
+    [run] = instance.store.runs.values()
+    assert run["experiment_id"] == experiment["experiment_id"]
+    assert len(instance.asked("POST .*/experiments")) == 1
+
+
+def test_a_version_that_is_deleted_meanwhile(instance, remote, uploaded, monkeypatch):
+    del uploaded
+    gone(monkeypatch, instance, "create_run", "versions")
+    refusals_in_one_line(
+        remote("submit"), "answered 500", "not found", "check --endpoint and the name or id"
+    )
+
+
+def test_a_pipeline_that_is_deleted_meanwhile(instance, remote, monkeypatch):
+    gone(monkeypatch, instance, "upload_version", "pipelines")
+    refusals_in_one_line(remote("upload"), "answered 400", "Failed to create a pipeline version")
+
+
+def test_plain_words_of_a_proxy_are_kept_and_a_web_page_is_not(instance, remote):
+    instance.faults.add(".", 400, body=b"Pipeline.Name length cannot exceed 128", times=1)
+    refusals_in_one_line(remote("runs"), "(Pipeline.Name length cannot exceed 128)")
+    instance.faults.add(".", 400, body=b"<html>secret form</html>")
+    assert "secret" not in remote("runs").err
+
+
+@pytest.mark.parametrize("account", [(), ("--service-account", "trainer")], ids=["", "account"])
+def test_a_schedule_of_the_newest_version_is_recognised(instance, remote, uploaded, account):
+    del uploaded
+    words = ("schedule", "--every", "6h", "--latest", *account)
+    assert remote(*words).code == 0
+    assert "is there already" in remote(*words).err
+    assert len(instance.asked("POST .*recurringruns")) == 1
+
+
+def test_a_link_leads_to_the_interface_where_the_endpoint_serves_it(instance, remote):
+    instance.has_ui = True
+    made = remote("upload", "--json")
+    page = made.json["artifacts"]["pipeline"]
+    assert page.startswith(f"{instance.url}/#/pipelines/details/")
+    assert page in made.err
+    run = remote("submit", "--json").json
+    assert run["artifacts"]["run"] == f"{instance.url}/#/runs/details/{run['run_id']}"
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_link_leads_to_the_interface_that_is_named(instance, remote, monkeypatch, how):
+    named = "https://kfp.example.com/pipeline/#/runs"
+    words = ("--ui", named) if how == "option" else ()
+    if how == "variable":
+        monkeypatch.setenv("FLOTILLA_KFP_UI", named)
+    assert remote("upload", *words).code == 0
+    run = remote("submit", *words, "--json").json
+    at = "https://kfp.example.com/pipeline/#/runs/details"
+    assert run["artifacts"]["run"] == f"{at}/{run['run_id']}"
+    status = remote("status", run["run_id"], *words, "--json")
+    assert status.json["artifacts"]["run"] == run["artifacts"]["run"]
+    if how == "option":
+        assert not instance.asked("GET /$")
+
+
+@pytest.mark.parametrize("answer", [404, 503, 0, b"<html>Sign in</html>"], ids=str)
+def test_without_an_interface_there_is_no_link_but_a_command(instance, remote, uploaded, answer):
+    del uploaded
+    status, body = (200, answer) if isinstance(answer, bytes) else (answer, b"")
+    instance.faults.add("GET /$", status, body=body)
+    made = remote("submit", "--json")
+    run_id = made.json["run_id"]
+    assert (made.code, made.json["artifacts"]) == (0, {})
+    assert f"no link: {instance.url} serves no user interface; name it by --ui" in made.err
+    assert f"flotilla status {run_id} --endpoint {instance.url}" in made.err
+    assert "/#/" not in made.err
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host", "ftp://host", "https://a b"])
+def test_an_address_of_the_interface_that_is_none(remote, url):
+    answer = remote("runs", "--ui", url)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "--ui" in answer.err
+    assert "secret" not in answer.err

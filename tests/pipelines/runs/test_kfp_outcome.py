@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from pipelines.runs.kfp_nodes import Pod
+from pipelines.runs.kfp_outcome import cause_of, explained
 from tests.kfp_instance.workflow import IMAGE
 from trainer import storage
 
-pytestmark = pytest.mark.usefixtures("uploaded")
+
+@pytest.fixture
+def remote(remote, uploaded):  # noqa: ARG001
+    """Call an instance that has our pipeline."""
+    return remote
+
 
 # The store of a default installation: nobody outside its cluster can read it.
 INSIDE = "minio://mlpipeline/v2/artifacts"
@@ -421,3 +428,263 @@ def test_a_failed_step_is_not_taken_for_the_end(instance, remote):
     answer = remote("submit", "--wait", "--json")
     assert answer.json["message"] == f"train_model: {NAN}"
     assert any(line.startswith("finish done") for line in answer.err.splitlines())
+
+
+DATASET = "gs://bucket/flotilla/datasets/digits-0123"
+LINE = "flotilla: prepare_data was taken from KFP's cache: it did not run and has no log\n"
+
+
+def cached(workflow, run):
+    run["state"] = "RUNNING"
+    workflow.take_from_cache("prepare_data")
+
+
+def cache_done(step, **record):
+    def happen(workflow, _run):
+        workflow.begin(step)
+        workflow.write(step, f"words of {step}\n")
+        workflow.end(step, **record)
+
+    return happen
+
+
+def cache_over(state="SUCCEEDED"):
+    def happen(_workflow, run):
+        run["state"] = state
+
+    return happen
+
+
+CACHE_BLESSED = (
+    cached,
+    cache_done(
+        "train_model", inputs={"dataset": DATASET}, metrics={"global_step": 9}, uri="gs://b/c"
+    ),
+    cache_done("check_gate", metrics={"decision": "blessed", "reasons": []}),
+    cache_done("register_model", metrics={"decision": "promoted", "version": 3}),
+    cache_over(),
+)
+
+
+@pytest.fixture
+def run_id(instance, remote):
+    """A run that goes on."""
+    assert remote("submit").code == 0
+    [run_id] = instance.store.runs
+    return run_id
+
+
+@pytest.fixture
+def play(instance, run_id):
+    """Have things happen in the run."""
+
+    def happen(*things):
+        for thing in things:
+            thing(instance.store.workflows[run_id], instance.store.runs[run_id])
+
+    return happen
+
+
+def test_the_dataset_is_what_later_steps_took(instance, remote):
+    instance.store.play = [*CACHE_BLESSED]
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "blessed")
+    assert answer.json["artifacts"]["dataset"] == DATASET
+    assert answer.json["artifacts"]["checkpoint"] == "gs://b/c"
+    assert answer.json["global_step"] == 9
+    lines = answer.err.splitlines()
+    [trained] = [line for line in lines if line.startswith("train_model done in ")]
+    assert lines.index("prepare_data cached") < lines.index(trained)
+    [row, *_] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
+    assert row.split()[:2] == ["prepare_data", "cached"]
+
+
+def test_status_of_a_run_that_has_ended(remote, run_id, play):
+    play(*CACHE_BLESSED)
+    answer = remote("status", run_id, "--json")
+    assert answer.json["artifacts"]["dataset"] == DATASET
+    assert any(line.split()[:2] == ["prepare_data", "cached"] for line in answer.out.splitlines())
+
+
+def test_status_of_a_run_that_goes_on(remote, run_id, play):
+    play(cached, lambda workflow, _run: workflow.begin("train_model"))
+    answer = remote("status", run_id, "--json")
+    words = [line.split()[:2] for line in answer.out.splitlines()]
+    assert ["prepare_data", "cached"] in words
+    assert ["train_model", "running"] in words
+    assert answer.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
+
+
+def test_on_a_terminal_it_is_in_the_table(instance, remote, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    instance.store.play = [*CACHE_BLESSED]
+    answer = remote("submit", "--wait")
+    assert answer.code == 0
+    assert "cached" in answer.err
+
+
+def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
+    play(
+        cached,
+        cache_done("train_model"),
+        cache_done("check_gate", metrics={"decision": "refused"}),
+        cache_over(),
+    )
+    answer = remote("status", run_id, "--json")
+    assert "dataset" not in answer.json["artifacts"]
+    [*_, row] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
+    assert "KFP's cache does not say" in row
+
+
+def test_a_step_that_was_killed_has_said_what_it_took(remote, run_id, play):
+    def killed(workflow, _run):
+        workflow.begin("train_model")
+        workflow.say_begin("train_model", {"dataset": DATASET})
+        workflow.stop("train_model", "FAILED", "main: OOMKilled (exit code 137)")
+
+    play(cached, killed, cache_over("FAILED"))
+    answer = remote("status", run_id, "--json")
+    assert (answer.json["status"], answer.json["artifacts"]) == ("failed", {"dataset": DATASET})
+    assert answer.json["message"].startswith("train_model: its pod failed (main: OOMKilled")
+
+
+def test_logs_say_so_and_go_on_with_the_others(instance, remote):
+    remote("submit")
+    [run_id] = instance.store.runs
+    for thing in CACHE_BLESSED:
+        thing(instance.store.workflows[run_id], instance.store.runs[run_id])
+    answer = remote("logs", run_id)
+    assert answer.code == 0
+    assert answer.err == f"{LINE}--- train_model\n--- check_gate\n--- register_model\n"
+    assert "words of train_model" in answer.out
+
+
+def test_logs_that_are_followed_say_so_once(instance, remote, run_id):
+    instance.store.play = [lambda _workflow, _run: None, *CACHE_BLESSED]
+    answer = remote("logs", run_id)
+    assert (answer.code, answer.err.count(LINE)) == (0, 1)
+    assert answer.err.splitlines()[1:] == [
+        "--- train_model",
+        "--- check_gate",
+        "--- register_model",
+    ]
+
+
+def test_logs_of_that_step_alone(remote, run_id, play):
+    play(*CACHE_BLESSED)
+    answer = remote("logs", run_id, "--step", "prepare-data", "--json")
+    assert (answer.code, answer.err) == (0, LINE)
+    assert len(answer.out.splitlines()) == 1
+    assert answer.json["status"] == "succeeded"
+
+
+def test_it_is_looked_for_only_until_its_pod_is_skipped(instance, remote, run_id):
+    def on_its_way(workflow, run):
+        cached(workflow, run)
+        # Argo has looked at the group, and at no node in it.
+        held.append(workflow.nodes.pop())
+        for node in workflow.nodes[-2:]:
+            node.update(phase="Running", finishedAt=None)
+
+    def skipped(workflow, _run):
+        for node in workflow.nodes[-2:]:
+            node.update(phase="Succeeded", finishedAt=held[0]["finishedAt"])
+        workflow.nodes.append(held.pop())
+
+    held = []
+    instance.store.play = [lambda _workflow, _run: None, on_its_way, skipped, *CACHE_BLESSED[1:]]
+    answer = remote("logs", run_id)
+    assert answer.code == 0
+    assert "no log of" not in answer.err
+    assert answer.err.startswith(LINE)
+
+
+def test_an_instance_without_logs_is_an_error_all_the_same(instance, remote, run_id, play):
+    instance.has_logs = False
+    play(*CACHE_BLESSED)
+    answer = remote("logs", run_id)
+    assert answer.code == 1
+    assert LINE in answer.err
+    assert "no log of prepare_data" not in answer.err
+    assert "gives no log of the run" in answer.err.splitlines()[-1]
+
+
+def test_a_group_that_a_condition_skipped_is_no_cache(remote, run_id, play):
+    play(
+        cache_done("check_gate", metrics={"decision": "refused", "reasons": ["too low"]}),
+        lambda workflow, _run: workflow.skip(),
+        cache_over(),
+    )
+    answer = remote("status", run_id, "--json")
+    assert answer.json["status"] == "refused"
+    assert "cached" not in answer.out
+
+
+def pod(message, state="FAILED", **more):
+    values = {"name": "p", "step": "train_model", "is_driver": False, "image": "host/a:1", **more}
+    return Pod(state=state, message=message, **values)
+
+
+# As the kubelet, Argo 4.0.5 and Kubernetes word them.
+@pytest.mark.parametrize(
+    ("message", "words", "blocks"),
+    [
+        ("ImagePullBackOff: Back-off pulling", "the image host/a:1 cannot be pulled", True),
+        ("ErrImagePull: failed to resolve", "the image host/a:1 cannot be pulled", True),
+        ("InvalidImageName: Failed to apply", "the image host/a:1 cannot be pulled", True),
+        (
+            "Pod failed before main container starts due to ErrImagePull: x",
+            "the image host/a:1 cannot be pulled",
+            True,
+        ),
+        ('CreateContainerConfigError: secret "x" not found', "create the secret", True),
+        ("Unschedulable: 0/3 nodes are available", "no node has the room", False),
+        (
+            'Unschedulable: 0/3 nodes are available: persistentvolumeclaim "official" not found.',
+            "create the claim in the namespace of the steps",
+            True,
+        ),
+        (
+            "Unschedulable: 0/3 nodes are available: pod has unbound immediate "
+            "PersistentVolumeClaims.",
+            "its claim has no volume",
+            True,
+        ),
+        (
+            'Usage of EmptyDir volume "scratch" exceeds the limit "50Gi".',
+            "upload with a higher --scratch",
+            False,
+        ),
+        ("is forbidden: exceeded quota: compute", "a larger quota", False),
+        ("main: OOMKilled (exit code 137)", "raise step_memory", False),
+        (
+            "Pod was active on the node longer than the specified deadline",
+            "longer than the deadline of the step",
+            False,
+        ),
+        ("PodInitializing", "", False),
+    ],
+)
+def test_each_message_has_its_remedy(message, words, blocks):
+    line = explained(pod(message))
+    assert line.startswith("train_model: ")
+    assert message in line
+    assert words in line
+    assert bool((found := cause_of(message)) and found.blocks) is blocks
+
+
+def test_a_pod_that_waits_is_not_said_to_have_failed():
+    line = explained(pod("Unschedulable: 0/3 nodes", "PENDING"))
+    assert line.startswith("train_model: its pod waits (Unschedulable: 0/3 nodes)")
+
+
+def test_without_words_of_kfp_it_says_so():
+    assert explained(pod("")) == "train_model: its pod failed (KFP says nothing more)"
+
+
+def test_a_driver_of_the_run_is_no_step():
+    line = explained(pod("main: Error (exit code 1)", step="", is_driver=True, image=""), "bad key")
+    assert line.startswith(
+        "the run: KFP's own driver of it failed (main: Error (exit code 1); bad key): check the"
+    )

@@ -1,15 +1,23 @@
 """`flotilla run`, whole and real: digits through a cluster of processes, blessed and refused."""
 
+from __future__ import annotations
+
 import json
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.pipelines.called import call, content, processes_of, setting
+from components.records import gather_report
+from pipelines.runs import local, local_status
+from tests.pipelines.called import Called, call, calling, content, processes_of, setting
 from tests.trainer.page import Page
-from trainer import storage
+from tests.trainer.tracking.mlflow_server import MlflowServer
+from trainer import events, storage
+from trainer.code import references
 from trainer.config.load import load_config
-from trainer.events import StepEnd
+from trainer.events import AttemptBegin, CheckpointPublished, Progress, StepEnd
 from trainer.promotion import registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -215,3 +223,272 @@ class TestRefused:
         assert {name: after.get(name) for name in kept} == kept
         new = [name for name in after if name not in before]
         assert all(name.startswith(f"{refused.folder}/") for name in new)
+
+
+# More than any machine does before the interrupt comes.
+ENDLESS = 10_000_000
+LONG = setting(training__steps=ENDLESS, training__checkpoint_every=ENDLESS)
+MORE = 40
+
+
+@pytest.fixture(scope="module")
+def interrupted_workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("interrupted") / "my runs"
+
+
+def until_it_trains(process):
+    answer = []
+    for line in process.stderr:
+        answer.append(line)
+        if line.startswith("global step"):
+            break
+    return answer
+
+
+@pytest.fixture(scope="module")
+def interrupted(interrupted_workdir):
+    with calling("run", interrupted_workdir, *LONG, cwd=interrupted_workdir.parent) as process:
+        answer = until_it_trains(process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    return Called(
+        code=process.returncode, out=out, err="".join(answer) + err, workdir=interrupted_workdir
+    )
+
+
+@pytest.fixture(scope="module")
+def interrupted_before(interrupted):
+    """The events of the first start, as they were before the run was resumed."""
+    return [*interrupted.events(CheckpointPublished), *interrupted.events(StepEnd)]
+
+
+@pytest.fixture(scope="module")
+def reached(interrupted_before):
+    """The global step at which the run was ended."""
+    return max(
+        event.global_step for event in interrupted_before if isinstance(event, CheckpointPublished)
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(interrupted, interrupted_workdir, reached):
+    run_id, dataset = interrupted.answer["run_id"], interrupted.answer["artifacts"]["dataset"]
+    steps = setting(training__steps=reached + MORE)
+    given = ["--resume", run_id, "--dataset", dataset, *steps]
+    return call("train", interrupted_workdir, *given, cwd=interrupted_workdir.parent)
+
+
+@pytest.mark.slow
+def test_it_says_so(interrupted, reached):
+    assert interrupted.code == 130, interrupted.err
+    assert interrupted.answer["status"] == "interrupted"
+    assert interrupted.answer["message"].startswith(f"interrupted at global step {reached}; ")
+
+
+@pytest.mark.slow
+def test_it_ends_with_what_to_do_next(interrupted):
+    run_id = interrupted.answer["run_id"]
+    words, remedy, verdict = interrupted.err.splitlines()[-3:]
+    assert words == f"flotilla: {interrupted.answer['message']}"
+    assert remedy == (
+        f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
+    )
+    assert verdict.startswith("interrupted  ")
+    assert verdict.endswith("/report.html")
+    assert "Traceback" not in interrupted.err + interrupted.out
+
+
+@pytest.mark.slow
+def test_the_steps_after_it_were_left_out(interrupted, interrupted_before):
+    statuses = {each.step: each.status for each in interrupted_before if isinstance(each, StepEnd)}
+    assert statuses == {
+        "resolve_config": "done",
+        "prepare_data": "done",
+        "validate_data": "done",
+        "train_model": "interrupted",
+        "finish": "done",
+    }
+    assert storage.verify(interrupted.answer["artifacts"]["dataset"]).kind == "dataset"
+
+
+@pytest.mark.slow
+def test_a_last_checkpoint_is_published(interrupted, reached):
+    assert reached > 0
+    uri = storage.uri_of(interrupted.folder / "checkpoints" / f"step-{reached:08d}")
+    assert storage.verify(uri).fields["global_step"] == reached
+    assert uri in interrupted.answer["message"]
+
+
+@pytest.mark.slow
+def test_there_is_a_report_all_the_same(interrupted, reached):
+    page = Page((interrupted.folder / "report.html").read_text(encoding="utf-8"))
+    assert page.words[1] == "interrupted"
+    assert f"interrupted at global step {reached}" in page.text
+
+
+@pytest.mark.slow
+def test_it_goes_on_from_there(resumed, interrupted, reached):
+    assert resumed.code == 0, resumed.err + resumed.log
+    assert resumed.answer["status"] == "done"
+    assert resumed.answer["run_id"] == interrupted.answer["run_id"]
+    assert resumed.answer["global_step"] == reached + MORE
+    assert f"training resumes from global step {reached}" in resumed.err.splitlines()
+    first, second = resumed.events(AttemptBegin)
+    assert (first.resumed, first.global_step) == (False, 0)
+    assert (second.resumed, second.global_step) == (True, reached)
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_the_configuration_of_the_run(resumed):
+    # No file was named: only what was set anew is different.
+    kept = (resumed.folder / "config.json").read_text(encoding="utf-8")
+    assert f'"checkpoint_every": {ENDLESS}' in kept
+
+
+@pytest.mark.slow
+def test_on_a_given_dataset_it_prepares_none(resumed):
+    assert resumed.statuses() == {"resolve_config": "done", "train_model": "done"}
+    assert set(resumed.answer["artifacts"]) == {"checkpoint"}
+
+
+@pytest.mark.slow
+def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(resumed):
+    run_id, root = resumed.answer["run_id"], storage.uri_of(resumed.workdir)
+    facts = gather_report.gathered("", root, run_id, resumed.folder)
+    tries = [each for each in facts["tries"] if each["step"] == "train_model"]
+    assert [each["status"] for each in tries] == ["interrupted", "done"]
+    assert tries[0]["began"] + tries[0]["seconds"] <= tries[1]["began"]
+    trained = next(each for each in facts["steps"] if each["step"] == "train_model")
+    assert (trained["status"], trained["tries"]) == ("done", 2)
+    assert trained["earlier_seconds"] == tries[0]["seconds"]
+    spent = sum(each["seconds"] for each in facts["tries"])
+    assert facts["cost"]["seconds_of_all_steps"] == pytest.approx(spent, abs=0.1)
+    found = local_status.status_of(resumed.workdir, run_id)
+    assert (found.status, found.exit_code) == ("done", 0)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_run_that_is_killed(interrupted, interrupted_workdir):
+    given = ["--dataset", interrupted.answer["artifacts"]["dataset"], *LONG]
+    with calling("train", interrupted_workdir, *given, cwd=interrupted_workdir.parent) as process:
+        until_it_trains(process)
+        others = [each for each in processes_of(interrupted_workdir) if each.pid != process.pid]
+        # The runner, a step, and the four tasks of the cluster at least.
+        assert len(others) >= 6
+        process.kill()
+        _, alive = psutil.wait_procs(others, timeout=120)
+    assert not alive
+    assert not processes_of(interrupted_workdir)
+
+
+MODULE = """
+def example(row):
+    return {{"x": float(row["x"]) * {factor}, "label": row["label"]}}
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A folder with rows, and a folder of modules that is not the one in which it is called."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.py").write_text(MODULE.format(factor=2))
+    lines = ["x,label", *(f"{number},{'ab'[number % 2]}" for number in range(200))]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_edits_during_a_run_do_not_change_it(here):
+    source = setting(data__source=here / "rows.csv", data__map="rows:example", data__label="label")
+    words = (*source, "--code", str(here / "mine"))
+    with calling("prepare", here / "runs", *words, cwd=here) as process:
+        # The line that names the bundle comes before the steps.
+        said = [process.stderr.readline(), process.stderr.readline()]
+        (here / "mine" / "rows.py").write_text(MODULE.format(factor="1 / 0"))
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "/code/" in said[1]
+    uri = said[1].split()[1]
+    root = storage.uri_of(here / "runs")
+    assert references.referred(root) == {storage.name_of(uri)}
+    failed = call("prepare", here / "runs", *words, cwd=here)
+    assert failed.code == 1
+    assert "ZeroDivisionError" in failed.answer["message"]
+    assert "(rows.py:3)" in failed.answer["message"]
+    first, *_ = failed.events(StepEnd)
+    assert first.metrics["code"] != uri
+
+
+CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
+TRACKED_FEW = [
+    f"training.steps={STEPS}",
+    "training.checkpoint_every=100",
+    "training.validate_every=100",
+    "gate.min.accuracy=0.5",
+]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch, port):
+    made = MlflowServer(tmp_path / "mlflow server", port)
+    made.folder.mkdir()
+    made.start()
+    made.name_in(monkeypatch)
+    monkeypatch.delenv(events.VARIABLE, raising=False)
+    yield made
+    made.kill()
+
+
+def found(server):
+    client = server.client()
+    experiment = client.get_experiment_by_name("digits")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, client.get_run(run.info.run_id)
+
+
+def steps_of(client, run, name):
+    return [each.step for each in client.get_metric_history(run.info.run_id, name)]
+
+
+@pytest.mark.slow
+def test_a_real_run_has_its_parameters_curves_metrics_and_model_in_mlflow(server, tmp_path):
+    result = local.run(CONFIG, settings=TRACKED_FEW, workdir=tmp_path / "runs")
+    assert result.status == "blessed", result.message
+    client, run = found(server)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", result.run_id)
+    assert run.data.params["training.steps"] == str(STEPS)
+    curve = steps_of(client, run, "loss")
+    assert curve == sorted(set(curve))
+    assert curve[-1] == STEPS
+    assert steps_of(client, run, "validation_accuracy") == [100, 200]
+    assert run.data.metrics["test_accuracy"] == pytest.approx(result.metrics["accuracy"])
+    assert run.data.tags["flotilla.verdict"] == "blessed"
+    for step in result.steps:
+        assert run.data.tags.get(f"flotilla.{step.step}.uri", "") == step.uri
+    version = client.get_model_version_by_alias("digits", "champion")
+    assert (version.version, version.run_id) == ("1", run.info.run_id)
+    listed = [each.path for each in client.list_artifacts(run.info.run_id, "models/1")]
+    assert "models/1/MANIFEST.json" in listed
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_in_mid_run_costs_no_run_and_learns_of_it_later(server, tmp_path):
+    killed = []
+
+    def kill(event):
+        if isinstance(event, Progress) and not killed:
+            killed.append(event)
+            server.kill()
+
+    workdir = tmp_path / "runs"
+    result = local.train(CONFIG, settings=TRACKED_FEW, workdir=workdir, on_event=kill)
+    assert (result.status, result.exit_code, result.global_step) == ("done", 0, STEPS)
+    assert killed
+    server.start()
+    resumed = local.train(workdir=workdir, resume=result.run_id)
+    assert resumed.status == "done"
+    client, run = found(server)
+    curve = steps_of(client, run, "loss")
+    assert curve == sorted(set(curve))
+    assert curve[-1] == STEPS
+    assert run.info.status == "FINISHED"

@@ -1,8 +1,14 @@
 """How a run ended, by its events and the exit code of the runner."""
 
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+
 import pytest
 
-from pipelines.runs.outcome import outcome_of
+from pipelines.runs.local import with_full_disk
+from pipelines.runs.outcome import RunResult, outcome_of
 from tests.pipelines.step_events import STEPS, begun, done, ended, judged, promoted
 from trainer.events import RunBegin, WarmStart
 from trainer.run_state import state_of
@@ -206,3 +212,31 @@ def test_a_step_that_only_an_earlier_start_reached_is_not_part_of_the_outcome():
     assert (outcome.status, outcome.exit_code) == ("failed", 2)
     assert [step.step for step in outcome.steps] == ["resolve_config"]
     assert outcome.artifacts == {}
+
+
+FAILED = RunResult(status="failed", exit_code=1, message="train_model: killed", steps=())
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of one megabyte."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_named(disk):
+    with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(b"." * 4096)
+    answer = with_full_disk(FAILED, disk)
+    assert answer.message == f"train_model: killed; there is no space left at {disk}"
+    assert (answer.status, answer.exit_code) == ("failed", 1)
+    done = RunResult(status="done", exit_code=0, message="", steps=())
+    assert with_full_disk(done, disk) == done
+
+
+def test_a_disk_with_room_is_no_reason(disk):
+    assert with_full_disk(FAILED, disk) == FAILED

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
+import shlex
+from urllib.parse import quote, unquote_plus
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
+from components import contract
 from components.image import IMAGE
-from pipelines.compile import package_of
+from pipelines.compile import compiled_by, package_of
+from pipelines.runs.kfp_access import Access
+from pipelines.runs.kfp_client import connect
+from pipelines.runs.submission import experiment_id
+from pipelines.runs.upload import containing, equals, pipeline_id_of, uploaded
+from tests.kfp_instance.server import Instance
 from trainer.promotion import lineage
 
 MINE = "registry.example.com/flotilla:9"
@@ -269,3 +281,324 @@ def test_a_blank_name(instance, remote):
     answer = remote("upload", "--name", "  ")
     assert (answer.code, "--name is blank" in answer.err) == (2, True)
     assert not instance.requests
+
+
+ORIGIN_OTHER = "9.9.9 0123456789ab"
+
+
+@pytest.fixture
+def pipeline_id(uploaded, instance):
+    [version] = instance.store.versions.values()
+    assert version["display_name"] == uploaded
+    return version["pipeline_id"]
+
+
+@pytest.fixture
+def add(instance, compiled, pipeline_id):
+    """Upload another version, by the mark of the Flotilla that has compiled it, or by none."""
+
+    def added(name, mark):
+        spec = copy.deepcopy(dict(compiled.spec))
+        container = spec["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
+        container["args"][-2:] = [contract.OPTION, mark] if mark else []
+        return instance.store.add_version(pipeline_id, name, "", spec)
+
+    return added
+
+
+def the_run_of(instance):
+    *_, run = instance.store.runs.values()
+    reference = run["pipeline_version_reference"]
+    return instance.store.versions[reference["pipeline_version_id"]]["display_name"]
+
+
+def test_ours_has_the_mark_of_this_code(compiled):
+    assert compiled_by(compiled.spec) == contract.mark()
+    assert compiled_by({"pipeline_spec": compiled.spec, "platform_spec": {}}) == contract.mark()
+    assert compiled_by(None) == compiled_by({"root": {}}) == ""
+
+
+def test_submit_says_which_version_it_used(instance, remote, uploaded):
+    answer = remote("submit", "--json")
+    [version] = instance.store.versions.values()
+    used = {"name": uploaded, "id": version["pipeline_version_id"]}
+    assert used.items() <= answer.json["version"].items()
+    assert f"version {uploaded} ({used['id']}) of flotilla-training\n" in answer.err
+    assert "flotilla: " not in answer.err
+
+
+BY_HAND = "no mark of Flotilla: it was uploaded by hand"
+MARKS = pytest.mark.parametrize(
+    ("mark", "origin"),
+    [("", BY_HAND), (ORIGIN_OTHER, "compiled by Flotilla 9.9.9 (steps 0123456789ab)")],
+    ids=["hand", "other"],
+)
+
+
+@MARKS
+def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add, mark, origin):
+    [uploaded] = [each["display_name"] for each in instance.store.versions.values()]
+    add("by-hand", mark)
+    answer = remote("submit")
+    assert (answer.code, the_run_of(instance)) == (0, uploaded)
+    assert "flotilla: the newest version is by-hand, which " in answer.err
+    assert origin in answer.err
+    assert (
+        remote("schedule", "--every", "6h", "--json").json["schedule"]["version"]["name"]
+        == uploaded
+    )
+    assert remote("submit", "--version", "by-hand").code == 0
+    assert the_run_of(instance) == "by-hand"
+    # One that is named by a person needs no remark.
+    assert "the newest version" not in remote("submit", "--version", uploaded).err
+
+
+@MARKS
+def test_without_a_version_of_ours_the_newest_is_taken_and_named(
+    instance, remote, add, mark, origin
+):
+    instance.store.versions.clear()
+    add("by-hand", mark)
+    answer = remote("submit")
+    assert (answer.code, the_run_of(instance)) == (0, "by-hand")
+    assert f"flotilla: it {'has' if not mark else 'was'} " in answer.err
+    assert origin in answer.err
+    assert f"and this is {contract.in_words(contract.mark())}" in answer.err
+
+
+@MARKS
+def test_a_schedule_of_the_newest_says_that_it_is_of_others(instance, remote, add, mark, origin):
+    quiet = remote("schedule", "--every", "6h", "--latest", "--name", "first")
+    assert "whoever uploads it" in quiet.err
+    assert "flotilla: " not in quiet.err
+    add("by-hand", mark)
+    answer = remote("schedule", "--every", "6h", "--latest", "--json")
+    assert answer.json["schedule"]["version"]["name"] == "by-hand"
+    assert "flotilla: now that is by-hand, which " in answer.err
+    assert origin in answer.err
+    *_, made = instance.store.recurring.values()
+    assert "pipeline_version_id" not in made["pipeline_version_reference"]
+
+
+def test_an_older_version_of_ours_is_found_behind_many_of_others(instance, remote, uploaded, add):
+    for number in range(12):
+        add(f"by-hand-{number}", "")
+    assert remote("submit").code == 0
+    assert the_run_of(instance) == uploaded
+
+
+def test_uploading_ours_again_behind_one_of_others_says_so(remote, uploaded, add):
+    add("by-hand", "")
+    answer = remote("upload", "--json")
+    assert (answer.json["version"]["name"], answer.json["version"]["newest"]) == (uploaded, True)
+    assert "flotilla: the newest version is by-hand" in answer.err
+
+
+def the_run(instance):
+    [run] = instance.store.runs.values()
+    return run
+
+
+def test_a_version_by_name_by_its_beginning_and_by_id(instance, remote, uploaded):
+    [version] = instance.store.versions.values()
+    for wanted in (uploaded, uploaded[:12], version["pipeline_version_id"]):
+        assert remote("submit", "--version", wanted).code == 0
+    assert len(instance.store.runs) == 3
+
+
+def more_versions(instance, *names):
+    """Add versions, each newer than the ones before it."""
+    [version] = instance.store.versions.values()
+    for number, name in enumerate(names):
+        more = {**version, "pipeline_version_id": f"id-{number}", "display_name": name}
+        more["created_at"] = f"2026-05-05T00:00:{number:02}Z"
+        instance.store.versions[f"id-{number}"] = more
+
+
+def taken(instance):
+    """Return the id of the version that the only run has, and forget the run."""
+    run = the_run(instance)
+    instance.store.runs.clear()
+    return run["pipeline_version_reference"]["pipeline_version_id"]
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_of_the_newest_version_alone_the_spec_is_asked_for(instance, remote):
+    more_versions(instance, "a", "b", "c")
+    assert remote("submit").code == 0
+    assert taken(instance) == "id-2"
+    [request] = instance.asked("GET .*/versions")
+    assert "page_size=1&" in request
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_version_by_its_id_is_one_request(instance, remote):
+    version = next(iter(instance.store.versions))
+    more_versions(instance, "a", "b")
+    assert remote("submit", "--version", version).code == 0
+    assert taken(instance) == version
+    [request] = instance.asked("GET .*/versions")
+    assert request.endswith(f"/versions/{version}")
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_whole_name_comes_before_a_beginning(instance, remote):
+    more_versions(instance, "v1", *(f"v1{number}" for number in range(9)))
+    assert remote("submit", "--version", "v1").code == 0
+    assert taken(instance) == "id-0"
+    assert remote("submit", "--version", "v").code == 0
+    # Of those that begin so, the newest.
+    assert taken(instance) == "id-9"
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_name_that_looks_like_an_id(instance, remote):
+    name = "01234567-0123-0123-0123-0123456789ab"
+    more_versions(instance, name)
+    assert remote("submit", "--version", name).code == 0
+    assert taken(instance) == "id-0"
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_the_version_of_another_pipeline_is_none_of_this_one(instance, remote, compiled):
+    other = instance.store.create_pipeline({"display_name": "other"})
+    version = instance.store.add_version(other["pipeline_id"], "v", "", dict(compiled.spec))
+    answer = remote("submit", "--version", version["pipeline_version_id"])
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "has no version" in answer.err
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_version_is_guessed_among_the_newest(instance, remote):
+    more_versions(instance, *(f"release-{number}" for number in range(40)))
+    answer = remote("submit", "--version", "relaese-39")
+    assert (answer.code, "did you mean 'release-39'?" in answer.err) == (1, True)
+    answer = remote("submit", "--version", "zzz")
+    assert (answer.code, "newest: release-39" in answer.err) == (1, True)
+    assert all("page_size=100" not in each for each in instance.asked("GET .*/versions"))
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_pipeline_without_a_version(instance, remote):
+    instance.store.versions.clear()
+    for words in ((), ("--version", "v")):
+        answer = remote("submit", *words)
+        assert (answer.code, answer.err.count("\n")) == (1, 1)
+        assert "has no version: upload one with `flotilla upload`" in answer.err
+
+
+def older(instance):
+    """Take a parameter away from the uploaded version."""
+    [version] = instance.store.versions.values()
+    del version["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["training_patience"]
+
+
+def test_an_older_version_gets_what_it_knows(instance, remote, uploaded):
+    older(instance)
+    assert remote("submit").code == 0
+    assert "training_patience" not in the_run(instance)["runtime_config"]["parameters"]
+    answer = remote("submit", "--set", "training.patience=3")
+    assert answer.code == 2
+    assert f"version {uploaded} of flotilla-training does not know training_patience" in answer.err
+    assert len(instance.store.runs) == 1
+
+
+NAMES = (
+    "a+b",
+    "100%",
+    "50%25 of it",
+    'say "hello"',
+    "it's mine",
+    "two words",
+    "größer als 早い",
+    "a&b=c#d?e/f",
+    "back\\slash",
+    "\\\\",
+    "under_score",
+    '"stringValue":1',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_one_name_is_one_thing_in_every_command(instance, remote, compiled, tmp_path, name):
+    file = tmp_path / "ours.yaml"
+    file.write_text(compiled.text)
+    # What a wrong filter would find in its place.
+    store = instance.store
+    store.create_pipeline({"display_name": "aXb a b 100 under-score size"})
+    store.create_experiment({"display_name": name.upper() + " "})
+    there = ("--pipeline", name, "--experiment", name, "--name", name)
+    for _again in range(2):
+        assert remote("upload", file, "--name", name).code == 0
+        submitted = remote("submit", *there, "--json")
+        scheduled = remote("schedule", "--every", "6h", *there)
+        assert (submitted.code, scheduled.code) == (0, 0), submitted.err + scheduled.err
+    assert [p["display_name"] for p in store.pipelines.values()].count(name) == 1
+    assert [e["display_name"] for e in store.experiments.values()].count(name) == 1
+    assert [r["display_name"] for r in store.runs.values()] == [name, name]
+    assert [r["display_name"] for r in store.recurring.values()] == [name]
+    listed = remote("runs", "--experiment", name, "--json")
+    assert len(listed.json["runs"]) == 2
+    store.runs.pop(submitted.json["run_id"])
+    assert remote("status", name, "--json").json["run_id"] in store.runs
+    assert remote("unschedule", name).code == 0
+    assert not store.recurring
+
+
+def test_a_name_that_differs_by_capitals_is_another(instance, remote, uploaded):
+    del uploaded
+    remote("submit", "--name", "Mine", "--experiment", "Mine")
+    remote("submit", "--name", "mine", "--experiment", "mine")
+    assert len(remote("runs", "--experiment", "mine", "--json").json["runs"]) == 1
+    found = remote("status", "mine", "--json").json["run_id"]
+    assert instance.store.runs[found]["display_name"] == "mine"
+    absent = remote("status", "MINE")
+    assert (absent.code, absent.err.count("\n")) == (1, 1)
+    assert "has no run 'MINE'" in absent.err
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_command_in_a_message_can_be_pasted(remote, compiled, tmp_path):
+    file = tmp_path / "ours.yaml"
+    file.write_text(compiled.text)
+    assert remote("upload", file, "--name", "other").code == 0
+    there = ("schedule", "--every", "6h", "--name", "it's 5% more")
+    assert remote(*there).code == 0
+    answer = remote(*there, "--pipeline", "other")
+    [command] = re.findall(r"`flotilla (unschedule .*)`", answer.err)
+    assert remote(*shlex.split(command)).code == 0
+
+
+@pytest.fixture(scope="module")
+def served():
+    with Instance() as instance:
+        yield instance
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(name=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1))
+@example(name="%2B")
+@example(name="\\%_")
+def test_any_text_is_a_name(served, compiled, name):
+    if not name.strip():
+        return
+    client = connect(Access(endpoint=served.url))
+    first, made = uploaded(client, compiled, name)
+    assert made is (name not in _seen)
+    _seen.add(name)
+    assert uploaded(client, compiled, name) == (first, False)
+    assert pipeline_id_of(client, name) == first.pipeline_id
+    assert experiment_id(client, name) == experiment_id(client, name)
+
+
+_seen: set[str] = set()
+
+
+@pytest.mark.parametrize("made", [equals, containing])
+def test_a_filter_is_encoded_once_more_than_the_rest_of_a_query(made):
+    sent = made("display_name", "a+b %")
+    assert not set(sent) & set('+ "{}')
+    [predicate] = json.loads(unquote_plus(sent))["predicates"]
+    assert predicate["stringValue"] == "a+b %"
+    assert quote(unquote_plus(sent), safe="") == sent

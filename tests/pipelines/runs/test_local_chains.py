@@ -1,0 +1,647 @@
+"""`flotilla run` that begins with the champion: from scratch, then at the champion's loss."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import textwrap
+import threading
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from ai_edge_litert.interpreter import Interpreter
+from kfp import dsl
+from sklearn.datasets import load_digits
+
+from components import check_gate, evaluate_model
+from components.records import run_store
+from pipelines import models
+from pipelines.cli import app
+from pipelines.runs import local
+from tests.components.called_steps import artifact_in
+from tests.pipelines.called import call, calling, processes_of, setting
+from tests.planted import SECRETS, found_in, plant
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.stores.link import link
+from tests.trainer.signing.test_signing import key_pair
+from tests.trainer.small_run import publish_checkpoint
+from trainer import events, storage
+from trainer.config.load import load_config
+from trainer.config.thresholds import ChampionRule
+from trainer.data.read import evaluation_batches, stage_shards
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+from trainer.evaluation.evaluate import restored
+from trainer.events import AttemptBegin, Progress, StepEnd, WarmStart
+from trainer.promotion import registry
+from trainer.signing import signing
+from trainer.storage.local import locked
+from trainer.storage.manifest import checksum
+from trainer.tasks.registry import objective_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
+
+FEW = setting(training__checkpoint_every=100, gate__min__accuracy=0.5)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("champion") / "runs"
+
+
+@pytest.fixture(scope="module")
+def first(workdir):
+    """A run that asks for the champion when there is none, and becomes it."""
+    steps = setting(training__steps=600, training__warm_start="champion")
+    called = call("run", workdir, *FEW, *steps, cwd=workdir.parent)
+    assert called.code == 0, called.err + called.log
+    return called
+
+
+@pytest.fixture(scope="module")
+def second(workdir, first):
+    assert first.answer["status"] == "blessed"
+    steps = setting(
+        training__steps=60,
+        training__warm_start="champion",
+        training__validate_every=20,
+        training__optimizer__learning_rate=0.0005,
+    )
+    called = call("run", workdir, *FEW, *steps, cwd=workdir.parent)
+    assert called.code == 0, called.err + called.log
+    return called
+
+
+def test_the_first_run_begins_from_scratch_and_says_so(first):
+    root = storage.uri_of(first.workdir)
+    line = f"training begins from scratch: digits has no champion yet below {root}"
+    assert first.err.splitlines().count(line) == 1
+    manifest = storage.read_manifest(first.answer["artifacts"]["checkpoint"])
+    assert manifest.fields["warmed_from"] == ""
+
+
+def test_the_second_run_begins_at_the_champions_loss(first, second):
+    champion = first.answer["metrics"]["loss"]
+    rows = [e for e in second.events(Progress) if e.global_step <= 20]
+    cold = first.events(Progress)[0]
+    assert champion < 0.5 < cold.loss
+    assert rows
+    assert all(row.loss < champion + 0.15 for row in rows)
+    uri = first.answer["artifacts"]["checkpoint"]
+    line = f"training begins with the weights of {uri}: 4 variables taken"
+    assert line in second.err.splitlines()
+
+
+def test_manifest_and_lineage_say_what_it_began_with(first, second):
+    uri = first.answer["artifacts"]["checkpoint"]
+    manifest = storage.read_manifest(second.answer["artifacts"]["checkpoint"])
+    assert manifest.fields["warmed_from"] == uri
+    root = storage.uri_of(second.workdir)
+    one, two = registry.versions(root, "digits")
+    assert one.manifest.fields["lineage"]["warmed_from"] == ""
+    assert two.manifest.fields["lineage"]["warmed_from"] == uri
+
+
+def test_a_resumed_run_goes_on_from_its_own_checkpoint(workdir, first, second):
+    # The champion is the second run itself by now, and the checkpoint of the first one is gone.
+    shutil.rmtree(first.folder / "checkpoints")
+    more = [*setting(training__steps=90), "--resume", second.answer["run_id"]]
+    called = call("train", workdir, *more, cwd=workdir.parent)
+    assert called.code == 0, called.err + called.log
+    first_attempt, second_attempt = called.events(AttemptBegin)
+    assert (first_attempt.resumed, second_attempt.resumed) == (False, True)
+    assert second_attempt.global_step == 60
+    assert len(called.events(WarmStart)) == 1
+    manifest = storage.read_manifest(called.answer["artifacts"]["checkpoint"])
+    assert called.answer["global_step"] == 90
+    assert manifest.fields["warmed_from"] == first.answer["artifacts"]["checkpoint"]
+
+
+ROOT = Path(__file__).parents[3]
+SOFTMAX = setting(model__name="softmax", model__args="{}")
+MNIST_FEW = setting(training__strategy="single", training__validate_every=0, gate__min="{}")
+BETTER = setting(gate__champion__margin=-0.01, training__steps=900)
+
+
+@pytest.fixture(scope="module")
+def mnist_workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("mnist") / "runs"
+
+
+@pytest.fixture(scope="module")
+def words(mnist_dir):
+    """What every run is called with."""
+    return [
+        str(ROOT / "configs/mnist.yaml"), *MNIST_FEW, *setting(data__manual_dir=mnist_dir),
+        *setting(export__formats="[saved_model]"),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(mnist_workdir):
+    return storage.uri_of(mnist_workdir)
+
+
+@pytest.fixture(scope="module")
+def mnist_first(mnist_workdir, words):
+    """A linear model that has seen a fifth of the examples: champion, since there was none."""
+    run = call(
+        "run",
+        mnist_workdir,
+        *words,
+        *SOFTMAX,
+        *setting(training__steps=100),
+        cwd=mnist_workdir.parent,
+    )
+    assert run.code == 0, run.err
+    return run
+
+
+def champion(root):
+    return registry.champion(root, "mnist").number
+
+
+def test_the_confusion_matrix_holds_every_test_example(mnist_first):
+    measured = mnist_first.read("evaluation", "metrics.json")
+    matrix = np.array(measured["confusion_matrix"])
+    assert matrix.sum() == measured["examples"] == 10_000
+    assert matrix.trace() / 10_000 == measured["metrics"]["accuracy"] > 0.7
+    assert matrix.sum(axis=1).tolist() == [row["support"] for row in measured["per_class"]]
+
+
+def test_one_that_was_made_worse_on_purpose_is_refused(mnist_first, mnist_workdir, words, root):
+    few = setting(training__steps=3)
+    run = call("run", mnist_workdir, *words, *SOFTMAX, *few, cwd=mnist_workdir.parent)
+    assert run.code == 3, run.err
+    assert "accuracy_difference -0." in run.answer["message"]
+    assert run.answer["metrics"]["accuracy"] < mnist_first.answer["metrics"]["accuracy"]
+    assert "model" not in run.answer["artifacts"]
+    assert champion(root) == 1
+
+
+def test_one_that_is_better_by_noise_alone_is_refused(mnist_first, tmp_path, root, monkeypatch):
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
+    config = load_config(mnist_first.folder / "config.json")
+    rule = ChampionRule(margin=0.0)
+    config = config.model_copy(update={"gate": config.gate.model_copy(update={"champion": rule})})
+    dataset = mnist_first.answer["artifacts"]["dataset"]
+    checkpoint = _noisy(config, dataset, mnist_first.answer["artifacts"]["checkpoint"], tmp_path)
+    given = (config.model_dump_json(), root, "noise")
+    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+    ui_artifacts = [artifact_in(tmp_path, kind) for kind in kinds]
+    evaluation = evaluate_model.evaluate_model.python_func(
+        *given, dataset, checkpoint, *ui_artifacts
+    )
+    given = (*given, evaluation, str(tmp_path / "decision"))
+    assert check_gate.check_gate.python_func(*given, artifact_in(tmp_path)) == "refused"
+    decision = (tmp_path / "decision").read_text()
+    [rule] = json.loads(storage.read_file(decision, "decision.json"))["rules"]
+    assert (rule["metric"], rule["passed"]) == ("accuracy_difference", False)
+    paired = json.loads(storage.read_file(evaluation, "metrics.json"))["champion"]["paired"]
+    assert paired["difference"] > 0, "it has more examples right than the champion"
+
+
+def _noisy(config, dataset, checkpoint, folder):
+    """Shake the champion until a few more examples than before happen to be right; publish that."""
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    model, step = restored(config, spec, objective_of(config, spec), checkpoint, folder)
+    files = stage_shards(dataset, folder / "test", "test")
+    [(images, labels)] = evaluation_batches(spec, files, batch_size=10_000)
+    genuine, generator = model.get_weights(), np.random.default_rng(0)
+
+    def right():
+        return int((model.predict(images, verbose=0).argmax(axis=1) == labels.numpy()).sum())
+
+    before = right()
+    while not 0 < right() - before <= 5:
+        noise = (generator.normal(scale=1e-3, size=each.shape) for each in genuine)
+        model.set_weights([each + more for each, more in zip(genuine, noise, strict=True)])
+    return publish_checkpoint(folder / "checkpoints", model, step)
+
+
+@pytest.mark.usefixtures("mnist_first")
+def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes_on(
+    mnist_workdir, words, root
+):
+    promotions = storage.local_path(storage.join(registry.home(root, "mnist"), "promotions"))
+    # With the folder locked a promotion waits at its last moment.
+    with (
+        locked(promotions),
+        calling("run", mnist_workdir, *words, *BETTER, cwd=mnist_workdir.parent) as run,
+    ):
+        folder = _until_it_is_registered(run, mnist_workdir, root)
+        for process in processes_of(mnist_workdir):
+            process.kill()
+        out, err = run.communicate()
+    assert run.returncode != 0, out + err
+    done = {e.step for e in events.read(folder / "events.jsonl") if isinstance(e, StepEnd)}
+    assert "export_model" in done
+    assert "register_model" not in done
+    assert champion(root) == 1
+    assert [each.number for each in registry.promotions(root, "mnist")] == [1]
+
+    resume = ["--resume", folder.name]
+    again = call("run", mnist_workdir, *words, *BETTER, *resume, cwd=mnist_workdir.parent)
+    assert again.code == 0, again.err
+    assert champion(root) == 2
+    assert registry.newest(root, "mnist") == 2
+    assert again.read("registration", "registration.json")["promotion"] == 2
+    rules = {rule["metric"]: rule for rule in again.read("decision", "decision.json")["rules"]}
+    assert rules["accuracy_difference"]["value"] > 0.01
+
+
+def _until_it_is_registered(run, mnist_workdir, root):
+    """Wait until version 2 stands in the registry; return the folder of the run."""
+    while run.poll() is None:
+        if len(registry.versions(root, "mnist")) == 2:
+            [folder] = {path.parent for path in mnist_workdir.glob("*/events.jsonl")} - {
+                path.parent for path in mnist_workdir.glob("*/report.html")
+            }
+            return folder
+        time.sleep(0.05)
+    raise AssertionError(run.communicate())
+
+
+# A part of what each stage asks the store for.
+STAGES = (
+    "/datasets/", "/step-", "/logs/", "/evaluation/", "/decision/", "/model/", "/registry/",
+    "report.html",
+)  # fmt: skip
+
+
+def test_an_outage_in_every_stage_ends_no_run(s3, monkeypatch, tmp_path):
+    bucket = bucket_name()
+    s3.create_bucket(bucket)
+    left, healers = list(STAGES), []
+    with link(int(s3.url.rpartition(":")[2])) as wire:
+
+        def strike(request):
+            if stage := next((each for each in left if each in request), ""):
+                left.remove(stage)
+                wire.becomes("refuse")
+                healers.append(threading.Timer(1.0, wire.becomes, ["whole"]))
+                healers[-1].start()
+
+        monkeypatch.setenv("AWS_ENDPOINT_URL", wire.url)
+        monkeypatch.setattr(s3.plan, "before", strike)
+        settings = setting(
+            storage__root=f"s3://{bucket}/root",
+            training__strategy="single",
+            training__steps=200,
+            training__checkpoint_every=100,
+            gate__min__accuracy=0.5,
+        )
+        done = call("run", tmp_path / "runs", *settings, cwd=tmp_path)
+        for each in healers:
+            each.join()
+        assert done.code == 0, done.err + done.log
+        assert left == []
+        assert done.answer["global_step"] == 200
+        assert set(done.statuses().values()) == {"done"}
+        artifacts = dict(done.answer["artifacts"])
+        assert storage.read_bytes(artifacts.pop("report"))
+        for uri in artifacts.values():
+            storage.verify(uri)
+        assert storage.collect_garbage(f"s3://{bucket}/root") == []
+
+
+SECRETS_FEW = setting(
+    training__steps=20,
+    training__strategy="single",
+    training__checkpoint_every=10,
+    training__validate_every=10,
+    gate__min__accuracy=0.01,
+)
+# A body of a store whose words have what it was sent.
+REFUSAL = (
+    "<Error><Code>AccessDenied</Code><Message>denied: Authorization: Bearer {0} at "
+    "https://u:{0}@h/x?X-Amz-Signature={0}</Message></Error>"
+)
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch, s3):
+    plant(tmp_path / "home", monkeypatch)
+    return s3
+
+
+def written(tmp_path: Path, called, server, bucket):
+    folder = tmp_path / "work"
+    texts = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    texts |= {key: server.content(bucket, key) for key in server.keys(bucket)}
+    return texts | {"stdout": called.out.encode(), "stderr": called.err.encode()}
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_is_found_in_every_form(secret):
+    plain = SECRETS[secret]
+    for text in (plain, quote(plain, safe=""), base64.b64encode(f"user:{plain}".encode()).decode()):
+        assert (secret, "x") in list(found_in({"x": f"a {text} b".encode()}))
+
+
+def test_a_whole_run_writes_no_secret(planted, tmp_path):
+    bucket = bucket_name()
+    planted.create_bucket(bucket)
+    (tmp_path / "work").mkdir()
+    root = setting(storage__root=f"s3://{bucket}/runs")
+    done = call("run", tmp_path / "work" / "runs", *SECRETS_FEW, *root, cwd=tmp_path / "work")
+    assert done.code == 0, done.err + done.log
+    texts = written(tmp_path, done, planted, bucket)
+    assert {"events.jsonl", "config.json", "pipeline.log"} <= {Path(name).name for name in texts}
+    assert any(name.endswith("report.html") for name in texts)
+    assert list(found_in(texts)) == []
+
+
+def test_a_run_that_the_store_refuses_writes_no_secret(planted, tmp_path):
+    bucket = bucket_name()
+    planted.create_bucket(bucket)
+    (tmp_path / "work").mkdir()
+    body = REFUSAL.format(SECRETS["key"]).encode()
+    planted.plan.add(Fault(403, method="PUT", path="MANIFEST", body=body, times=99))
+    root = setting(storage__root=f"s3://{bucket}/runs")
+    done = call("run", tmp_path / "work" / "runs", *SECRETS_FEW, *root, cwd=tmp_path / "work")
+    assert done.code == 1
+    assert list(found_in(written(tmp_path, done, planted, bucket))) == []
+
+
+CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
+SIGNED_FEW = ["training.strategy=single", "training.steps=200", "gate.min.accuracy=0.5"]
+
+
+def change(folder, name):
+    """Change one byte of a file, and its checksum in the manifest, as an attacker would."""
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    manifest = folder / "MANIFEST.json"
+    tree = json.loads(manifest.read_text())
+    (entry,) = [each for each in tree["files"] if each["path"] == name]
+    entry["crc32c"] = checksum(path).crc32c
+    manifest.write_text(json.dumps(tree))
+
+
+def test_a_signed_model_is_used_and_a_changed_one_is_not(tmp_path, monkeypatch, capsys):
+    private, public = key_pair(tmp_path)
+    monkeypatch.setenv(signing.PRIVATE_KEY, str(private))
+    monkeypatch.setenv(signing.PUBLIC_KEY, str(public))
+    workdir = tmp_path / "runs"
+    result = local.run(CONFIG, settings=SIGNED_FEW, workdir=workdir)
+    assert result.status == "blessed", result.message
+    secret = private.read_text().splitlines()[1]
+    written = [path for path in workdir.rglob("*") if path.is_file()]
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
+
+    root = storage.uri_of(workdir)
+    version = registry.version(root, "digits", 1)
+    folder = storage.local_path(version.uri)
+    assert signing.verify(version.uri)
+    assert (folder / signing.PROVENANCE).is_file()
+    assert models.promote(root, "digits", 1).version == 1
+
+    def predict():
+        words = ["predict", "digits", "--split", "test", "-o", str(tmp_path / "answers.csv")]
+        code = app.called([*words, "--workdir", str(workdir)])
+        return code, capsys.readouterr().err
+
+    assert predict()[0] == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    graph = f"{version.manifest.fields['saved_model']}/saved_model.pb"
+    made = len(registry.promotions(root, "digits"))
+    for name in (graph, "labels.txt", signing.SIGNATURE):
+        change(folder, name)
+        with pytest.raises(UserError, match="signature is not valid"):
+            models.promote(root, "digits", 1)
+        for path, content in before.items():
+            path.write_bytes(content)
+    change(folder, graph)
+    code, err = predict()
+    assert (code, err.count("\n")) == (1, 1)
+    assert "signature is not valid" in err
+    assert len(registry.promotions(root, "digits")) == made
+
+
+MODULE = '''
+"""The upper and the lower half of a digit: which one it is, and how much ink it has."""
+
+import keras
+import numpy as np
+import tensorflow_datasets as tfds
+from sklearn.datasets import load_digits
+
+
+class Halves(tfds.core.GeneratorBasedBuilder):
+    """Digits in two halves."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        half = tfds.features.Tensor(shape=(4, 8), dtype=np.float32)
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(
+                {
+                    "upper": half,
+                    "lower": half,
+                    "digit": tfds.features.ClassLabel(num_classes=10),
+                    "ink": np.float32,
+                }
+            ),
+            supervised_keys=(
+                {"upper": "upper", "lower": "lower"},
+                {"digit": "digit", "ink": "ink"},
+            ),
+        )
+
+    def _split_generators(self, dl_manager):
+        return {
+            "train": self._generate_examples(0, 1437),
+            "test": self._generate_examples(1437, 1797),
+        }
+
+    def _generate_examples(self, begin, end):
+        digits = load_digits()
+        for index in range(begin, end):
+            image = (digits.images[index] / 16).astype(np.float32)
+            yield index, {
+                "upper": image[:4],
+                "lower": image[4:],
+                "digit": int(digits.target[index]),
+                "ink": float(image.mean()),
+            }
+
+
+@keras.saving.register_keras_serializable("halves")
+class Share(keras.layers.Layer):
+    """Scales each of its inputs by a share that is learned."""
+
+    def build(self, shape):
+        self.share = self.add_weight(shape=(shape[-1],), initializer="ones", name="share")
+
+    def call(self, inputs):
+        return inputs * keras.ops.sigmoid(self.share)
+
+
+def model(spec, *, units=64):
+    given = spec.symbols()
+    flat = [keras.layers.Flatten(name=f"flat_{name}")(given[name]) for name in given]
+    x = Share(name="share")(keras.layers.Concatenate(name="both")(flat))
+    x = keras.layers.Dense(units, activation="relu", name="hidden")(x)
+    outputs = {
+        "digit": keras.layers.Dense(10, name="digit")(x),
+        "ink": keras.layers.Dense(1, name="ink")(x),
+    }
+    built = keras.Model(given, outputs)
+    built.compile(
+        loss={
+            "digit": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "ink": "mse",
+        },
+        loss_weights={"digit": 1.0, "ink": 5.0},
+        metrics={"digit": [keras.metrics.SparseTopKCategoricalAccuracy(2, name="first_two")]},
+        weighted_metrics={"ink": [keras.metrics.LogCoshError(name="log_cosh")]},
+    )
+    return built
+'''
+
+HALVES_CONFIG = """
+name: halves
+data: {dataset: "halves:Halves", shards: 4}
+task: {outputs: {digit: {class_weights: balanced}, ink: {weight: 5}}}
+model: {name: "halves:model"}
+training: {steps: 1000, checkpoint_every: 500, validate_every: 500}
+gate:
+  min: {digit_accuracy: 0.8, digit_first_two: 0.9}
+  max: {ink_mean_absolute_error: 0.15, ink_log_cosh: 0.05}
+  champion: {metric: digit_accuracy, margin: 0.04}
+export: {formats: [saved_model, keras, tflite]}
+"""
+
+ACCURACY = "digit_accuracy"
+ANSWERS = {"digit_logits", "digit_probabilities", "ink_prediction"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of the user's files, from which `flotilla` is called."""
+    folder = tmp_path_factory.mktemp("halves")
+    (folder / "halves.py").write_text(MODULE, encoding="utf-8")
+    (folder / "halves.yaml").write_text(textwrap.dedent(HALVES_CONFIG), encoding="utf-8")
+    return folder
+
+
+def ran(folder, **settings):
+    return call("run", folder / "runs", "halves.yaml", *setting(**settings), cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def halves_first(folder):
+    called = ran(folder)
+    assert called.code == 0, called.err
+    return called
+
+
+@pytest.fixture(scope="module")
+def halves_second(folder, halves_first):
+    """A run with another seed, which meets the model of the first as the champion."""
+    assert halves_first.answer["status"] == "blessed"
+    return ran(folder, training__seed=7)
+
+
+@pytest.fixture(scope="module")
+def examples():
+    """Real examples of the test split, as a user has them, and their labels."""
+    digits = load_digits()
+    images = (digits.images[1437:] / 16).astype(np.float32)
+    inputs = {"upper": images[:, :4], "lower": images[:, 4:]}
+    return inputs, digits.target[1437:], images.mean(axis=(1, 2))
+
+
+def served(folder, place, inputs):
+    signature = tf.saved_model.load(str(folder / place)).signatures["serving_default"]
+    given = {name: tf.constant(values) for name, values in inputs.items()}
+    return {name: values.numpy() for name, values in signature(**given).items()}
+
+
+def test_metrics_of_the_task_and_of_the_compiled_model_are_measured(halves_first):
+    metrics = halves_first.answer["metrics"]
+    assert {"loss", ACCURACY, "digit_first_two", "ink_log_cosh"} <= set(metrics)
+    assert metrics[ACCURACY] > 0.8
+    assert metrics["ink_mean_absolute_error"] < 0.15
+
+
+def test_every_form_was_held_against_the_original_on_the_test_split(halves_first):
+    manifest = storage.read_manifest(halves_first.answer["artifacts"]["model"])
+    assert manifest.fields["formats"] == ["saved_model", "keras", "tflite"]
+    assert {each["name"] for each in manifest.fields["outputs"]} == ANSWERS
+    assert {each["name"] for each in manifest.fields["inputs"]} == {"upper", "lower"}
+    assert manifest.fields["labels"] == {"digit": [*map(str, range(10))], "ink": []}
+    parity = halves_first.read("model", "parity.json")
+    assert parity["examples"] == 360
+    for found in parity["formats"].values():
+        assert found["max_difference"] <= found["tolerance"] <= 1e-4
+
+
+def test_every_form_answers_the_same_to_a_plain_program(
+    halves_first, folder, examples, monkeypatch
+):
+    monkeypatch.syspath_prepend(folder)
+    # Its layer is found by the name that it was registered by.
+    __import__("halves")
+    inputs, digit, ink = examples
+    exported = halves_first.path_of("model")
+    manifest = storage.read_manifest(halves_first.answer["artifacts"]["model"])
+    answers = served(exported, manifest.fields["saved_model"], inputs)
+    assert set(answers) == ANSWERS
+    assert (answers["digit_probabilities"].argmax(axis=1) == digit).mean() == pytest.approx(
+        halves_first.answer["metrics"][ACCURACY], abs=1e-6
+    )
+    assert np.abs(answers["ink_prediction"] - ink).mean() == pytest.approx(
+        halves_first.answer["metrics"]["ink_mean_absolute_error"], rel=1e-4
+    )
+    model = keras.saving.load_model(exported / "model.keras")
+    given = model.predict(inputs, verbose=0)
+    np.testing.assert_allclose(given["digit"], answers["digit_logits"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(given["ink"][:, 0], answers["ink_prediction"], rtol=1e-5, atol=1e-5)
+    runner = Interpreter(str(exported / "model.tflite")).get_signature_runner("serving_default")
+    lite = runner(**inputs)
+    assert set(lite) == ANSWERS
+    for name, values in answers.items():
+        np.testing.assert_allclose(lite[name], values, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_the_second_run_is_compared_with_the_champion(halves_first, halves_second):
+    assert halves_second.code in (0, 3), halves_second.err
+    compared = halves_second.read("evaluation", "metrics.json")["champion"]
+    (version, *_) = registry.versions(storage.uri_of(halves_second.workdir), "halves")
+    assert compared["uri"] == version.uri
+    assert compared["metrics"][ACCURACY] == pytest.approx(halves_first.answer["metrics"][ACCURACY])
+    assert compared["paired"]["metric"] == ACCURACY
+    assert compared["paired"]["examples"] == 360
+
+
+def test_it_is_promoted_or_refused_in_one_line(halves_second):
+    decision = halves_second.read("decision", "decision.json")
+    rule = next(each for each in decision["rules"] if each["key"] == "gate.champion.margin")
+    root = storage.uri_of(halves_second.workdir)
+    versions = registry.versions(root, "halves")
+    found = registry.champion(root, "halves")
+    assert found is not None
+    assert rule["metric"] == f"{ACCURACY}_difference"
+    assert rule["passed"] == (halves_second.code == 0)
+    if rule["passed"]:
+        assert [each.number for each in versions] == [1, 2]
+        assert found.number == 2
+    else:
+        (line,) = decision["reasons"]
+        assert line.startswith(f"{ACCURACY}_difference")
+        assert line in halves_second.err
+        assert [each.number for each in versions] == [1]
+    assert "Traceback" not in halves_second.err
