@@ -10,7 +10,8 @@ from components.records import gather_report
 from components.records.record import Step
 from components.records.run_store import folder_of_run
 from trainer import storage
-from trainer.checkpoints.index import HandedOn, handed_on, require_first_weights
+from trainer.checkpoints.decisions import HandedOn, handed_on
+from trainer.checkpoints.index import require_first_weights
 from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
 from trainer.code.delivery import configured

@@ -7,8 +7,9 @@ import pytest
 from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.checkpoints import restore_model
+from trainer.checkpoints.decisions import best_first
 from trainer.checkpoints.history import read_validations
-from trainer.checkpoints.index import best_of, index_of
+from trainer.checkpoints.index import index_of
 from trainer.config.load import parse_config
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
@@ -54,9 +55,9 @@ def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_pa
     assert steps == [*range(0, STEPS, EVERY), STEPS]
     best = min(rows, key=lambda row: row["validation_loss"])
     found = index_of(run.checkpoints)
-    assert best_of(found).global_step == best["global_step"]
+    assert best_first(found)[0].global_step == best["global_step"]
     assert {each.global_step for each in found[-KEEP:]} == {STEPS, steps[-2]}
-    loss = measured(dataset, best_of(found).uri, tmp_path)
+    loss = measured(dataset, best_first(found)[0].uri, tmp_path)
     assert loss == pytest.approx(best["validation_loss"], rel=1e-4)
 
 

@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +22,11 @@ import tensorflow as tf
 
 from trainer import events, storage
 from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
+from trainer.checkpoints.decisions import MAX_AWAITED, Retention
 from trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
 from trainer.checkpoints.index import (
     index_of,
     list_checkpoints,
-    outdated,
     publish_anew,
     read_checkpoint,
 )
@@ -94,8 +94,7 @@ class Checkpoints:
         """
         self.uri = uri
         self._fingerprint = fingerprint
-        self._keep = keep
-        self._awaited = awaited
+        self._retention = Retention(newest=keep, unmeasured=MAX_AWAITED if awaited else 0)
         self.scratch = scratch
         self.uploads = UploadQueue()
         self._writer = BundleWriter(Layouts(scratch))
@@ -156,17 +155,6 @@ class Checkpoints:
     def by_parts(self, servers: PartServers, least: int) -> None:
         """Have servers write their own variables, where they hold `least` bytes or more."""
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
-
-    def without_lost(self) -> None:
-        """Publish what servers wrote that needs none that is gone; give up the rest of it."""
-        if not (parts := self.parts):
-            return
-        for ended in (parts.settle, self.uploads.flush):
-            with suppress(UserError):
-                ended()
-        # What has failed would end the next save, and what was given up is to be saved again.
-        self.uploads, self.last = UploadQueue(), ""
-        self.by_parts(parts.servers, parts.least)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
@@ -250,7 +238,7 @@ class Checkpoints:
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # A later one was passed over, and must not replace one that can be read.
         readable = [each for each in index_of(self.uri) if each.global_step <= step]
-        for old in outdated(readable, keep=self._keep, awaited=self._awaited):
+        for old in self._retention.outdated(readable):
             storage.delete(old)
 
     @property

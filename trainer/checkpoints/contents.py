@@ -61,19 +61,6 @@ class StoredVariable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Older:
-    """The variables of a lost server, by path, and the earlier global step of their values.
-
-    `age` is in seconds how old they were as the loss was noticed, where they are of a snapshot;
-    None of a checkpoint.
-    """
-
-    global_step: int
-    variables: tuple[str, ...]
-    age: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Contents:
     """What one checkpoint holds; `bytes` are those of its files, on all of its parts.
 
@@ -130,16 +117,6 @@ def of_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
         for path, each in (tree.items() if isinstance(tree, dict) else ())
     }
     return {path: each for path, each in found.items() if each and each.is_possible}
-
-
-def older_of(fields: Mapping[str, Any]) -> dict[str, Older]:
-    """Return what the fields of a manifest say of lost servers, without what is damaged."""
-    tree = fields.get(RECOVERED)
-    found = {
-        server: from_tree(Older, each)
-        for server, each in (tree.items() if isinstance(tree, dict) else ())
-    }
-    return {server: each for server, each in found.items() if each}
 
 
 def parts_of(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:

@@ -148,10 +148,6 @@ class PartSaver:
         """Return the layout of variables, made once; raises `UserError`."""
         return self._layouts.of(variables, self.servers.io_device)
 
-    def is_busy(self) -> bool:
-        """Say whether a save is not published yet, or has failed."""
-        return bool(self._failure or not self._written.is_set() or not self._uploads.is_idle())
-
     def require(self) -> None:
         """Raise what has failed behind training, if anything has."""
         if self._failure:

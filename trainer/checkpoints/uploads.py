@@ -58,11 +58,6 @@ class UploadQueue:
             if each:
                 each.replaced()
 
-    def is_idle(self) -> bool:
-        """Say whether all uploads are done, and none has failed."""
-        with self._change:
-            return not (self._waiting or self._busy or self._failed)
-
     def flush(self) -> None:
         """Wait until all uploads are done; those that failed are tried once more.
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from trainer.checkpoints.decisions import Interval, SaveInterval
 from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS
 from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
@@ -85,10 +86,9 @@ class Pace:
 
     def boundary(self, step: int) -> int:
         """Return the next global step after `step` at which nothing may go on."""
-        boundaries = [self.training.steps]
-        for every in (self.training.checkpoint_every, self.training.validate_every):
-            if every:
-                boundaries.append((step // every + 1) * every)
+        training = self.training
+        validations = Interval(steps=training.validate_every, last_step=training.steps)
+        boundaries = [each.next_after(step) for each in (SaveInterval.of(training), validations)]
         if profile := self.training.profile:
             # The trace begins before the first of its steps.
             boundaries += [edge for edge in (profile[0] - 1, profile[1]) if edge > step]
@@ -201,6 +201,8 @@ class _OuterLoop:
         self._hooks, self._recovery, self._max_loss = hooks, recovery, max_loss
         self._profiler = profiler_of(training, strategy, journal.logs)
         self._pace = Pace(training=training)
+        self._saves = SaveInterval.of(training)
+        self._validations = Interval(steps=training.validate_every, last_step=training.steps)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
         self._owes_save = False
@@ -223,16 +225,13 @@ class _OuterLoop:
     def _catch_up(self, found: RestoredCheckpoint) -> None:
         """Do what an attempt before has not done of a boundary that it reached."""
         step, saved = self._strategy.global_step(), found.global_step
-        self._owes_save = self._crossed_a_save(saved, step)
+        self._owes_save = self._saves.is_due(saved, step)
         self._saved_at -= self._recovery.seconds_since_save()
         if step > saved:
             self._make_up_validation(step)
         if self._owes_save:
             self.save()
         self._stepped_at = time.monotonic()
-
-    def _crossed_a_save(self, before: int, step: int) -> bool:
-        return _crossed(before, step, self._training.checkpoint_every, self._training.steps)
 
     def _run(self) -> int:
         step, variables = self._strategy.global_step(), self._strategy.variables()
@@ -273,7 +272,7 @@ class _OuterLoop:
             self._require_no_stall(step)
             return step
         before, step = step, result.global_step
-        self._owes_save = self._crossed_a_save(before, step)
+        self._owes_save = self._saves.is_due(before, step)
         self._record(before, result)
         if self._owes_save:
             self.save()
@@ -297,13 +296,12 @@ class _OuterLoop:
         return uri
 
     def _decide(self, step: int) -> _Decision:
-        every = self._training.checkpoint_seconds
         # First the workers of an attempt get to work.
         since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),
             stop_early=int(self._stop_early),
-            save=int(0 < every <= since),
+            save=int(self._saves.is_late(since)),
             steps=self._pace.next_steps(step),
         )
         return _Decision(*self._strategy.barrier(*own))
@@ -351,7 +349,7 @@ class _OuterLoop:
         if stream := self._strategy.stream:
             row["epoch"] = stream.epoch(self._strategy.position)
         self._journal.progress(row)
-        if _crossed(before, step, self._training.validate_every, self._training.steps):
+        if self._validations.is_due(before, step):
             row |= self._validate(step)
         self._note_validation(row)
         self._journal.add(row)
@@ -364,7 +362,7 @@ class _OuterLoop:
         """
         rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
         before = rows[-1]["global_step"] if rows else 0
-        if not _crossed(before, step, self._training.validate_every, self._training.steps):
+        if not self._validations.is_due(before, step):
             return
         if metrics := self._validate(step):
             row = {"global_step": step, "seconds": self._seconds, **metrics}
@@ -392,8 +390,3 @@ class _OuterLoop:
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         last, at_once = self._journal.last_checkpoint, not self._journal.rows
         raise UserError(diverged(what, step, last, at_once=at_once))
-
-
-def _crossed(before: int, after: int, every: int, end: int) -> bool:
-    """Say whether a multiple of `every`, or the end, is in (before, after]; never for 0."""
-    return bool(every) and (after // every > before // every or after >= end > before)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best by validation, and those still to be measured."""
+"""Which checkpoints are published, with what was measured of them."""
 
 from __future__ import annotations
 
@@ -6,56 +6,18 @@ import json
 
 import pytest
 
-from trainer import events, storage
+from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.contents import contents
+from trainer.checkpoints.decisions import best_first, handed_on
 from trainer.checkpoints.history import (
     VALIDATIONS_FILE,
     Validations,
     merge_validations,
     read_validations,
 )
-from trainer.checkpoints.index import (
-    MAX_AWAITED,
-    IndexEntry,
-    best_of,
-    handed_on,
-    index_of,
-    outdated,
-    require_first_weights,
-)
+from trainer.checkpoints.index import index_of, require_first_weights
 from trainer.errors import UserError
-
-
-def row(step, loss=None):
-    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss)
-
-
-def left(found, **how):
-    gone = outdated(found, **{"keep": 1, "awaited": False, **how})
-    return [each.global_step for each in found if each.uri not in gone]
-
-
-@pytest.mark.parametrize(
-    ("losses", "keep", "expected"),
-    [
-        ({10: None, 20: None, 30: None}, 1, [30]),
-        ({10: 0.1, 20: 0.2, 30: 0.3}, 1, [10, 30]),
-        ({10: 0.3, 20: 0.1, 30: 0.2, 40: 0.2}, 2, [20, 30, 40]),
-        ({10: 0.3, 20: 0.2, 30: 0.1}, 1, [30]),
-        ({10: 0.1, 20: 0.1, 30: None}, 1, [10, 30]),
-        ({}, 3, []),
-    ],
-)
-def test_the_newest_and_the_best_stay(losses, keep, expected):
-    assert left([row(step, loss) for step, loss in losses.items()], keep=keep) == expected
-
-
-def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
-    found = [row(0, 0.5), row(1, 0.6), *(row(step) for step in range(2, 20))]
-    newest = MAX_AWAITED
-    assert left(found, awaited=True) == [0, *range(20 - newest, 20)]
-    assert left(found) == [0, 19]
 
 
 def publish(folder, step, **fields):
@@ -77,12 +39,12 @@ def test_the_evaluator_s_metrics_precede_those_of_the_manifest(tmp_path):
     assert [(each.global_step, each.loss) for each in index_of(uri)] == [
         (3, None), (20, 0.3), (100, 0.5),
     ]  # fmt: skip
-    assert best_of(index_of(uri)).global_step == 20
+    assert best_first(index_of(uri))[0].global_step == 20
     measured = Validations(uri)
     measured.add(published[3][1], {"loss": 0.4})
     measured.add(published[20][1], {"loss": 0.9})
     assert [each.loss for each in index_of(uri)] == [0.4, 0.9, 0.5]
-    assert best_of(index_of(uri)).global_step == 3
+    assert best_first(index_of(uri))[0].global_step == 3
 
 
 def test_a_checkpoint_that_was_made_again_is_another_one(tmp_path):
@@ -126,7 +88,7 @@ def test_damage_to_the_file_of_the_evaluator_reaches_nobody(tmp_path, line):
     with (tmp_path / VALIDATIONS_FILE).open("ab") as file:
         file.write(f"{line}\n".encode() + b"\xff\x00")
     assert [row["global_step"] for row in read_validations(uri)] == [10]
-    assert best_of(index_of(uri)).loss == 0.5
+    assert best_first(index_of(uri))[0].loss == 0.5
 
 
 def test_one_of_changed_rows_alone_is_passed_over(tmp_path, caplog):
@@ -165,71 +127,3 @@ class TestFirstWeights:
     def test_a_run_that_has_begun_needs_none(self, tmp_path, own):
         publish(tmp_path / "own", 0)
         require_first_weights(storage.uri_of(tmp_path / "a.keras"), own)
-
-
-class TestHandedOn:
-    @pytest.fixture
-    def run(self, tmp_path, monkeypatch):
-        """Return a function that publishes checkpoints with these losses, and what it emitted."""
-        monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
-
-        def published(losses, damaged=()):
-            for step, loss in losses.items():
-                weights = tmp_path / f"source-{step}"
-                weights.mkdir()
-                (weights / "variables.index").write_text(str(step), encoding="utf-8")
-                metrics = {} if loss is None else {"validation_loss": loss}
-                publish(tmp_path / "checkpoints", step, metrics=metrics)
-            for step in damaged:
-                file = tmp_path / "checkpoints" / f"step-{step:08d}" / "variables.index"
-                file.write_text("other", encoding="utf-8")
-            return storage.uri_of(tmp_path / "checkpoints")
-
-        return published
-
-    @staticmethod
-    def emitted(tmp_path):
-        return list(events.read(tmp_path / "events.jsonl"))
-
-    @pytest.mark.parametrize(
-        ("losses", "choice", "expected"),
-        [
-            ({10: 0.3, 20: 0.1, 30: 0.2}, "best", (20, "best by validation loss")),
-            ({10: 0.3, 20: 0.1, 30: 0.2}, "last", (30, "the last: training.hand_on")),
-            ({10: 0.3, 20: None}, "best", (10, "best by validation loss")),
-            ({10: None, 20: None}, "best", (20, "the last: none was validated")),
-            ({10: 0.1, 20: 0.1}, "best", (10, "best by validation loss")),
-        ],
-    )
-    def test_it_is_the_one_that_is_asked_for(self, run, tmp_path, losses, choice, expected):
-        step, why = expected
-        found = handed_on(run(losses), choice)
-        assert (found.global_step, found.trained, found.why) == (step, max(losses), why)
-        assert found.fields["global_step"] == step
-        (event,) = self.emitted(tmp_path)
-        assert event == events.HandedOn(
-            uri=found.uri, global_step=step, trained=max(losses), why=why
-        )
-
-    def test_a_damaged_one_makes_room_for_the_next_best_and_is_named(self, run, tmp_path, caplog):
-        uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
-        found = handed_on(uri, "best")
-        assert found.global_step == 30
-        assert found.why == "best by validation loss that is not damaged"
-        assert found.best.global_step == 20
-        passed, event = self.emitted(tmp_path)
-        assert passed.uri.endswith("step-00000020")
-        assert "variables.index" in passed.reason
-        assert event.uri == found.uri
-        assert "passed over" in caplog.text
-
-    def test_the_last_that_was_not_validated_is_better_than_none(self, run):
-        found = handed_on(run({10: 0.3, 20: None}, damaged=[10]), "best")
-        assert found.global_step == 20
-        assert found.why == "the last: none that was validated is whole"
-
-    @pytest.mark.parametrize("choice", ["best", "last"])
-    def test_without_a_whole_one_it_is_refused(self, run, choice):
-        uri = run({10: 0.3}, damaged=[10])
-        with pytest.raises(UserError, match="step-00000010 is damaged"):
-            handed_on(uri, choice)

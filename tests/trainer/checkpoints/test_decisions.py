@@ -1,0 +1,134 @@
+"""When a checkpoint is due, which ones stay, and which one is selected."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.checkpoints.test_index import publish
+from trainer import events, storage
+from trainer.checkpoints.decisions import Interval, Retention, SaveInterval, handed_on
+from trainer.checkpoints.index import IndexEntry
+from trainer.config.schema import TrainingConfig
+from trainer.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "after", "due", "following"),
+    [
+        (100, 0, 99, False, 100),
+        (100, 99, 100, True, 200),
+        (100, 50, 250, True, 250),
+        (100, 200, 250, True, 250),
+        (0, 0, 250, False, 250),
+    ],
+)
+def test_it_is_due_at_each_multiple_and_at_the_last_step(steps, before, after, due, following):
+    every = Interval(steps=steps, last_step=250)
+    assert every.is_due(before, after) is due
+    assert every.next_after(after) == following
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds", "late"), [(10, 9.9, False), (10, 10, True), (0, 99, False)]
+)
+def test_a_save_may_be_late(every, seconds, late):
+    training = TrainingConfig(checkpoint_seconds=every)
+    assert SaveInterval.of(training).is_late(seconds) is late
+
+
+def row(step, loss=None):
+    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss)
+
+
+def left(found, newest=1, unmeasured=0):
+    gone = Retention(newest=newest, unmeasured=unmeasured).outdated(found)
+    return [each.global_step for each in found if each.uri not in gone]
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep", "expected"),
+    [
+        ({10: None, 20: None, 30: None}, 1, [30]),
+        ({10: 0.1, 20: 0.2, 30: 0.3}, 1, [10, 30]),
+        ({10: 0.3, 20: 0.1, 30: 0.2, 40: 0.2}, 2, [20, 30, 40]),
+        ({10: 0.3, 20: 0.2, 30: 0.1}, 1, [30]),
+        ({10: 0.1, 20: 0.1, 30: None}, 1, [10, 30]),
+        ({}, 3, []),
+    ],
+)
+def test_the_newest_and_the_best_stay(losses, keep, expected):
+    assert left([row(step, loss) for step, loss in losses.items()], keep) == expected
+
+
+def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
+    found = [row(0, 0.5), row(1, 0.6), *(row(step) for step in range(2, 20))]
+    assert left(found, unmeasured=7) == [0, *range(13, 20)]
+    assert left(found) == [0, 19]
+
+
+class TestHandedOn:
+    @pytest.fixture
+    def run(self, tmp_path, monkeypatch):
+        """Return a function that publishes checkpoints with these losses, and what it emitted."""
+        monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+
+        def published(losses, damaged=()):
+            for step, loss in losses.items():
+                weights = tmp_path / f"source-{step}"
+                weights.mkdir()
+                (weights / "variables.index").write_text(str(step), encoding="utf-8")
+                metrics = {} if loss is None else {"validation_loss": loss}
+                publish(tmp_path / "checkpoints", step, metrics=metrics)
+            for step in damaged:
+                file = tmp_path / "checkpoints" / f"step-{step:08d}" / "variables.index"
+                file.write_text("other", encoding="utf-8")
+            return storage.uri_of(tmp_path / "checkpoints")
+
+        return published
+
+    @staticmethod
+    def emitted(tmp_path):
+        return list(events.read(tmp_path / "events.jsonl"))
+
+    @pytest.mark.parametrize(
+        ("losses", "choice", "expected"),
+        [
+            ({10: 0.3, 20: 0.1, 30: 0.2}, "best", (20, "best by validation loss")),
+            ({10: 0.3, 20: 0.1, 30: 0.2}, "last", (30, "the last: training.hand_on")),
+            ({10: 0.3, 20: None}, "best", (10, "best by validation loss")),
+            ({10: None, 20: None}, "best", (20, "the last: none was validated")),
+            ({10: 0.1, 20: 0.1}, "best", (10, "best by validation loss")),
+        ],
+    )
+    def test_it_is_the_one_that_is_asked_for(self, run, tmp_path, losses, choice, expected):
+        step, why = expected
+        found = handed_on(run(losses), choice)
+        assert (found.global_step, found.trained, found.why) == (step, max(losses), why)
+        assert found.fields["global_step"] == step
+        (event,) = self.emitted(tmp_path)
+        assert event == events.HandedOn(
+            uri=found.uri, global_step=step, trained=max(losses), why=why
+        )
+
+    def test_a_damaged_one_makes_room_for_the_next_best_and_is_named(self, run, tmp_path, caplog):
+        uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
+        found = handed_on(uri, "best")
+        assert found.global_step == 30
+        assert found.why == "best by validation loss that is not damaged"
+        assert found.best.global_step == 20
+        passed, event = self.emitted(tmp_path)
+        assert passed.uri.endswith("step-00000020")
+        assert "variables.index" in passed.reason
+        assert event.uri == found.uri
+        assert "passed over" in caplog.text
+
+    def test_the_last_that_was_not_validated_is_better_than_none(self, run):
+        found = handed_on(run({10: 0.3, 20: None}, damaged=[10]), "best")
+        assert found.global_step == 20
+        assert found.why == "the last: none that was validated is whole"
+
+    @pytest.mark.parametrize("choice", ["best", "last"])
+    def test_without_a_whole_one_it_is_refused(self, run, choice):
+        uri = run({10: 0.3}, damaged=[10])
+        with pytest.raises(UserError, match="step-00000010 is damaged"):
+            handed_on(uri, choice)

@@ -1,0 +1,140 @@
+"""When a checkpoint is saved, which ones stay, and which one is selected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import events, storage
+from trainer.checkpoints.index import IndexEntry, index_of, none_below, read_checkpoint
+from trainer.config.schema import TrainingConfig
+
+# So many checkpoints are kept for an evaluator that has not measured them; one that never does must
+# not fill the disk.
+MAX_AWAITED = 10
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Every so many global steps, and at the last one; 0 is never."""
+
+    steps: int
+    last_step: int
+
+    def next_after(self, step: int) -> int:
+        """Return the next global step at which it is due, at most the last one."""
+        after = (step // self.steps + 1) * self.steps if self.steps else self.last_step
+        return min(after, self.last_step)
+
+    def is_due(self, before: int, after: int) -> bool:
+        """Say whether it became due by the updates from one global step to another."""
+        return bool(self.steps) and (
+            after // self.steps > before // self.steps or after >= self.last_step > before
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveInterval(Interval):
+    """When a checkpoint is saved: also after so many seconds, of which 0 is never."""
+
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> SaveInterval:
+        """Return that of a configuration."""
+        return cls(
+            steps=training.checkpoint_every,
+            last_step=training.steps,
+            seconds=training.checkpoint_seconds,
+        )
+
+    def is_late(self, seconds: float) -> bool:
+        """Say whether it is due so many seconds after the last save."""
+        return 0 < self.seconds <= seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints stay: the newest, the best, and of those without a loss the newest."""
+
+    newest: int
+    unmeasured: int = 0
+
+    def outdated(self, found: Sequence[IndexEntry]) -> list[str]:
+        """Return the URIs of those that may be deleted, of all that are published, oldest first."""
+        unmeasured = [each for each in found if each.loss is None] if self.unmeasured else []
+        kept = [*found[-self.newest :], *best_first(found)[:1], *unmeasured[-self.unmeasured :]]
+        stay = {each.uri for each in kept}
+        return [each.uri for each in found if each.uri not in stay]
+
+
+def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
+    """Return the entries that have a validation loss, the lowest first, the earlier of two."""
+    measured = [(each.loss, each) for each in found if each.loss is not None]
+    return [each for _, each in sorted(measured, key=lambda pair: pair[0])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedOn:
+    """The valid checkpoint of a run that evaluation, export and registration get.
+
+    Attributes:
+        uri: where it is.
+        global_step: its own.
+        trained: the global step of the last checkpoint.
+        why: a few words.
+        fields: of its manifest.
+        best: the best by validation loss, valid or not; None where none was measured.
+    """
+
+    uri: str
+    global_step: int
+    trained: int
+    why: str
+    fields: Mapping[str, Any]
+    best: IndexEntry | None
+
+
+def handed_on(uri: str, choice: str) -> HandedOn:
+    """Return the checkpoint below `uri` that training hands on, and emit which one it is.
+
+    With `choice` "best" it is the best by validation loss that is not damaged. With "last", or
+    where no such one was measured, it is the last.
+
+    Raises:
+        UserError: no checkpoint is published, or it has to be the last and that one is damaged.
+    """
+    found = index_of(uri)
+    if not found:
+        raise none_below(uri)
+    ranked = best_first(found) if choice == "best" else []
+    why = "best by validation loss"
+    for entry in ranked:
+        try:
+            return _handed_on(entry, found, why)
+        except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
+            log.warning("passed over %s: %s", entry.uri, error)
+            events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
+            why = "best by validation loss that is not damaged"
+    reason = "none that was validated is whole" if ranked else "none was validated"
+    why = f"the last: {reason if choice == 'best' else 'training.hand_on'}"
+    return _handed_on(found[-1], found, why)
+
+
+def _handed_on(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> HandedOn:
+    read_checkpoint(entry.uri)
+    # It may have been damaged since it was published.
+    fields = storage.verify(entry.uri).fields
+    step, trained = entry.global_step, found[-1].global_step
+    events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))
+    return HandedOn(
+        uri=entry.uri,
+        global_step=step,
+        trained=trained,
+        why=why,
+        fields=fields,
+        best=next(iter(best_first(found)), None),
+    )
