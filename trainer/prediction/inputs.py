@@ -22,7 +22,7 @@ from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data import listing
 from trainer.data.files.file_pieces import FilePieces, of_listing
-from trainer.data.files.formats.class_folders import PATH, ClassFolderReader, ImageFilesReader
+from trainer.data.files.formats.class_folders import PATH, ImageFilesReader
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.recorded_columns import RecordedInput
 from trainer.data.files.scan import BrokenRows
@@ -228,7 +228,7 @@ def _listed(model: ExportedModel, request: Request, scratch: Path) -> FilePieces
     # Its messages name all inputs.
     whole = configs[0].model_copy(update={"source": ", ".join(request.inputs[:3])})
     found = of_listing(whole, files, scratch)
-    if not isinstance(found.reader, ClassFolderReader):
+    if not isinstance(found.reader, ImageFilesReader):
         return found
     pictures = [each for each in model.inputs if each.column.type == "image"]
     if len(model.inputs) != 1 or not pictures:
@@ -238,7 +238,8 @@ def _listed(model: ExportedModel, request: Request, scratch: Path) -> FilePieces
     kept = sorted(found.files, key=lambda file: order[id(file)])
     several = len(request.inputs) > 1
     paths = [str(storage.local_path(f.uri) or f.uri) if several else f.path for f in kept]
-    reader = ImageFilesReader(pictures[0].feature, paths, [file.uri for file in kept])
+    uris = [file.uri for file in kept]
+    reader = ImageFilesReader(paths, uris, pictures[0].feature, labelled=False)
     return replace(found, files=kept, reader=reader)
 
 

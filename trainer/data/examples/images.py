@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,15 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainer.data.spec import FeatureSpec
 
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+#: Pillow's mode by the number of channels.
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Of files of a format the modes whose pixels TensorFlow gives as Pillow does, by the channels.
 _GREY, _COLOURS = ("L", "LA", "I;16"), ("RGB", "RGBA")
 _ALIKE: dict[str, dict[int, tuple[str, ...]]] = {
     "JPEG": dict.fromkeys((1, 3), ("L", "RGB")),
     "PNG": {1: (*_GREY, *_COLOURS), 3: (*_GREY, *_COLOURS, "P"), 4: (*_GREY, *_COLOURS)},
 }
-_ORIENTATION, _UPRIGHT = 0x0112, (None, 0, 1)
+ORIENTATION, _UPRIGHT = 0x0112, (None, 0, 1)
 # Of what was compressed with losses before.
 _QUALITY = 95
 
@@ -39,11 +42,11 @@ class UndecodableError(ValueError):
     """It is no image that can be decoded; the message is the reason alone."""
 
 
-def stored_image(data: bytes, channels: int) -> bytes:
-    """Return an encoded image as it is stored: the same bytes where `decode` understands them.
+@contextmanager
+def opened(data: bytes) -> Iterator[Image.Image]:
+    """Open an encoded image; whatever goes wrong meanwhile is an `UndecodableError`.
 
-    Raises:
-        UndecodableError: it does not decode, or has more pixels than Pillow takes as harmless.
+    One with more pixels than Pillow takes as harmless is refused.
     """
     if not data:
         raise UndecodableError("it is empty")
@@ -53,12 +56,7 @@ def stored_image(data: bytes, channels: int) -> bytes:
             # Other warnings are of what is odd in a file, and still decoded.
             warnings.simplefilter("ignore", UserWarning)
             with Image.open(io.BytesIO(data)) as image:
-                if not _is_plain(image, channels):
-                    return _encoded_again(image, channels)
-                if not _decodes(data, channels):
-                    image.load()
-                    raise UndecodableError("its data is damaged")
-                return data
+                yield image
     except UndecodableError:
         raise
     except UnidentifiedImageError:
@@ -66,6 +64,21 @@ def stored_image(data: bytes, channels: int) -> bytes:
     # Pillow's decoders raise whatever a damaged file leads them to.
     except Exception as error:
         raise UndecodableError(str(error).splitlines()[0] or type(error).__name__) from error
+
+
+def stored_image(data: bytes, channels: int) -> bytes:
+    """Return an encoded image as it is stored: the same bytes where `decode` understands them.
+
+    Raises:
+        UndecodableError: it does not decode.
+    """
+    with opened(data) as image:
+        if not _is_plain(image, channels):
+            return _encoded_again(image, channels)
+        if not _decodes(data, channels):
+            image.load()
+            raise UndecodableError("its data is damaged")
+        return data
 
 
 def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
@@ -100,7 +113,7 @@ def encode(image: NDArray[np.uint8]) -> bytes:
 
 def _is_plain(image: Image.Image, channels: int) -> bool:
     modes = _ALIKE.get(image.format or "", {}).get(channels, ())
-    upright = image.getexif().get(_ORIENTATION) in _UPRIGHT
+    upright = image.getexif().get(ORIENTATION) in _UPRIGHT
     return image.mode in modes and upright
 
 
@@ -121,7 +134,7 @@ def _encoded_again(image: Image.Image, channels: int) -> bytes:
         turned = Image.fromarray((np.clip(wide, 0, 0xFFFF) >> 8).astype(np.uint8))
     if turned.mode == "P":
         turned = turned.convert("RGBA" if "transparency" in turned.info else "RGB")
-    return _saved(turned.convert(_MODES[channels]), "JPEG" if lossy else "PNG")
+    return _saved(turned.convert(MODES[channels]), "JPEG" if lossy else "PNG")
 
 
 def _saved(image: Image.Image, form: str) -> bytes:

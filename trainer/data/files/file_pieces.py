@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer import storage
 from trainer.config.data import FORMATS, DataConfig
-from trainer.data.files.formats.class_folders import ClassFolderReader
+from trainer.data.files.formats.class_folders import ImageFilesReader
 from trainer.data.files.formats.columnar import ParquetReader
 from trainer.data.files.formats.decompression import bare_name
 from trainer.data.files.formats.delimited import CsvReader
@@ -43,7 +43,7 @@ class FilePieces:
     @property
     def is_listing(self) -> bool:
         """Whether the listing itself is the table, and no file has several rows."""
-        return isinstance(self.reader, ClassFolderReader)
+        return isinstance(self.reader, ImageFilesReader)
 
     def local(self, number: int) -> AbstractContextManager[Path]:
         """Give a file as a local path."""
@@ -112,7 +112,9 @@ def of_listing(config: DataConfig, files: Sequence[Any], scratch: Path) -> FileP
         # In the order of folders each class would come as a whole.
         order = np.random.RandomState(config.seed).permutation(len(kept))
         mixed = sorted((kept[place] for place in order), key=lambda file: file.split or SPLITS[0])
-        reader: Reader = ClassFolderReader([x.path for x in mixed], [x.uri for x in mixed])
+        reader: Reader = ImageFilesReader(
+            [x.path for x in mixed], [x.uri for x in mixed], labelled=True
+        )
         return FilePieces(files=mixed, reader=reader, scratch=scratch)
     return FilePieces(files=kept, reader=_reader(form), scratch=scratch)
 

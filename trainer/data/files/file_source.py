@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from trainer import cores
 from trainer.config.data import DataConfig
+from trainer.data import splits
 from trainer.data.features import Selection
-from trainer.data.files import drawing
 from trainer.data.files.columns import (
     LABELS,
     Column,
@@ -109,9 +109,9 @@ class FileSource(Source):
         for (piece, numbers), columns, bad in self._read(part):
             kept = {name: array[~bad] for name, array in columns.items()}
             if not bad.all():
-                splits = self._splits(part.origin, kept, int((~bad).sum()))
-                self._check_named(splits, kept, piece, numbers[~bad])
-                yield Batch(columns={name: kept[name] for name in selection.specs}, splits=splits)
+                drawn = self._splits(part.origin, kept, int((~bad).sum()))
+                self._check_named(drawn, kept, piece, numbers[~bad])
+                yield Batch(columns={name: kept[name] for name in selection.specs}, splits=drawn)
 
     def place(self, part: Part, number: int) -> str:
         """Say in which file and row an example is."""
@@ -269,24 +269,24 @@ class FileSource(Source):
             return np.full(count, SPLITS.index(origin), np.int8)
         if roles.split:
             return np.array(
-                [drawing.split_named(_text(each)) for each in columns[roles.split]], np.int8
+                [splits.split_named(_text(each)) for each in columns[roles.split]], np.int8
             )
         if roles.time:
-            return drawing.by_bounds(columns[roles.time], self._bounds)
+            return splits.by_bounds(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
         found = hashes({name: columns[name] for name in drawn}, self._config.seed)
-        return drawing.by_share(found, validation=validation, test=test)
+        return splits.by_share(found, validation=validation, test=test)
 
     def _check_named(
         self,
-        splits: NDArray[np.int8],
+        drawn: NDArray[np.int8],
         columns: Mapping[str, NDArray[Any]],
         piece: Piece,
         numbers: NDArray[np.int64],
     ) -> None:
         assert self._roles
-        for place in np.flatnonzero(splits < 0)[:1]:
+        for place in np.flatnonzero(drawn < 0)[:1]:
             raise UserError(
                 f"data.splits.column: {_text(columns[self._roles.split][place])!r} names no split "
                 f"({self._files.place(piece, int(numbers[place]))}); write train, validation or "
@@ -296,7 +296,7 @@ class FileSource(Source):
     def _shares(self) -> tuple[float, float]:
         assert self._scan
         named = {file.split for file in self._files.files}
-        return drawing.shares(self._config, self._scan.broken.rows, named)
+        return splits.shares(self._config, self._scan.broken.rows, named)
 
     def _check_times(self, name: str, scan: Scan) -> None:
         if self._columns[name].type in ("time", "int", "float"):
@@ -314,7 +314,7 @@ class FileSource(Source):
         times = np.array(sorted(scan.times), np.float64)
         counts = np.array([scan.times[each] for each in times], np.int64)
         validation, test = self._shares()
-        return drawing.bounds_of(times, counts, validation=validation, test=test)
+        return splits.bounds_of(times, counts, validation=validation, test=test)
 
     def _tell(self, roles: ColumnRoles) -> None:
         for column in self._columns.values():

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 
 from trainer import storage
 from trainer.config.data import ImageConfig
-from trainer.data.examples.images import UndecodableError, stored_image
+from trainer.data.examples.images import MODES, ORIENTATION, UndecodableError, opened, stored_image
 from trainer.data.features import image_spec
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
 from trainer.storage.uri import is_uri
 
 _GREY = ("1", "L", "LA", "I", "I;16", "F")
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+# Of the EXIF orientation.
+_TURNED = (5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -53,21 +50,11 @@ class Pictures:
 
     def measured(self, value: Any) -> tuple[int, int, int]:
         """Return height, width and channels of an image; raises `UndecodableError`."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(io.BytesIO(self.data(value))) as image:
-                    width, height = image.size
-                    if image.getexif().get(_ORIENTATION) in _TURNED:
-                        width, height = height, width
-                    return height, width, 1 if image.mode in _GREY else 3
-        except UndecodableError:
-            raise
-        except UnidentifiedImageError:
-            raise UndecodableError("it is no image of a known format") from None
-        # Pillow's decoders raise whatever a damaged file leads them to.
-        except Exception as error:
-            raise UndecodableError(str(error).splitlines()[0] or type(error).__name__) from error
+        with opened(self.data(value)) as image:
+            width, height = image.size
+            if image.getexif().get(ORIENTATION) in _TURNED:
+                width, height = height, width
+            return height, width, 1 if image.mode in _GREY else 3
 
     def decoded(
         self, spec: FeatureSpec, values: Sequence[Any]
@@ -120,12 +107,9 @@ def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fea
 
 
 def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            pixels = np.asarray(image.convert(_MODES[spec.sizes[-1]]))
-    except Exception as error:
-        raise UndecodableError(str(error)) from error
     sizes = spec.sizes
+    with opened(data) as image:
+        pixels = np.asarray(image.convert(MODES[sizes[-1]]))
     if pixels.shape[:2] != sizes[:2]:
         raise UndecodableError(f"its size is {list(pixels.shape[:2])}, not {list(sizes[:2])}")
     return pixels.reshape(sizes)

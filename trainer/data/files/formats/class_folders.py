@@ -1,4 +1,4 @@
-"""A folder of images, `root/class/x.png`: a table of files and classes, from a listing."""
+"""A folder of images, `root/class/x.png`, as a table of files and classes, from a listing."""
 
 from __future__ import annotations
 
@@ -18,18 +18,28 @@ _AT_ONCE, _LISTED_AT_ONCE = 256, 4096
 _CLASS = -2
 
 
-class ClassFolderReader(Reader):
+class ImageFilesReader(Reader):
     """Reads names: the images themselves are decoded as those of any table are."""
 
-    def __init__(self, paths: Sequence[str], uris: Sequence[str]) -> None:
-        """Read the files of a listing, in this order."""
-        self._paths = paths
-        self._uris = uris
+    def __init__(
+        self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool
+    ) -> None:
+        """Read the files of a listing, in this order.
+
+        Args:
+            paths: of the files, as the listing has them.
+            uris: of the files.
+            column: that has the URIs.
+            labelled: whether the other column is the class, by the folder, and not the path.
+        """
+        self._paths, self._uris = paths, uris
+        self._columns = (column, LABEL if labelled else PATH)
+        self._at_once = _AT_ONCE if labelled else _LISTED_AT_ONCE
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns."""
         del path
-        return (IMAGE, LABEL)
+        return self._columns
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Return ranges of `size` files."""
@@ -39,50 +49,22 @@ class ClassFolderReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield URI and class of some files."""
+        """Yield URI, and class or path, of some files."""
         del path, broken
         stop = len(self._paths) if piece.stop == END else piece.stop
-        for start in range(piece.start, stop, _AT_ONCE):
-            here = range(start, min(start + _AT_ONCE, stop))
-            table = {
-                IMAGE: pa.array([self._uris[each] for each in here]),
-                LABEL: pa.array([class_of(self._paths[each]) for each in here]),
-            }
+        uri, other = self._columns
+        for start in range(piece.start, stop, self._at_once):
+            here = slice(start, min(start + self._at_once, stop))
+            paths = self._paths[here]
+            others = [class_of(each) for each in paths] if other == LABEL else paths
+            table = pa.table({uri: self._uris[here], other: others})
             numbers = np.arange(here.start, here.stop) - piece.start
-            yield Rows(pa.table({name: table[name] for name in columns or table}), numbers)
+            yield Rows(table.select(list(columns or self._columns)), numbers)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the place of a file in the listing, from 1."""
         del path
         return piece.start + number + 1
-
-
-class ImageFilesReader(ClassFolderReader):
-    """Reads names in their order, also without classes, for a model to answer.
-
-    The one input of the model names the column of the URIs.
-    """
-
-    def __init__(self, feature: str, paths: Sequence[str], uris: Sequence[str]) -> None:
-        """Read the files of a listing, in this order."""
-        super().__init__(paths, uris)
-        self._feature = feature
-
-    def names(self, path: Path) -> tuple[str, ...]:
-        """Return the columns."""
-        del path
-        return (self._feature, PATH)
-
-    def rows(
-        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
-    ) -> Iterator[Rows]:
-        """Yield URI and path of some files."""
-        del path, columns, broken
-        stop = len(self._paths) if piece.stop == END else piece.stop
-        for start in range(piece.start, stop, _LISTED_AT_ONCE):
-            here = slice(start, min(start + _LISTED_AT_ONCE, stop))
-            table = {self._feature: self._uris[here], PATH: self._paths[here]}
-            yield Rows(pa.table(table), np.arange(here.start, here.stop) - piece.start)
 
 
 def class_of(path: str) -> str:
