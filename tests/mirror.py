@@ -46,6 +46,7 @@ ELSEWHERE = {
     "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks.py",),
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
+    "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),
     "trainer/export/model_card.py": ("tests/trainer/export/test_export.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity.py",),
     "trainer/data/files/recorded_columns.py": ("tests/trainer/prediction",),

@@ -1,17 +1,27 @@
-"""`digits` end to end: the key, the published directory, reuse and repair."""
+"""Datasets end to end: the key, the published directory, reuse, repair, images, `data.map`."""
 
+from __future__ import annotations
+
+import collections
+import gzip
 import hashlib
+import io
 import itertools
 import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from PIL import Image
 from sklearn.datasets import load_digits
 
+from tests.trainer.data import made_builders as builders
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data import key as key_module
@@ -19,6 +29,7 @@ from trainer.data import prepare as module
 from trainer.data.builders import builder_source
 from trainer.data.key import dataset_key
 from trainer.data.prepare import prepare, selected
+from trainer.data.read import evaluation_batches, labelled_columns, stage_shards, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ConfigError, UserError
 
@@ -293,3 +304,317 @@ def test_what_a_dataset_would_have_is_known_without_preparing_it(tmp_path):
     assert found.specs["label"].num_classes == 10
     assert found.specs["image"].shape == (8, 8, 1)
     assert [*(tmp_path / "scratch").iterdir()] == []
+
+
+def source(folder: Path, rows: int = 400) -> Path:
+    lines = [f"{i},{i / 7:.3f},{'yes' if i % 3 else 'no'}\n" for i in range(rows)]
+    path = folder / "things.csv"
+    path.write_text("a,b,label\n" + "".join(lines))
+    return path
+
+
+def test_a_csv_becomes_a_dataset_and_is_found_again(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    config = DataConfig(source=str(path), shards=3)
+    root = tmp_path.joinpath("root").as_uri()
+    made = prepare(config, root, tmp_path / "scratch")
+    spec = DatasetSpec.from_manifest(made.manifest)
+    assert "/datasets/things.csv-" in made.uri
+    assert spec.inputs == ("a", "b")
+    assert spec.features["label"].labels == ("no", "yes")
+    assert sum(spec.examples(split) for split in spec.shards) == 400
+    assert len(spec.shards["train"]) == 3
+    assert made.manifest.fields["dataset"] == str(path)
+    assert made.manifest.fields["columns"][2] == {
+        "name": "label", "type": "class", "why": "label of texts", "classes": 2,
+    }  # fmt: skip
+    assert prepare(config, root, tmp_path / "scratch").reused
+    assert selected(config, tmp_path / "scratch").specs == spec.features
+    source(tmp_path, 500)
+    assert prepare(config, root, tmp_path / "scratch").uri != made.uri
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"validation": 0.0}, "data.validation: 0, and data.splits has no test"),
+        ({"shards": 500}, "data.shards: 500 shards for"),
+        ({"splits": {"test": 1e-9}}, r"data.splits: no example of data.source: .* is for test"),
+    ],
+)
+def test_splits_that_cannot_be(tmp_path: Path, keys: dict[str, object], line: str) -> None:
+    config = DataConfig.model_validate({"source": str(source(tmp_path, 200)), **keys})
+    with pytest.raises(UserError, match=line):
+        prepare(config, tmp_path.joinpath("root").as_uri(), tmp_path / "scratch")
+
+
+HERE = "tests.trainer.data.examples.mapping"
+
+
+def test_texts_of_tfds_become_sequences(prepared, contents):
+    dataset = prepared("Pictures", map=f"{HERE}:letters", shapes={"letters": (0,)})
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    assert spec.inputs == ("letters",)
+    assert spec.features["label"].labels == ("cat", "dog", "eel")
+    found = contents(dataset, "test")
+    for row, length in zip(found["letters"], found["letters_length"], strict=True):
+        text = "".join(map(chr, row[:length]))
+        assert text.startswith("example ")
+        assert text.endswith(" äß")
+        assert not row[length:].any()
+
+
+def test_half_of_the_examples(prepared):
+    spec = DatasetSpec.from_manifest(prepared("Small", map=f"{HERE}:odd_ones_left_out").manifest)
+    assert sum(map(spec.examples, ("train", "validation", "test"))) == 25
+
+
+def test_every_feature_reaches_the_function(prepared, contents):
+    dataset = prepared("Everything", map=f"{HERE}:all_of_it")
+    found = contents(dataset, "test")
+    assert (found["count"] == 15).all()
+    assert found["image"].shape[1:] == (4, 5, 3)
+
+
+def test_too_few_are_left_for_the_shards(prepared):
+    with pytest.raises(UserError, match=r"data\.shards: 30"):
+        prepared("Small", map=f"{HERE}:odd_ones_left_out", shards=30)
+
+
+@pytest.mark.slow
+def test_other_processes_call_the_function_as_well(prepared, contents, monkeypatch):
+    options = {"map": f"{HERE}:letters", "shapes": {"letters": (0,)}}
+    alone = prepared("Pictures", **options)
+    monkeypatch.setattr(builder_source, "PART_BYTES", 4000)
+    several = prepared("Pictures", **options, runner={"processes": 2}, seed=1)
+    first, second = contents(alone, "test"), contents(several, "test")
+    for name, values in first.items():
+        assert sorted(map(str, values.tolist())) == sorted(map(str, second[name].tolist()))
+
+
+def test_an_error_of_the_function_names_example_and_line(prepared):
+    with pytest.raises(UserError) as error:
+        prepared("Small", map=f"{HERE}:divides")
+    assert "ZeroDivisionError: division by zero" in str(error.value)
+    assert "mapping.py:" in str(error.value)
+    assert "for example" in str(error.value)
+
+
+SIZE = {"size": [4, 5]}
+
+
+class Photographs(builders.Small):
+    """Files as a camera leaves them, of several sizes, below another feature."""
+
+    keys = ("photo", "label")
+    sizes = {"train": 12, "test": 4}  # noqa: RUF012
+    broken = False
+
+    def features(self):
+        inner = {"picture": tfds.features.Image(shape=(None, None, 3)), "number": np.int64}
+        return {"photo": inner, "label": tfds.features.ClassLabel(names=builders.CLASSES)}
+
+    def example(self, number):
+        out = io.BytesIO()
+        image = Image.fromarray(np.full((20, 10 + number, 3), number * 10, np.uint8))
+        image.save(out, "JPEG")
+        data = out.getvalue()[:-30] if self.broken and number == 3 else out.getvalue()
+        return {"photo": {"picture": io.BytesIO(data), "number": number}, "label": number % 3}
+
+
+class Torn(Photographs):
+    broken = True
+
+
+class PictureOfLabels(builders.Small):
+    """A mask is the label."""
+
+    keys = ("x", "mask")
+
+    def features(self):
+        return {**super().features(), "mask": tfds.features.Image(shape=(2, 2, 1))}
+
+    def example(self, number):
+        return {**super().example(number), "mask": np.ones((2, 2, 1), np.uint8)}
+
+
+def own(prepared, name, **options):
+    return prepared("", dataset=f"{__name__}:{name}", **options)
+
+
+def bytes_of_shards(dataset):
+    files = dataset.manifest.files
+    return sum(file.bytes for file in files if file.path.endswith(".tfrecord"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("builder", "feature"), [("Pictures", "image"), ("Everything", "image")])
+def test_the_pixels_are_the_same_encoded_or_not(prepared, contents, builder, feature):
+    plain, encoded = prepared(builder), prepared(builder, image=SIZE)
+    assert plain.uri != encoded.uri
+    spec = DatasetSpec.from_manifest(encoded.manifest)
+    assert spec.features[feature].stored == "image"
+    assert spec.features[feature].shape == (4, 5, 3)
+    for split in ("train", "validation", "test"):
+        first, second = contents(plain, split), contents(encoded, split)
+        for name, values in first.items():
+            np.testing.assert_array_equal(values, second[name])
+
+
+def test_files_of_several_sizes_are_stored_as_they_came(prepared, contents):
+    dataset = own(prepared, "Photographs", image={"size": [6, 8], "channels": 1})
+    found = contents(dataset, "test")
+    assert found["photo/picture"].shape == (4, 6, 8, 1)
+    greys = found["photo/picture"].mean((1, 2, 3))
+    np.testing.assert_allclose(greys, found["photo/number"] * 10, atol=2)
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    path = str(storage.local_path(dataset.uri) / spec.files("test")[0])
+    record = next(iter(tf.data.TFRecordDataset([path]).as_numpy_iterator()))
+    example = tf.train.Example.FromString(record)
+    (data,) = example.features.feature["photo/picture"].bytes_list.value
+    number = example.features.feature["photo/number"].int64_list.value[0]
+    assert data == builder_bytes(number)
+
+
+def builder_bytes(number):
+    # Not an instance of the builder, which TFDS would want a folder for.
+    return Photographs.example(Photographs, number)["photo"]["picture"].getvalue()
+
+
+def test_every_way_of_reading_gives_pixels(prepared):
+    dataset = own(prepared, "Photographs", image={"size": [6, 8]})
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    folder = storage.local_path(dataset.uri)
+    files = [folder / name for name in spec.files("train")]
+    for held in (None, 2):
+        batches = training_batches(spec, files, batch_size=3, seed=1, shuffle_buffer=held)
+        inputs, _ = next(iter(batches))
+        assert inputs["photo/picture"].shape == (3, 6, 8, 3)
+        seen = [n for x, _ in batches.take(20) for n in x["photo/number"].numpy().tolist()]
+        assert len(set(seen)) == spec.examples("train")
+    inputs, _ = next(iter(evaluation_batches(spec, files, batch_size=3)))
+    assert inputs["photo/picture"].dtype == tf.uint8
+    columns = labelled_columns(spec, files, batch_size=3, columns=["photo/picture"])
+    (inputs, _), values = next(iter(columns))
+    np.testing.assert_array_equal(inputs["photo/picture"], values["photo/picture"])
+
+
+def test_tfds_reads_the_records_as_well(prepared):
+    dataset = own(prepared, "Photographs", image={"size": [6, 8]})
+    folder = storage.local_path(dataset.uri)
+    features = tfds.features.FeaturesDict.from_config(folder)
+    path = str(next(folder.glob("test-*")))
+    record = next(iter(tf.data.TFRecordDataset([path])))
+    assert features.deserialize_example(record)["photo/picture"].shape[0] == 20
+
+
+def test_an_image_that_is_torn_names_its_split(prepared):
+    with pytest.raises(UserError, match=r"'train' of .*Torn has an image that does not decode"):
+        own(prepared, "Torn", image={"size": [6, 8]})
+
+
+def test_a_size_of_its_own_is_stored_decoded(prepared):
+    with pytest.raises(ConfigError, match=r"data\.image: .*VariableImage has no image of bytes"):
+        prepared("VariableImage", image=SIZE, shapes={"picture": (2, 2, 3)})
+
+
+def test_masks_are_no_images_to_be_resized(prepared):
+    with pytest.raises(ConfigError, match=r"leave data\.image out"):
+        own(prepared, "PictureOfLabels", image=SIZE)
+
+
+def test_shards_are_smaller(prepared):
+    decoded = own(prepared, "Photographs", shapes={"photo/picture": (20, 20, 3)})
+    encoded = own(prepared, "Photographs", image={"size": [20, 20]})
+    assert bytes_of_shards(encoded) < bytes_of_shards(decoded)
+
+
+@pytest.fixture(scope="module")
+def mnist(mnist_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mnist")
+    config = DataConfig(dataset="mnist", manual_dir=str(mnist_dir), validation=5000, shards=8)
+    return prepare(config, storage.uri_of(folder / "root"), folder / "scratch")
+
+
+def official(folder, part):
+    """The images and labels of the files, in their own format (LeCun, Cortes, Burges)."""
+    with gzip.open(folder / f"{part}-images-idx3-ubyte.gz") as file:
+        images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
+    with gzip.open(folder / f"{part}-labels-idx1-ubyte.gz") as file:
+        labels = np.frombuffer(file.read(), np.uint8, offset=8)
+    return images, labels
+
+
+def counted(images, labels):
+    """How often there is each image with each label: twice where two people wrote the same."""
+    return collections.Counter(
+        (image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True)
+    )
+
+
+@pytest.mark.slow
+def test_the_sizes(mnist):
+    splits = mnist.manifest.fields["splits"]
+    assert {name: split["examples"] for name, split in splits.items()} == {
+        "train": 55_000,
+        "validation": 5000,
+        "test": 10_000,
+    }
+    assert splits["train"]["shards"] == [6875] * 8
+
+
+@pytest.mark.slow
+def test_every_image_is_the_official_one(mnist, mnist_dir, contents):
+    train, validation, test = (
+        counted(values["image"], values["label"])
+        for values in (contents(mnist, split) for split in ("train", "validation", "test"))
+    )
+    assert train + validation == counted(*official(mnist_dir, "train"))
+    assert test == counted(*official(mnist_dir, "t10k"))
+
+
+@pytest.mark.slow
+def test_every_class_is_in_every_split(mnist):
+    for counts in mnist.manifest.fields["target_counts"]["label"].values():
+        share = np.array(counts) / sum(counts)
+        assert len(counts) == 10
+        assert (abs(share - 0.1) < 0.03).all()
+
+
+@pytest.mark.slow
+def test_every_class_is_in_every_shard(mnist, tmp_path):
+    spec = DatasetSpec.from_manifest(mnist.manifest)
+    for path in stage_shards(mnist.uri, tmp_path, "train"):
+        labels = np.concatenate(
+            [label.numpy() for _, label in evaluation_batches(spec, [path], batch_size=5000)]
+        )
+        assert (abs(np.bincount(labels, minlength=10) / len(labels) - 0.1) < 0.03).all()
+
+
+@pytest.mark.slow
+def test_two_workers_see_all_of_it_in_an_epoch(mnist, tmp_path):
+    spec = DatasetSpec.from_manifest(mnist.manifest)
+    seen = 0
+    for index in range(2):
+        files = stage_shards(mnist.uri, tmp_path / str(index), "train", index, 2)
+        batches = training_batches(spec, files, batch_size=100, seed=0)
+        epoch = batches.take(27_500 // 100)
+        seen += len({image.tobytes() for values, _ in epoch for image in values.numpy()})
+    assert seen > 54_990
+
+
+@pytest.mark.slow
+def test_it_is_found_again_without_the_files(mnist, tmp_path):
+    root = storage.uri_of(storage.local_path(mnist.uri).parents[1])
+    again = prepare(
+        DataConfig(dataset="mnist", validation=5000, shards=8), root, tmp_path / "scratch"
+    )
+    assert again.reused
+
+
+@pytest.mark.slow
+def test_without_the_files(root, scratch, outside_attempts):
+    with pytest.raises(UserError, match=r"set data\.manual_dir to it: "):
+        prepare(DataConfig(dataset="mnist"), root, scratch)
+    assert list(scratch.iterdir()) == []
+    outside_attempts.clear()

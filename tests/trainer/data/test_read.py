@@ -1,16 +1,20 @@
-"""Batches for training and for evaluation: every example, once an epoch, in a graph alone."""
+"""Batches of records: shuffled, staged, by the roles of features."""
 
 import itertools
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.data import made_builders as builders
+from trainer import storage
 from trainer.data import read
-from trainer.data.read import evaluation_batches, labelled_columns, training_batches
+from trainer.data.read import evaluation_batches, labelled_columns, stage_shards, training_batches
 from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.errors import UserError
 
 # Held in memory as a whole; streamed through a small buffer; streamed without any shuffling.
 BUFFERS = {"memory": None, "stream": 7, "one": 1}
@@ -297,3 +301,176 @@ def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
 
     seen = first(tf.constant(3, tf.int64)).numpy()
     assert sorted(seen.tolist()) == list(range(30))
+
+
+@pytest.fixture
+def batches(prepared):
+    """All training examples of a builder as one batch, read in both ways."""
+
+    def read(name, **section):
+        dataset = prepared(name, validation=0, **section)
+        spec = DatasetSpec.from_manifest(dataset.manifest)
+        folder = storage.local_path(dataset.uri)
+        files = [folder / each for each in spec.files("train")]
+        trained = training_batches(spec, files, batch_size=40, seed=0)
+        evaluated = evaluation_batches(spec, files, batch_size=40)
+        # With drop_remainder the size of a batch is known.
+        known = tf.nest.map_structure(lambda each: each.shape[1:], trained.element_spec)
+        assert known == tf.nest.map_structure(lambda each: each.shape[1:], evaluated.element_spec)
+        return [next(iter(each.as_numpy_iterator())) for each in (trained, evaluated)]
+
+    return read
+
+
+def test_several_labels_and_weights(batches):
+    section = {"inputs": "x", "label": ("price", "sizes", "sold"), "weight": "times"}
+    for inputs, labels, weights in batches("Weighted", **section):
+        number = inputs[:, 0]
+        assert sorted(number) == list(range(40))
+        np.testing.assert_array_equal(labels["price"], number / 8)
+        assert labels["price"].dtype == np.float64
+        np.testing.assert_array_equal(labels["sizes"], np.stack([number, number / 2, -number], 1))
+        np.testing.assert_array_equal(labels["sold"], number % 2 == 0)
+        np.testing.assert_array_equal(weights, number % 4)
+        assert weights.dtype == np.float32
+
+
+def test_one_label_of_several_numbers_is_a_tensor(batches):
+    for inputs, labels in batches("Weighted", inputs=("x", "times"), label="sizes"):
+        assert labels.shape == (40, 3)
+        np.testing.assert_array_equal(labels[:, 0], inputs["x"][:, 0])
+
+
+def test_a_weight_may_be_an_input_and_of_any_type(batches):
+    for inputs, _, weights in batches(
+        "Weighted", inputs=("sold", "x"), label="price", weight="sold"
+    ):
+        np.testing.assert_array_equal(weights, inputs["sold"].astype(np.float32))
+
+
+def test_sequences_to_labels(batches):
+    section = {
+        "inputs": ("sound", "words"),
+        "label": ("kinds", "tags"),
+        "shapes": {"sound": (4,), "words": (4,), "kinds": (4,)},
+    }
+    for inputs, labels in batches("Ragged", **section):
+        lengths = (inputs["sound"] > 0).sum(axis=1)
+        np.testing.assert_array_equal((labels["kinds"] >= 0).sum(axis=1), lengths)
+        np.testing.assert_array_equal((inputs["words"] != b"").sum(axis=1), lengths)
+        assert labels["tags"].shape == (40, 3)
+        sets = sorted(tuple(np.flatnonzero(each)) for each in labels["tags"])
+        assert sets == sorted(tuple(builders.ragged(number)["tags"]) for number in range(40))
+
+
+def test_a_set_of_labels_may_be_a_sequence(batches):
+    shapes = {"sound": (4,), "tags": (2,)}
+    for _, labels in batches("Ragged", inputs="sound", label="tags", shapes=shapes):
+        expected = [[*builders.ragged(number)["tags"], -1, -1][:2] for number in range(40)]
+        assert sorted(labels.tolist()) == sorted(expected)
+
+
+def test_images_to_masks(batches):
+    shapes = {"picture": (6, 6, 3), "mask": (6, 6, 1)}
+    for images, masks in batches("Ragged", inputs="picture", label="mask", shapes=shapes):
+        assert (images.shape, images.dtype) == ((40, 6, 6, 3), np.uint8)
+        assert np.bincount(masks[:, 0, 0, 0]).tolist() == [14, 13, 13]
+        assert (masks == masks[:, :1, :1]).all()
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+def shards(*indexes):
+    return [f"train-{index:05d}-of-00008.tfrecord" for index in indexes]
+
+
+def test_all_shards_of_a_split(digits, tmp_path):
+    found = stage_shards(digits.uri, tmp_path / "shards", "train")
+    assert names(found) == shards(*range(8))
+    assert sorted(tmp_path.glob("shards/*.tfrecord")) == found
+
+
+@pytest.mark.parametrize(
+    ("index", "of", "expected"),
+    [(0, 2, (0, 2, 4, 6)), (1, 2, (1, 3, 5, 7)), (2, 3, (2, 5)), (7, 8, (7,))],
+)
+def test_the_shards_of_one_reader(digits, tmp_path, index, of, expected):
+    found = stage_shards(digits.uri, tmp_path / "shards", "train", index, of)
+    assert names(found) == shards(*expected)
+    assert sorted(tmp_path.glob("shards/*.tfrecord")) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, 2, 3, 5, 8])
+def test_all_readers_together_have_every_example_once(digits, tmp_path, of):
+    spec = DatasetSpec.from_manifest(digits.manifest)
+    images = []
+    for index in range(of):
+        files = stage_shards(digits.uri, tmp_path / str(index), "train", index, of)
+        for values, _ in evaluation_batches(spec, files, batch_size=500):
+            images += [image.tobytes() for image in values.numpy()]
+    assert len(images) == len(set(images)) == spec.examples("train")
+
+
+def test_shards_that_are_there_are_kept(digits, tmp_path):
+    found = stage_shards(digits.uri, tmp_path, "train", 0, 4)
+    before = [path.stat().st_mtime_ns for path in found]
+    stage_shards(digits.uri, tmp_path, "train", 0, 4)
+    assert [path.stat().st_mtime_ns for path in found] == before
+
+
+def test_shards_of_another_time_are_removed(digits, tmp_path):
+    stage_shards(digits.uri, tmp_path, "train", 0, 2)
+    (tmp_path / "notes.txt").write_text("not a shard")
+    stage_shards(digits.uri, tmp_path, "train", 1, 4)
+    assert names(sorted(tmp_path.iterdir())) == ["notes.txt", *shards(1, 5)]
+    stage_shards(digits.uri, tmp_path, "validation")
+    assert names(tmp_path.glob("*.tfrecord")) == ["validation-00000-of-00001.tfrecord"]
+
+
+def test_a_damaged_copy_is_fetched_again(digits, tmp_path):
+    (path,) = stage_shards(digits.uri, tmp_path, "train", 3, 8)
+    path.write_bytes(b"damaged")
+    stage_shards(digits.uri, tmp_path, "train", 3, 8)
+    assert path.read_bytes() == (storage.local_path(digits.uri) / path.name).read_bytes()
+
+
+def test_a_damaged_source_is_refused(digits, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(storage.local_path(digits.uri), copy)
+    (copy / shards(2)[0]).write_bytes(b"damaged")
+    uri = storage.uri_of(copy)
+    with pytest.raises(storage.Corrupt, match="train-00002-of-00008"):
+        stage_shards(uri, tmp_path / "shards", "train", 2, 4)
+    # Who needs another shard is not concerned.
+    assert stage_shards(uri, tmp_path / "shards", "train", 1, 4)
+
+
+def test_more_readers_than_shards(digits, tmp_path):
+    with pytest.raises(UserError) as caught:
+        stage_shards(digits.uri, tmp_path / "shards", "train", 8, 9)
+    assert str(caught.value) == (
+        "data.shards: 9 readers cannot share the 8 shards of 'train'; set data.shards to 9 or more"
+    )
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_split_that_is_not_there(digits, tmp_path):
+    with pytest.raises(UserError, match="no split 'tests'; did you mean 'test'"):
+        stage_shards(digits.uri, tmp_path, "tests")
+
+
+def test_what_is_no_dataset(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    uri = storage.uri_of(tmp_path / "published")
+    storage.publish(tmp_path / "there", uri, kind="model")
+    with pytest.raises(UserError, match="a model is published there"):
+        stage_shards(uri, tmp_path / "shards", "train")
+
+
+def test_nothing_published(tmp_path):
+    with pytest.raises(storage.NotPublished):
+        stage_shards(storage.uri_of(tmp_path / "nothing"), tmp_path / "shards", "train")

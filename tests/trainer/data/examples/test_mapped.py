@@ -1,7 +1,4 @@
-"""`data.map`: what a function of the user's makes of the examples of a source.
-
-Values that a function returns, as arrays that can be stored.
-"""
+"""What a function of the user's makes of examples, and what of it cannot be stored."""
 
 import pickle
 import sys

@@ -1,11 +1,20 @@
-"""A mapped part gives back its records and its sums."""
+"""Mapped parts, the shards that are made of all, and these as TensorFlow reads them."""
 
+import google_crc32c
 import numpy as np
 import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.trainer.data.preparation.numbers import Numbers
+from trainer.config.data import DataConfig
 from trainer.data.features import Selection
+from trainer.data.preparation import shards as write
+from trainer.data.preparation.assembly import assemble
 from trainer.data.preparation.parts import Sums, map_part, records_of, sums_of
+from trainer.data.preparation.processes import map_parts
+from trainer.data.preparation.shards import ShardWriter
 from trainer.data.source import Batch
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
@@ -73,3 +82,141 @@ def test_statistics_of_parts_are_those_of_all(tmp_path):
     found = merged.accumulators["train"].result().features["price"]
     assert (found.examples, found.least, found.most, found.mean) == (100, 0, 99, 49.5)
     assert found.quantiles[::500] == pytest.approx((0, 49.5, 99))
+
+
+def test_every_example_is_in_its_split_once(prepared, source, numbers_of):
+    dataset = prepared(source)
+    by_split = {name: np.concatenate(numbers_of(dataset, name)) for name in ("train", "test")}
+    assert sorted(by_split["test"]) == list(range(1, 100, 10))
+    assert sorted(by_split["train"]) == [n for n in range(100) if n % 10 > 1]
+
+
+def test_shards_are_mixed_over_the_parts_and_as_large(prepared, source, numbers_of):
+    shards = numbers_of(prepared(source), "train")
+    assert [len(each) for each in shards] == [40, 40]
+    # Sorted files would give sorted shards.
+    assert all((np.diff(each) < 0).sum() > 10 for each in shards)
+    assert all({number // 20 for number in each.tolist()[:20]} == set(range(5)) for each in shards)
+
+
+def test_counts_are_those_of_the_examples(prepared, source):
+    counts = prepared(source).manifest.fields["target_counts"]["label"]
+    assert counts == {"train": [20, 20, 20, 20], "validation": [5, 0, 5, 0], "test": [0, 5, 0, 5]}
+
+
+@pytest.fixture
+def parts(source, tmp_path):
+    source.fetch()
+    folder = tmp_path / "parts"
+    config = DataConfig(runner={"processes": 1})
+    map_parts(source, source.parts(), folder, config=config, done=lambda *_: None)
+    return sorted(folder.iterdir())
+
+
+def test_a_source_in_random_order_keeps_it(source, parts, tmp_path):
+    source.is_shuffled = True
+    kept, again, mixed = (tmp_path / name for name in ("kept", "again", "mixed"))
+    for folder in (kept, again, mixed):
+        folder.mkdir()
+    first = assemble(source, parts, kept, DataConfig(shards=2, seed=0))
+    assert (
+        assemble(source, parts, again, DataConfig(shards=2, seed=1)).fingerprint
+        == first.fingerprint
+    )
+    source.is_shuffled = False
+    other = assemble(source, parts, mixed, DataConfig(shards=2, seed=0))
+    assert other.fingerprint != first.fingerprint
+    assert other.examples == first.examples
+    assert first.examples == {"train": [40, 40], "validation": [10], "test": [10]}
+
+
+def test_more_shards_than_examples(source, parts, tmp_path):
+    with pytest.raises(UserError, match="81 shards for 80 training examples of numbers"):
+        assemble(source, parts, tmp_path, DataConfig(shards=81))
+
+
+def read(path):
+    return list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+
+
+@pytest.fixture
+def write_shards(tmp_path):
+    def make(records, count, split="train"):
+        writer = ShardWriter(tmp_path, split, count)
+        for record in records:
+            writer.add(record)
+        writer.flush()
+        return writer, sorted(tmp_path.glob(f"{split}-*"))
+
+    return make
+
+
+def test_tensorflow_reads_what_was_written(write_shards):
+    records = [b"", b"a", bytes(range(256)) * 50, "ä".encode()]
+    _, (path,) = write_shards(records, 1)
+    assert read(path) == records
+
+
+def test_tensorflow_writes_the_same_bytes(write_shards, tmp_path):
+    records = [b"one", b"", b"\xff" * 1000]
+    _, (path,) = write_shards(records, 1)
+    with tf.io.TFRecordWriter(str(tmp_path / "theirs")) as theirs:
+        for record in records:
+            theirs.write(record)
+    assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_records_are_dealt_out_in_turn(write_shards):
+    _, paths = write_shards([bytes([value]) for value in range(8)], 3)
+    assert [path.name for path in paths] == [
+        f"train-{index:05d}-of-00003.tfrecord" for index in range(3)
+    ]
+    assert [[record[0] for record in read(path)] for path in paths] == [
+        [0, 3, 6],
+        [1, 4, 7],
+        [2, 5],
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(records=st.integers(1, 200), count=st.integers(1, 20))
+def test_shards_differ_by_at_most_one(tmp_path_factory, records, count):
+    writer = ShardWriter(tmp_path_factory.mktemp("shards"), "test", count)
+    for value in range(records):
+        writer.add(b"%d" % value)
+    assert sum(writer.examples) == records
+    assert max(writer.examples) - min(writer.examples) <= 1
+
+
+def test_the_counts_are_those_of_the_files(write_shards):
+    writer, paths = write_shards([b"x"] * 11, 4)
+    assert writer.examples == [len(read(path)) for path in paths] == [3, 3, 3, 2]
+
+
+def test_the_crcs_are_those_of_the_files(write_shards):
+    writer, paths = write_shards([b"some", b"more", b"records"], 2)
+    assert writer.crcs == [f"{google_crc32c.value(path.read_bytes()):08x}" for path in paths]
+
+
+def test_memory_is_emptied_when_there_is_much_in_it(write_shards, monkeypatch):
+    records = [b"%d" % value * 20 for value in range(100)]
+    at_once, whole = write_shards(records, 3, "train")
+    monkeypatch.setattr(write, "BUFFER_BYTES", 150)
+    in_parts, parts = write_shards(records, 3, "test")
+    assert [path.read_bytes() for path in whole] == [path.read_bytes() for path in parts]
+    assert at_once.crcs == in_parts.crcs
+
+
+def test_nothing_is_kept_after_a_flush(tmp_path):
+    writer = ShardWriter(tmp_path, "train", 1)
+    writer.add(b"once")
+    writer.flush()
+    writer.flush()
+    assert read(tmp_path / "train-00000-of-00001.tfrecord") == [b"once"]
+
+
+def test_a_thousand_shards_are_no_matter(write_shards):
+    # More than files that a process may have open, by default.
+    _, paths = write_shards([b"%d" % value for value in range(1500)], 1500)
+    assert len(paths) == 1500
+    assert read(paths[1499]) == [b"1499"]

@@ -1,0 +1,545 @@
+"""Files as a source: what is read of them, inferred, drawn, left out and refused."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from tests.trainer.data.files.sources import opened, read, sizes, source
+from trainer.data.files.formats.delimited import CsvReader
+from trainer.data.files.formats.raw_rows import END, Piece
+from trainer.errors import ConfigError, UserError
+
+
+def write(folder: Path, text: str, name: str = "a.csv") -> None:
+    (folder / name).write_bytes(text.encode())
+
+
+def table(rows: int, start: int = 0) -> str:
+    lines = (f"{i},{i / 3:.3f},c{i % 4},{'yes' if i % 3 else 'no'}" for i in range(start, rows))
+    return "\n".join(["a,b,city,label", *lines]) + "\n"
+
+
+def test_csv_types_roles_and_values(tmp_path: Path) -> None:
+    write(tmp_path, table(600))
+    selection, found = opened(tmp_path)
+    assert selection.inputs == ("a", "b", "city")
+    assert selection.targets == ("label",)
+    assert [spec.dtype for spec in selection.specs.values()] == [
+        "int64", "float32", "string", "int64",
+    ]  # fmt: skip
+    assert selection.specs["label"].labels == ("no", "yes")
+    assert sorted(found["a"].tolist()) == list(range(600))
+    order = np.argsort(found["a"])
+    assert found["city"][order][:5].tolist() == [b"c0", b"c1", b"c2", b"c3", b"c0"]
+    assert found["label"][order][:4].tolist() == [0, 1, 1, 0]
+    assert 30 < sizes(found)["test"] < 90
+    assert 30 < sizes(found)["validation"] < 90
+
+
+def test_an_example_keeps_its_split_when_others_come(tmp_path: Path) -> None:
+    write(tmp_path, table(300))
+    _, before = opened(tmp_path)
+    write(tmp_path, table(900, 300), "b.csv")
+    _, after = opened(tmp_path)
+    later = dict(zip(after["a"].tolist(), after["split"], strict=True))
+    assert [later[a] for a in before["a"].tolist()] == before["split"]
+
+
+def test_equal_inputs_stay_in_one_split(tmp_path: Path) -> None:
+    write(tmp_path, "x,label\n" + "".join(f"{i % 50},{i % 7}\n" for i in range(5000)))
+    _, found = opened(tmp_path)
+    assert len(set(zip(found["x"].tolist(), found["split"], strict=True))) == 50
+
+
+def test_no_group_leaks(tmp_path: Path) -> None:
+    rows = "".join(f"{i},u{i % 40},{i % 2}\n" for i in range(2000))
+    write(tmp_path, "x,user,label\n" + rows)
+    selection, found = opened(tmp_path, splits={"group": "user"}, validation=0.2)
+    assert selection.inputs == ("x",)
+    assert len(set(zip(found["user"].tolist(), found["split"], strict=True))) == 40
+    assert len(sizes(found)) == 3
+
+
+def test_the_latest_are_the_test_and_ties_stay_together(tmp_path: Path) -> None:
+    days = "".join(f"{i},2024-01-{1 + i // 40:02d},{i / 2}\n" for i in range(400))
+    write(tmp_path, "x,day,label\n" + days)
+    _, found = opened(tmp_path, splits={"time": "day"}, validation=0.1)
+    days_of = {
+        split: {
+            day for day, each in zip(found["day"], found["split"], strict=True) if each == split
+        }
+        for split in ("train", "validation", "test")
+    }
+    assert max(days_of["train"]) < min(days_of["validation"])
+    assert max(days_of["validation"]) < min(days_of["test"])
+    assert [len(each) for each in days_of.values()] == [8, 1, 1]
+
+
+def test_a_column_says_the_split(tmp_path: Path) -> None:
+    write(tmp_path, "x,part,label\n1,train,0\n2,val,1\n3,TEST,0\n4,train,1\n")
+    selection, found = opened(tmp_path, splits={"column": "part"})
+    assert dict(zip(found["x"].tolist(), found["split"], strict=True)) == {
+        1: "train", 2: "validation", 3: "test", 4: "train",
+    }  # fmt: skip
+    assert selection.inputs == ("x",)
+
+
+def test_types_are_inferred_over_all_rows(tmp_path: Path) -> None:
+    rows = [f"{i},{i},1\n" for i in range(200_000)]
+    rows[-1] = "1.5,,0\n"
+    write(tmp_path, "a,b,label\n" + "".join(rows))
+    selection, found = opened(tmp_path)
+    assert selection.specs["a"].dtype == selection.specs["b"].dtype == "float32"
+    assert np.isnan(found["b"]).sum() == 1
+
+
+def test_a_column_of_mixed_types_is_refused_by_its_first_rows(tmp_path: Path) -> None:
+    rows = [f"{i},0\n" for i in range(100)]
+    rows[4], rows[7] = "four,0\n", "seven,1\n"
+    write(tmp_path, "a,label\n" + "".join(rows))
+    with pytest.raises(UserError) as refused:
+        opened(tmp_path)
+    assert str(refused.value) == (
+        "data.types: the column 'a' has mixed types: 98 numbers and 2 other values "
+        "(a.csv, row 6: 'four', a.csv, row 9: 'seven'); set data.types: {a: text}, or "
+        "data.bad_rows to the share of rows that may be skipped"
+    )
+    selection, _ = opened(tmp_path, types={"a": "text"})
+    assert selection.specs["a"].dtype == "string"
+
+
+def test_broken_rows_are_counted_and_left_out_up_to_a_share(tmp_path: Path) -> None:
+    rows = [f'{i},"t\n{i}",{i % 2}\n' for i in range(100)]
+    rows[2], rows[5], rows[50], rows[60] = "2,x\n", "five,x,1\n", "1,x,\n", "1,2,3,4\n"
+    write(tmp_path, "a,t,label\n" + "".join(rows))
+    with pytest.raises(UserError) as refused:
+        opened(tmp_path, bad_rows=0.01)
+    assert "4 of 100 rows are broken" in str(refused.value)
+    assert "a.csv, row 6: 2 values for 3 columns" in str(refused.value)
+    assert "a.csv, row 11: 'a' is no int ('five')" in str(refused.value)
+    made = source(tmp_path, bad_rows=0.1)
+    selection = made.select()
+    assert len(read(made, selection)["a"]) == 96
+    assert made.facts()["bad_rows"]["count"] == 4
+
+
+def test_parquet_takes_types_from_the_schema(tmp_path: Path) -> None:
+    rows = pa.table(
+        {
+            "a": pa.array([None, *range(1, 100)]),
+            "tags": pa.array([f"t{i % 3}" for i in range(100)]).dictionary_encode(),
+            "v": pa.array([[1.0, i] for i in range(100)]),
+            "deep": pa.array([{"u": i, "w": {"z": str(i)}} for i in range(100)]),
+            "target": pa.array([i / 7 for i in range(100)]),
+        }
+    )
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=30)
+    pq.write_table(rows.select([4, 3, 2, 1, 0]), tmp_path / "b.parquet")
+    selection, found = opened(tmp_path)
+    assert selection.inputs == ("a", "tags", "v", "deep/u", "deep/w/z")
+    assert {name: (spec.dtype, spec.shape) for name, spec in selection.specs.items()} == {
+        "a": ("float32", ()),
+        "tags": ("string", ()),
+        "v": ("float32", (2,)),
+        "deep/u": ("int64", ()),
+        "deep/w/z": ("string", ()),
+        "target": ("float32", ()),
+    }
+    assert len(found["a"]) == 200
+    assert np.isnan(found["a"]).sum() == 2
+    assert sorted(set(found["v"][:, 1].tolist())) == list(range(100))
+
+
+def test_a_parquet_file_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[:-20])
+    with pytest.raises(UserError, match=r"b\.parquet is no parquet file that can be read"):
+        opened(tmp_path)
+
+
+def test_a_column_that_one_file_lacks_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a,b,label\n1,2,0\n")
+    write(tmp_path, "a,label\n1,0\n", "z.csv")
+    with pytest.raises(UserError, match=r"z\.csv has no column 'b', which others have"):
+        opened(tmp_path)
+
+
+def test_without_a_label_the_columns_are_listed(tmp_path: Path) -> None:
+    write(tmp_path, "a,b,price\n1,2,0\n")
+    with pytest.raises(ConfigError, match=r"set data.label .* perhaps 'price' \(one of a, b, pr"):
+        opened(tmp_path)
+
+
+def test_what_a_scan_found_is_remembered(tmp_path: Path) -> None:
+    write(tmp_path, table(50))
+    made = source(tmp_path)
+    first = made.select()
+    again = pickle.loads(pickle.dumps(source(tmp_path)))
+    again.restore(pickle.loads(pickle.dumps(made.state())))
+    (tmp_path / "a.csv").rename(tmp_path / "gone")
+    assert again.select() == first
+
+
+def refused(folder: Path, text: str, **keys: Any) -> str:
+    write(folder, text)
+    with pytest.raises(UserError) as found:
+        opened(folder, **keys)
+    return str(found.value)
+
+
+def test_a_split_that_none_is_called_is_named_with_its_row(tmp_path: Path) -> None:
+    rows = "x,part,label\n1,train,0\n2,test,1\n3,dev,0\n4,live,1\n"
+    line = refused(tmp_path, rows, splits={"column": "part"})
+    assert line.startswith("data.splits.column: 'live' names no split (")
+    assert "a.csv, row 5" in line
+
+
+def test_times_that_are_none_are_refused_with_their_places(tmp_path: Path) -> None:
+    rows = "x,day,label\n" + "".join(f"{i},monday,{i % 2}\n" for i in range(9))
+    line = refused(tmp_path, rows, splits={"time": "day"})
+    assert "data.splits.time: 'day' of" in line
+    assert "holds no times" in line
+    assert "'monday'" in line
+
+
+def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
+    rows = "x,label\n" + "1,\n" * 9
+    assert "'label' has no value in any row; name another column" in refused(tmp_path, rows)
+
+
+def test_files_without_a_row_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path, "a,label\n")
+    with pytest.raises(UserError, match=r"has no row in any file; name files that have"):
+        opened(tmp_path)
+
+
+def test_a_table_of_broken_rows_alone_has_no_share_to_allow(tmp_path: Path) -> None:
+    rows = "x,label\n" + "".join(f"inf,{i % 2}\n" for i in range(9))
+    line = refused(tmp_path, rows, label="x")
+    assert "9 of 9 rows are broken" in line
+    assert "set data.bad_rows" not in line
+
+
+def test_integers_keep_their_type_up_to_64_bits(tmp_path: Path) -> None:
+    most, least = 2**63 - 1, -(2**63)
+    rows = [(most, most + 1, 0), (least, 7, 1), (1, 8, 0)] * 20
+    write(tmp_path, "a,b,label\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    selection, found = opened(tmp_path)
+    assert [selection.specs[each].dtype for each in "ab"] == ["int64", "float32"]
+    assert set(found["a"].tolist()) == {most, least, 1}
+
+
+def write_json(folder: Path, records: list[Any], name: str = "a.jsonl") -> None:
+    lines = (each if isinstance(each, str) else json.dumps(each) for each in records)
+    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_json_lines_have_nested_keys_lists_and_gaps(tmp_path: Path) -> None:
+    rows = [
+        {"a": i, "in": {"b": i / 2, "t": f"ü{i}"}, "v": [1, i], "label": "xy"[i % 2]}
+        for i in range(60)
+    ]
+    del rows[3]["a"]
+    rows[50]["late"] = True
+    write_json(tmp_path, rows)
+    selection, found = opened(tmp_path)
+    assert {name: (spec.dtype, spec.shape) for name, spec in selection.specs.items()} == {
+        "a": ("float32", ()),
+        "in/b": ("float32", ()),
+        "in/t": ("string", ()),
+        "v": ("int64", (2,)),
+        "label": ("int64", ()),
+        "late": ("float32", ()),
+    }
+    assert np.isnan(found["a"]).sum() == 1
+    assert np.isnan(found["late"]).sum() == 59
+    assert "ü7".encode() in found["in/t"].tolist()
+
+
+def test_broken_lines_are_named(tmp_path: Path) -> None:
+    rows: list[Any] = [{"a": i, "label": i % 2} for i in range(50)]
+    rows[4], rows[9], rows[11] = '{"a": 1', "[1]", {"a": "x", "label": 1}
+    write_json(tmp_path, rows)
+    with pytest.raises(UserError) as refused:
+        opened(tmp_path, bad_rows=0.01)
+    assert "3 of 50 rows are broken" in str(refused.value)
+    assert "a.jsonl, row 5: it is no JSON" in str(refused.value)
+    assert "a.jsonl, row 10: it is a list, and no object" in str(refused.value)
+    assert "a.jsonl, row 12: 'a' is no int ('x')" in str(refused.value)
+    made = source(tmp_path, bad_rows=0.1)
+    selection = made.select()
+    assert len(read(made, selection)["a"]) == 47
+
+
+def test_lists_of_several_lengths_need_a_shape(tmp_path: Path) -> None:
+    write_json(tmp_path, [{"v": [1.0] * (2 + i % 3), "label": i % 2} for i in range(30)])
+    with pytest.raises(UserError, match=r"set data\.shapes: \{v: \[4\]\}"):
+        opened(tmp_path)
+
+
+def example(**features: Any) -> bytes:
+    def feature(value: Any) -> tf.train.Feature:
+        if isinstance(value[0], bytes):
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=value))
+        if isinstance(value[0], float):
+            return tf.train.Feature(float_list=tf.train.FloatList(value=value))
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=value))
+
+    named = {name: feature(value) for name, value in features.items() if value}
+    return tf.train.Example(features=tf.train.Features(feature=named)).SerializeToString()
+
+
+def records(path: Path, rows: list[bytes]) -> None:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for row in rows:
+            writer.write(row)
+
+
+def test_records_of_examples(tmp_path: Path) -> None:
+    rows = [
+        example(x=[float(i)], n=[i] if i else [], v=[0.5, float(i)], t=[b"t"], label=[i % 3])
+        for i in range(40)
+    ]
+    records(tmp_path / "a.tfrecord", rows)
+    selection, found = opened(tmp_path)
+    assert {name: (spec.dtype, spec.shape) for name, spec in selection.specs.items()} == {
+        "label": ("int64", ()),
+        "n": ("float32", ()),
+        "t": ("string", ()),
+        "v": ("float32", (2,)),
+        "x": ("float32", ()),
+    }
+    assert selection.specs["label"].labels == ("0", "1", "2")
+    assert sorted(found["v"][:, 1].tolist()) == list(range(40))
+    assert np.isnan(found["n"]).sum() == 1
+    assert (found["label"] == found["x"].astype(int) % 3).all()
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    records(path, [example(x=[1.0], label=[i % 2]) for i in range(200)])
+    data = bytearray(path.read_bytes())
+    size = len(data) // 200
+    data[size * 150 + 20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.tfrecord, record 151 cannot be read: its checksum"):
+        opened(tmp_path)
+    path.write_bytes(data[: size * 120 - 3])
+    with pytest.raises(UserError, match=r"a\.tfrecord, record 120 cannot be read: it is cut off"):
+        opened(tmp_path)
+
+
+def test_half_a_pair_of_surrogates_is_a_broken_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"x": f"a{i}", "label": i % 2}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"x": "\\ud800", "label": 1}']) + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl, row 41.*half of a pair of surrogates"):
+        opened(tmp_path)
+
+
+def picture(path: Path, value: int, size: tuple[int, int] = (8, 6), mode: str = "L") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((size[1], size[0], 3), value % 256, np.uint8)
+    pixels[0, 0] = (value // 256, value % 7, 9)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def folder(root: Path, count: int = 60) -> Path:
+    for i in range(count):
+        picture(root / "ab"[i % 2] / f"{i}.png", i * 3)
+    return root
+
+
+def test_a_folder_by_class(tmp_path: Path) -> None:
+    selection, found = opened(folder(tmp_path))
+    assert selection.inputs == ("image",)
+    assert selection.specs["image"].shape == (6, 8, 1)
+    assert selection.specs["image"].stored == "raw"
+    assert selection.specs["label"].labels == ("a", "b")
+    values = found["image"][:, 3, 3, 0].astype(int)
+    assert sorted(values.tolist()) == sorted(i * 3 for i in range(60))
+    assert (values // 3 % 2 == found["label"]).all()
+    assert len(sizes(found)) == 3
+    # Not one class after the other.
+    assert 0 < found["label"][:30].sum() < 30
+
+
+def test_images_of_several_sizes_need_one(tmp_path: Path) -> None:
+    picture(folder(tmp_path) / "b" / "x.png", 9, (20, 10))
+    with pytest.raises(UserError, match=r"several sizes, such as \[6, 8\] and \[10, 20\]"):
+        opened(tmp_path)
+    selection, found = opened(tmp_path, image={"size": [10, 12], "channels": 1})
+    assert selection.specs["image"].stored == "image"
+    assert found["image"][0].startswith(b"\x89PNG")
+
+
+def test_a_corrupt_image_is_named(tmp_path: Path) -> None:
+    folder(tmp_path)
+    whole = (tmp_path / "a" / "0.png").read_bytes()
+    (tmp_path / "a" / "0.png").write_bytes(whole[:50])
+    (tmp_path / "b" / "7.png").write_text("no image")
+    with pytest.raises(UserError, match=r"2 of 60 rows are broken.*b/7\.png: 'image' does not dec"):
+        opened(tmp_path)
+    made = source(tmp_path, bad_rows=0.05)
+    selection = made.select()
+    assert len(read(made, selection)["label"]) == 58
+    sized = source(tmp_path, image={"size": [6, 8]})
+    with pytest.raises(UserError, match=r"rows are broken.*png: 'image' does not decode"):
+        read(sized, sized.select())
+
+
+def test_an_image_without_a_class_is_refused(tmp_path: Path) -> None:
+    picture(folder(tmp_path) / "x.png", 9)
+    with pytest.raises(UserError, match=r"the image x\.png is in no folder of a class"):
+        opened(tmp_path)
+
+
+def test_a_table_of_paths(tmp_path: Path) -> None:
+    folder(tmp_path / "img")
+    rows = [f"img/{'ab'[i % 2]}/{i}.png,{i / 4}\n" for i in range(60)]
+    rows[5] = "img/none.png,3\n"
+    (tmp_path / "t.csv").write_text("file,label\n" + "".join(rows))
+    with pytest.raises(UserError, match=r"t\.csv, row 7: 'file' does not decode: there is no such"):
+        opened(tmp_path, format="csv", types={"file": "image"})
+    selection, found = opened(
+        tmp_path, format="csv", types={"file": "image", "label": "float"}, bad_rows=0.1
+    )
+    assert selection.specs["file"].shape == (6, 8, 1)
+    assert found["file"].shape == (59, 6, 8, 1)
+
+
+READER = CsvReader()
+
+
+def file(folder: Path, data: bytes, name: str = "a.csv") -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def csv_records(path: Path, *bounds: int) -> list[dict[str, str]]:
+    names = READER.names(path)
+    pieces = READER.rows(path, Piece(0, *bounds), names, lambda *_: None)
+    return [row for rows in pieces for row in rows.table.to_pylist()]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        csv_records(path)
+    return str(refused.value).replace(str(path), "FILE")
+
+
+def test_delimiters_are_found(tmp_path: Path) -> None:
+    for mark in (",", ";", "\t", "|"):
+        path = file(tmp_path, mark.join(("a", '"b,;"', "c\n1", "2", "3\n")).encode())
+        assert csv_records(path) == [{"a": "1", "b,;": "2", "c": "3"}]
+
+
+def test_bom_and_newlines_of_windows(tmp_path: Path) -> None:
+    path = file(tmp_path, "\ufeffa,ü\r\n1,ß\r\n".encode())
+    assert csv_records(path) == [{"a": "1", "ü": "ß"}]
+
+
+def test_newlines_in_quotes(tmp_path: Path) -> None:
+    path = file(tmp_path, b'a,"b\nb"\n1,"x\ny"\n\n2,"say ""hi"""\n')
+    assert csv_records(path) == [{"a": "1", "b\nb": "x\ny"}, {"a": "2", "b\nb": 'say "hi"'}]
+    assert [READER.row(path, Piece(0), number) for number in (0, 1)] == [3, 6]
+
+
+def test_an_index_without_a_name_is_left_out(tmp_path: Path) -> None:
+    assert csv_records(file(tmp_path, b",a\n0,5\n")) == [{"a": "5"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"", "FILE is empty, or begins with an empty row; a header is needed"),
+        (b"1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
+        (b"a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
+        (b"a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
+        (b"\xff\xfea\0", "FILE is UTF-16; write it as UTF-8"),
+        (b"a\0b,c\n", "FILE is no CSV, it has binary data; set data.format"),
+        (b"a,b\n1,x\n2,\xfc\n", "FILE, row 3 is not UTF-8; write the file as UTF-8"),
+    ],
+)
+def test_what_is_no_table_is_one_line(tmp_path: Path, data: bytes, line: str) -> None:
+    assert refusal(file(tmp_path, data)).startswith(f"data.source: {line}")
+
+
+def test_a_file_is_cut_at_ends_of_records_only(tmp_path: Path) -> None:
+    rows = "".join(f'{i},"line\nof {i % 13 * "x"} ""q"""\n' for i in range(2000))
+    path = file(tmp_path, f"a,b\n{rows}".encode())
+    ranges = READER.cut(path, 4096)
+    assert len(ranges) > 5
+    assert [row for each in ranges for row in csv_records(path, *each)] == csv_records(path)
+    middle = Piece(0, *ranges[3])
+    first = csv_records(path, *ranges[3])[0]
+    assert READER.row(path, middle, 0) == 2 + 2 * int(first["a"])
+
+
+def test_a_file_whose_quotes_are_in_doubt_stays_whole(tmp_path: Path) -> None:
+    path = file(tmp_path, b"a,b\n" + b'1,5" pipe\n' * 2000)
+    assert READER.cut(path, 1024) == [(0, END)]
+    assert len(csv_records(path)) == 2000
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    data = b"a,b\n1,2\n"
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "a.csv.bz2").write_bytes(bz2.compress(data))
+    (tmp_path / "a.csv.xz").write_bytes(lzma.compress(data))
+    with zipfile.ZipFile(tmp_path / "a.csv.zip", "w") as archive:
+        archive.writestr("inner.csv", data)
+    for path in sorted(tmp_path.iterdir()):
+        assert csv_records(path) == [{"a": "1", "b": "2"}]
+
+
+def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.files.formats.decompression._FREE_BYTES", 1 << 16)
+    bomb = file(tmp_path, gzip.compress(b"a,b\n" + b"1,2\n" * 200_000), "a.csv.gz")
+    assert "expands to more than 200 times its size" in refusal(bomb)
+    whole = gzip.compress(b"a,b\n" + bytes(f"{'1,2' * 999}\n", "ascii"))
+    cut = file(tmp_path, whole[:30], "cut.csv.gz")
+    assert "cannot be decompressed" in refusal(cut)
+    for suffix in (".zip", ".xz"):
+        none = file(tmp_path, b"a,b\n1,2\n", f"none.csv{suffix}")
+        assert "cannot be decompressed" in refusal(none)
+
+
+def test_a_row_longer_than_a_block_is_read_and_what_is_before_it_once(tmp_path: Path) -> None:
+    long = "x" * (3 << 20)
+    lines = ["a,b", *(f"{number},y" for number in range(400_000)), "1,2,3", f"5,{long}", "6,z"]
+    path = file(tmp_path, "\n".join(lines).encode())
+    broken: list[int] = []
+    found = list(READER.rows(path, Piece(0), ["a"], lambda number, _: broken.append(number)))
+    numbers = [int(each) for rows in found for each in rows.numbers]
+    assert numbers == [*range(400_000), 400_001, 400_002]
+    assert broken == [400_000]
+    assert found[-1].table["a"].to_pylist()[-2:] == ["5", "6"]
+    longest = file(tmp_path, f"a,b\n1,{'x' * (20 << 20)}\n".encode())
+    assert "a row takes more than 8 MiB, or a quote is not closed" in refusal(longest)
+
+
+def test_what_is_read_ahead_of_a_large_file_is_bounded(tmp_path: Path) -> None:
+    path = file(tmp_path, b"a,b\n" + (b"x" * 1022 + b",\n") * (96 << 10))
+    before = pa.total_allocated_bytes()
+    held = 0
+    for _ in READER.rows(path, Piece(0), ["b"], lambda *_: None):
+        held = max(held, pa.total_allocated_bytes() - before)
+    assert held < 48 << 20
