@@ -11,35 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from trainer.events import (
-    AttemptBegin,
-    CheckpointPassedOver,
-    CheckpointPublished,
-    EvaluatorLeft,
-    Event,
-    HandedOn,
-    Interrupted,
-    Progress,
-    Restart,
-    RunBegin,
-    ServersLost,
-    Stalled,
-    StepBegin,
-    StepEnd,
-    Suspension,
-    TaskFailed,
-    UserCodeFailed,
-)
+from trainer import events
+from trainer.events import Event
 
 #: What a record and the report tell of a step beside its end.
 INCIDENTS = (
-    Restart,
-    ServersLost,
-    Suspension,
-    Stalled,
-    TaskFailed,
-    EvaluatorLeft,
-    CheckpointPassedOver,
+    events.Restart,
+    events.ServersLost,
+    events.Suspension,
+    events.Stalled,
+    events.TaskFailed,
+    events.EvaluatorLeft,
+    events.CheckpointPassedOver,
 )
 # A run of weeks has more; of these the newest are kept.
 _MOST = 10_000
@@ -53,7 +36,7 @@ class StepTry:
     step: str
     began: float
     start: int
-    end: StepEnd | None = None
+    end: events.StepEnd | None = None
 
 
 @dataclass(kw_only=True)
@@ -80,32 +63,36 @@ class RunState:
     seen_until: dict[int, float] = field(default_factory=dict)
     tries: list[StepTry] = field(default_factory=list)
     incidents: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST))
-    checkpoints: deque[CheckpointPublished] = field(default_factory=lambda: deque(maxlen=_MOST))
+    checkpoints: deque[events.CheckpointPublished] = field(
+        default_factory=lambda: deque(maxlen=_MOST)
+    )
     _newest: dict[type[Event], Event] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
         """Take the next event."""
-        if isinstance(event, RunBegin) and self.seen_until:
+        if isinstance(event, events.RunBegin) and self.seen_until:
             self.start += 1
             self._newest.clear()
         self.seen_until[self.start] = max(event.time, self.seen_until.get(self.start, 0.0))
         self.counts[type(event)] += 1
         self._newest[type(event)] = event
-        if isinstance(event, INCIDENTS) or (isinstance(event, AttemptBegin) and event.resumed):
+        if isinstance(event, INCIDENTS) or (
+            isinstance(event, events.AttemptBegin) and event.resumed
+        ):
             self.incidents.append(event)
         match event:
-            case AttemptBegin() | Progress():
+            case events.AttemptBegin() | events.Progress():
                 self.global_step, self.moved = event.global_step, event.time
-            case HandedOn():
+            case events.HandedOn():
                 self.handed_on_step = event.global_step
-            case CheckpointPublished():
+            case events.CheckpointPublished():
                 self.checkpoints.append(event)
-            case StepBegin():
+            case events.StepBegin():
                 self.tries.append(StepTry(step=event.step, began=event.time, start=self.start))
-            case StepEnd():
+            case events.StepEnd():
                 self._end_step(event)
 
-    def _end_step(self, event: StepEnd) -> None:
+    def _end_step(self, event: events.StepEnd) -> None:
         if isinstance(step := event.metrics.get("handed_on_step"), int):
             self.handed_on_step = step
         open_ones = (
@@ -127,7 +114,7 @@ class RunState:
     @property
     def interrupted(self) -> bool:
         """Whether the run was asked to end."""
-        return Interrupted in self._newest
+        return events.Interrupted in self._newest
 
     @property
     def step(self) -> str:
@@ -138,21 +125,21 @@ class RunState:
     @property
     def traceback(self) -> str:
         """Of the newest error in the user's code, in a training task; empty where there is none."""
-        failed = self.newest(UserCodeFailed)
+        failed = self.newest(events.UserCodeFailed)
         return failed.traceback if failed else ""
 
     @property
-    def suspension(self) -> Suspension | None:
+    def suspension(self) -> events.Suspension | None:
         """The suspension that the job is in; None where it may run."""
-        found = self.newest(Suspension)
+        found = self.newest(events.Suspension)
         return None if found is None or found.is_over else found
 
 
-def state_of(events: Iterable[Event], *, newest_start: bool = False) -> RunState:
+def state_of(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
     """Return the state of a run after these events, or after those of its newest start alone."""
     state = RunState()
-    for event in events:
-        if newest_start and isinstance(event, RunBegin):
+    for event in happened:
+        if newest_start and isinstance(event, events.RunBegin):
             state = RunState()
         state.take(event)
     return state

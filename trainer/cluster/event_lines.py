@@ -6,29 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from trainer.events import (
-    AttemptBegin,
-    CheckpointPassedOver,
-    CheckpointPublished,
-    EvaluatorLeft,
-    Event,
-    FromScratch,
-    HandedOn,
-    LeaseAwaited,
-    LeaseTakenOver,
-    MetricsUnserved,
-    NewestVersion,
-    OpenPorts,
-    Progress,
-    Restart,
-    ServersLost,
-    Stalled,
-    Suspension,
-    TableEmpty,
-    UploadFailed,
-    Validation,
-    WarmStart,
-)
+from trainer import events
+from trainer.events import Event, Progress
 
 # Progress is a line at most so often.
 LINE_SECONDS = 5.0
@@ -36,7 +15,7 @@ LINE_SECONDS = 5.0
 _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
 
-def _lost(event: ServersLost) -> str:
+def _lost(event: events.ServersLost) -> str:
     gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
     back = "to the newest checkpoint"
     if event.back_to >= 0:
@@ -47,57 +26,59 @@ def _lost(event: ServersLost) -> str:
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 
-def _of_servers(event: AttemptBegin) -> str:
+def _of_servers(event: events.AttemptBegin) -> str:
     if event.checkpoint < 0:
         return ""
     return f", with what is on the servers; the newest checkpoint is of {event.checkpoint}"
 
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
-    AttemptBegin: lambda event: (
+    events.AttemptBegin: lambda event: (
         f"training resumes from global step {event.global_step}{_of_servers(event)}"
         if event.resumed
         else ""
     ),
-    OpenPorts: lambda event: f"warning: {event.warning}",
-    MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
-    NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
-    WarmStart: lambda event: (
+    events.OpenPorts: lambda event: f"warning: {event.warning}",
+    events.MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
+    events.NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
+    events.WarmStart: lambda event: (
         f"training begins with the weights of {event.uri}"
         + (f": {event.what}" if event.what else "")
     ),
-    FromScratch: lambda event: f"training begins from scratch: {event.reason}",
-    HandedOn: lambda event: (
+    events.FromScratch: lambda event: f"training begins from scratch: {event.reason}",
+    events.HandedOn: lambda event: (
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
     ),
-    TableEmpty: lambda event: (
+    events.TableEmpty: lambda event: (
         f"warning: the table {event.table} has no row, so that all ids share one: {event.why}"
     ),
-    Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
-    ServersLost: _lost,
-    Suspension: lambda event: (
+    events.Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    events.ServersLost: _lost,
+    events.Suspension: lambda event: (
         "the job is resumed, and its tasks start"
         if event.is_over
         else "the job is suspended, and queues for its room"
     ),
-    Stalled: lambda event: f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent",
-    EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
-    CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
-    LeaseAwaited: lambda event: (
+    events.Stalled: lambda event: (
+        f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent"
+    ),
+    events.EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
+    events.CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
+    events.LeaseAwaited: lambda event: (
         f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
         f"{event.until}"
     ),
-    LeaseTakenOver: lambda event: (
+    events.LeaseTakenOver: lambda event: (
         f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
     ),
 }
 # What a terminal with a progress bar does not show.
 _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
-    CheckpointPublished: lambda event: (
+    events.CheckpointPublished: lambda event: (
         f"checkpoint of global step {event.global_step}: {event.uri}"
     ),
-    UploadFailed: lambda event: f"a checkpoint is not uploaded yet: {event.reason}",
-    Validation: lambda event: (
+    events.UploadFailed: lambda event: f"a checkpoint is not uploaded yet: {event.reason}",
+    events.Validation: lambda event: (
         f"validation of global step {event.global_step}: "
         + "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
     ),

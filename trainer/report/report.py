@@ -13,6 +13,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
+    reasons     [text] of the gate
     history     [{"global_step", "loss", "validation_loss", "validation_<metric>", ...}]
     incidents   [{"event", "time": seconds since 1970, ...}]
     checkpoints [{"event", "time", ...}]
@@ -86,33 +87,27 @@ def write(facts: Facts, path: Path) -> None:
 def render(facts: Facts) -> str:
     """Return the page of a run as HTML; all that `facts` say is escaped."""
     verdict = str(facts.get("verdict") or "unknown")
-    steps, rules = _rows(facts, "steps"), _rows(facts, "rules")
+    steps = _rows(facts, "steps")
     incidents = _rows(facts, "incidents")
     bars = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
-    error = [str(facts["error"])] if facts.get("error") else []
     registered = facts.get("registered") or {}
-    evaluation, validation = facts.get("evaluation") or {}, facts.get("validation") or {}
+    evaluation = facts.get("evaluation") or {}
     metrics = views.metric_rows(evaluation, facts.get("metrics") or {})
-    rules += [dict(rule) for rule in registered.get("rules") or ()]
     intervals = evaluation.get("intervals") or {}
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=HEADLINES.get(verdict, "How the run ended is not known."),
-        reasons=[
-            *_of_data(validation, "reasons"),
-            *_reasons(verdict, steps, rules, registered, intervals),
-            *error,
-        ],
+        reasons=reasons_of(facts),
         cause=heading.cause(steps) if verdict == "failed" else {},
         commands=heading.commands(facts),
         particulars=heading.particulars(facts),
         use=heading.use(facts),
         artifacts=heading.links(facts.get("artifacts") or {}),
-        warnings=_of_data(validation, "warnings"),
+        warnings=warnings_of(facts),
         metrics=metrics,
         tiles=views.tiles(evaluation, metrics),
-        rules=rules,
+        rules=rules_of(facts),
         intervals=intervals,
         size=_SIZE,
         **_trained(facts, incidents),
@@ -161,8 +156,19 @@ def _cost(cost: Facts) -> dict[str, Any]:
     }
 
 
-def _of_data(validation: Facts, name: str) -> list[str]:
-    return [f"the data: {line}" for line in validation.get(name) or ()]
+def reasons_of(facts: Facts) -> list[str]:
+    """Return why a run ended as it did, in sentences: of the data, the steps, the gate."""
+    error = [str(facts["error"])] if facts.get("error") else []
+    return [*_of_data(facts, "reasons"), *_reasons(facts), *error]
+
+
+def warnings_of(facts: Facts) -> list[str]:
+    """Return what the validation of the data warns of."""
+    return _of_data(facts, "warnings")
+
+
+def _of_data(facts: Facts, name: str) -> list[str]:
+    return [f"the data: {line}" for line in (facts.get("validation") or {}).get(name) or ()]
 
 
 def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
@@ -241,23 +247,27 @@ def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
     return [dict(row) for row in facts.get(name) or ()]
 
 
-def _reasons(
-    verdict: str,
-    steps: Sequence[Facts],
-    rules: Sequence[Facts],
-    registered: Facts,
-    intervals: Facts,
-) -> list[str]:
-    if verdict == "refused":
-        broken = [sentence(rule, intervals) for rule in rules if not rule.get("passed")]
+def _reasons(facts: Facts) -> list[str]:
+    steps, registered = _rows(facts, "steps"), facts.get("registered") or {}
+    if facts.get("verdict") == "refused":
+        intervals = (facts.get("evaluation") or {}).get("intervals") or {}
+        broken = [sentence(each, intervals) for each in rules_of(facts) if not each.get("passed")]
         # A race that was lost broke no rule.
-        return broken or [str(reason) for reason in registered.get("reasons") or ()]
-    if verdict == "unchanged":
+        return broken or [
+            str(each) for of in (facts, registered) for each in of.get("reasons") or ()
+        ]
+    if facts.get("verdict") == "unchanged":
         return [
             str(each) for step in steps for each in (step.get("metrics") or {}).get("reasons", ())
         ]
     failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
     return [f"{formatted(step.get('step'))}: {formatted(step.get('error'))}" for step in failed]
+
+
+def rules_of(facts: Facts) -> list[dict[str, Any]]:
+    """Return the rules of the gate, then those of the registry."""
+    registered = facts.get("registered") or {}
+    return [*_rows(facts, "rules"), *_rows(registered, "rules")]
 
 
 def _incident(event: Facts) -> dict[str, str]:

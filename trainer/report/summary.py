@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.report.report import HEADLINES, earlier
+from trainer.report.report import HEADLINES, earlier, reasons_of, rules_of, warnings_of
 from trainer.report.wording import formatted
 
 Facts = Mapping[str, Any]
@@ -29,9 +29,9 @@ def as_markdown(facts: Facts, report: str) -> bytes:
     blocks = [
         [f"# {plain(facts.get('run_id') or 'run')}: {plain(verdict)}"],
         [HEADLINES.get(verdict, "How the run ended is not known.")],
-        [f"- {plain(reason)}" for reason in _reasons(facts)[:_MOST]],
+        [f"- {plain(each)}" for each in [*reasons_of(facts), *warnings_of(facts)][:_MOST]],
         table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
-        table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
+        table(("rule", "asked", "found", ""), [_rule(each) for each in rules_of(facts)[:_MOST]]),
         table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
         table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
         table(("from", "what"), _lineage(facts)),
@@ -39,26 +39,6 @@ def as_markdown(facts: Facts, report: str) -> bytes:
     ]
     text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
     return text.encode(errors="backslashreplace")
-
-
-def _reasons(facts: Facts) -> list[str]:
-    errors = [f"{s['step']}: {s['error']}" for s in facts.get("steps") or () if s.get("error")]
-    registered = facts.get("registered") or {}
-    refusals = registered.get("reasons") or () if registered.get("decision") == "refused" else ()
-    decided = facts.get("reasons") or ()
-    unsaid = [facts["error"]] if facts.get("error") else []
-    validation = facts.get("validation") or {}
-    of_data = [
-        f"the data: {line}"
-        for name in ("reasons", "warnings")
-        for line in validation.get(name) or ()
-    ]
-    return [*errors, *map(str, [*unsaid, *of_data, *decided, *refusals])]
-
-
-def _rules(facts: Facts) -> list[Facts]:
-    registered = facts.get("registered") or {}
-    return [*(facts.get("rules") or ()), *(registered.get("rules") or ())][:_MOST]
 
 
 def _rule(rule: Facts) -> tuple[object, ...]:

@@ -2,7 +2,8 @@
 
 Nothing here can end a run or make it wait: `hear` only takes a note. While the tracker is away the
 notes wait, within a limit, and one line says so. At the end of a run the last of them are waited
-for, for seconds.
+for, for seconds. MLflow's own queue promises neither: it begins with requests that wait, drops what
+a server that is away did not take, and keeps the process from ending.
 """
 
 from __future__ import annotations
