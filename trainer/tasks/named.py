@@ -48,8 +48,17 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    for name in _SHORT:
-        yield from ((each, type(keras.metrics.get(each))) for each in (name, name.upper()))
+    # To ask Keras for one of these names would make it, and so begin TensorFlow's threads: tasks are
+    # forked from a process that has imported this.
+    long = (
+        keras.metrics.BinaryCrossentropy,
+        keras.metrics.MeanSquaredError,
+        keras.metrics.MeanAbsoluteError,
+        keras.metrics.MeanAbsolutePercentageError,
+        keras.metrics.MeanSquaredLogarithmicError,
+    )
+    for name, kind in zip(_SHORT, long, strict=True):
+        yield from ((each, kind) for each in (name, name.upper()))
 
 
 #: Keras's own by name: functions and classes of losses, classes of metrics.

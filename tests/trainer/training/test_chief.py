@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import create_autospec
@@ -14,6 +16,7 @@ import tensorflow as tf
 from tests.trainer.objectives import NO_ROLES
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.cluster.lease import LeaseLostError, NoLease
+from trainer.cluster.process import MODULES
 from trainer.config.load import parse_config
 from trainer.data.preparation.shards import ShardWriter
 from trainer.data.records import encode
@@ -213,3 +216,14 @@ def test_an_attempt_of_another_strategy_shuffles_anew(worker):
     first, resumed = (worker(start, 5, strategy="sync_parameter_server") for start in (0, 5))
     assert first != resumed
     assert {*itertools.chain(*first)} == {*itertools.chain(*resumed)} == set(range(20))
+
+
+def test_nothing_of_tensorflow_begins_before_a_task_is_forked():
+    code = f"""
+import importlib
+from tensorflow.python.eager import context
+for module in {sorted(set(MODULES.values()))}:
+    importlib.import_module(module)
+raise SystemExit(context.context()._initialized)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
