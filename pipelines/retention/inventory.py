@@ -2,27 +2,33 @@
 
 A reference is any text in a record that ends with the path of something below the root, or is the
 digest of a listing or of code: one that is found too many keeps too much, and loses nothing.
+
+The trials of a sweep are runs next to it, and stay as long as it does: it may go on with them. On
+this machine a sweep is a folder with its state, on a cluster the run with `trials/`, by whose name
+the names of its trials begin.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from components import in_use
-from pipelines.retention import sweep_folders
 from pipelines.retention.plan import (
     NOTE,
     RUN,
     SHARED,
+    SWEEP,
     VERSION,
     Inventory,
     Item,
@@ -42,6 +48,9 @@ from trainer.storage.local import is_gone
 from trainer.storage.manifest import MANIFEST
 from trainer.storage.retry import in_parallel
 from trainer.storage.schemes import store_for
+from trainer.sweeps.study import FILE as SWEEP_STATE
+from trainer.sweeps.study import OLD_FILE
+from trainer.sweeps.study import read as read_sweep
 
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
 # Of a run: where its steps publish, and the small records that name what it uses.
@@ -52,6 +61,7 @@ _RECORDS = (
 )  # fmt: skip
 _NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, references.OF_SCHEDULES, *SHARED}
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
+_OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
 # A step that was killed leaves no end on record.
 _UNENDED = timedelta(days=7)
@@ -81,7 +91,7 @@ def read(root: str, workdir: Path) -> Inventory:
         raise ConfigError(f"{root} is a published directory and no storage root: name that above")
     runs = {name: each for name, each in tops.items() if name not in _NOT_RUNS and each.files}
     reader = _Reader(root, workdir)
-    found: dict[str, _Raw] = {}
+    found: dict[str, Item] = {}
     for name in SHARED:
         found |= reader.shared(name, tops.get(name, _Folder()))
     for raws in in_parallel(lambda name: reader.run(name, runs[name]), list(runs)):
@@ -92,9 +102,12 @@ def read(root: str, workdir: Path) -> Inventory:
         raise ConfigError(f"{root} is no storage root: there is no run, dataset or model below it")
     found |= reader.notes(tops, found)
     names = _Names(found)
-    items = {path: raw.item(names) for path, raw in found.items()}
+    items = {
+        path: replace(each, refs=frozenset(names.named(reader.texts.get(path, ()))) - {path})
+        for path, each in found.items()
+    }
     swept = [name for name in runs if any(path.startswith("trials/") for path in runs[name].files)]
-    items = sweep_folders.with_sweeps(items, storage.local_path(root), workdir.absolute(), swept)
+    items = _with_sweeps(items, storage.local_path(root), workdir.absolute(), swept)
     return Inventory(items=items, models=tuple(reader.models(registry, found)))
 
 
@@ -115,10 +128,9 @@ def is_changed(root: str, workdir: Path, run: Item) -> bool:
         for top, each in _listed(uri).items():
             folder.files |= {f"{top}/{path}": size for path, size in each.files.items()} or {top: 0}
             folder.changed = max(folder.changed, each.changed)
-    raw = _Reader(root, workdir).run(run.path, folder).get(run.path)
-    if raw is None:
+    now = _Reader(root, workdir).run(run.path, folder).get(run.path)
+    if now is None:
         return False
-    now = raw.item(_Names(()))
     return now.busy or (now.last is not None and run.last is not None and now.last > run.last)
 
 
@@ -138,27 +150,6 @@ def _listed(root: str) -> dict[str, _Folder]:
         except FileNotFoundError:
             raise ConfigError(f"{root} is no storage root: there is nothing") from None
     return tops
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Raw:
-    """An item before its references are known: `texts` may name them."""
-
-    path: str
-    kind: str
-    bytes: int
-    last: float
-    texts: frozenset[str] = frozenset()
-    busy: bool = False
-    damaged: str = ""
-
-    def item(self, names: _Names) -> Item:
-        last = datetime.fromtimestamp(self.last, UTC) if self.last else None
-        refs = frozenset(names.named(self.texts)) - {self.path}
-        return Item(
-            path=self.path, kind=self.kind, bytes=self.bytes, last=last, refs=refs,
-            busy=self.busy, damaged=self.damaged,
-        )  # fmt: skip
 
 
 class _Names:
@@ -190,6 +181,10 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(_TOKEN.findall(text))
 
 
+def _time(seconds: float) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds else None
+
+
 def _seconds(created: str) -> float:
     try:
         return datetime.fromisoformat(created).timestamp()
@@ -202,11 +197,13 @@ class _Reader:
 
     def __init__(self, root: str, workdir: Path) -> None:
         self._root, self._workdir = root, workdir
+        # Words by path of an item, which may name others.
+        self.texts: dict[str, frozenset[str]] = {}
 
     def _at(self, path: str) -> str:
         return storage.join(self._root, *path.split("/"))
 
-    def _published(self, path: str, kind: str, files: Mapping[str, int]) -> _Raw | None:
+    def _published(self, path: str, kind: str, files: Mapping[str, int]) -> Item | None:
         """Return the item of a published directory; None where it was removed meanwhile."""
         size = sum(files.values())
         try:
@@ -214,24 +211,24 @@ class _Reader:
         except storage.NotPublished:
             return None
         except (storage.Corrupt, storage.UnknownSchema) as error:
-            return _Raw(path=path, kind=kind, bytes=size, last=0.0, damaged=str(error))
+            return Item(path=path, kind=kind, bytes=size, damaged=str(error))
         # Where a version is copied from: it has a copy.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
-        text = json.dumps(fields, ensure_ascii=False)
-        last = _seconds(manifest.created)
-        return _Raw(path=path, kind=kind, bytes=size, last=last, texts=_words(text))
+        self.texts[path] = _words(json.dumps(fields, ensure_ascii=False))
+        return Item(path=path, kind=kind, bytes=size, last=_time(_seconds(manifest.created)))
 
-    def shared(self, top: str, folder: _Folder) -> dict[str, _Raw]:
+    def shared(self, top: str, folder: _Folder) -> dict[str, Item]:
         """Return the datasets, listings or code below one folder of the root."""
         found = {}
         for name, files in _children(folder.files).items():
             path = f"{top}/{name}"
-            if MANIFEST in files and (raw := self._published(path, SHARED[top], files)):
-                used = in_use.last_use(self._root, path)
-                found[path] = _Raw(**{**vars(raw), "last": max(raw.last, used)})
+            if MANIFEST in files and (item := self._published(path, SHARED[top], files)):
+                used = _time(in_use.last_use(self._root, path))
+                last = max(filter(None, (item.last, used)), default=None)
+                found[path] = replace(item, last=last)
         return found
 
-    def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, _Raw]) -> dict[str, _Raw]:
+    def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, Item]) -> dict[str, Item]:
         """Return what says that schedules, and runs without another record, need a bundle."""
         above = references.OF_SCHEDULES
         paths = [f"{above}/{name}" for name in tops.get(above, _Folder()).files]
@@ -243,7 +240,7 @@ class _Reader:
             zip(paths, in_parallel(lambda path: self._note(path, found), paths), strict=True)
         )
 
-    def _note(self, path: str, found: Mapping[str, _Raw]) -> _Raw:
+    def _note(self, path: str, found: Mapping[str, Item]) -> Item:
         text, damaged = self._text(path), ""
         try:
             parse_mapping(text)
@@ -251,29 +248,30 @@ class _Reader:
             # Which it needs is not known.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
             damaged = f"{self._at(path)} is damaged; as long as it is there, all code stays"
-        return _Raw(path=path, kind=NOTE, bytes=0, last=0.0, texts=_words(text), damaged=damaged)
+        self.texts[path] = _words(text)
+        return Item(path=path, kind=NOTE, damaged=damaged)
 
-    def versions(self, registry: _Folder) -> dict[str, _Raw]:
+    def versions(self, registry: _Folder) -> dict[str, Item]:
         """Return the versions of all models."""
         found = {}
         for place, files in _deep(registry.files, 4).items():
             if place[0] == "models" and place[2] == "versions" and MANIFEST in files:
                 path = "/".join((_REGISTRY, *place))
-                if raw := self._published(path, VERSION, files):
-                    found[path] = raw
+                if item := self._published(path, VERSION, files):
+                    found[path] = item
         return found
 
-    def run(self, name: str, folder: _Folder) -> dict[str, _Raw]:
+    def run(self, name: str, folder: _Folder) -> dict[str, Item]:
         """Return a run and what it has published; nothing where the folder is no run."""
-        found, texts = dict[str, _Raw](), set[str]()
+        found, texts = dict[str, Item](), set[str]()
         last, unended = folder.changed, False
         for place, files in _deep(folder.files, 2).items():
             if place[0] in _PUBLISHED and MANIFEST in files:
                 kind = "checkpoint" if place[0] == _CHECKPOINTS else place[0]
-                if raw := self._published("/".join((name, *place)), kind, files):
-                    found[raw.path] = raw
-                    texts |= raw.texts
-                    last = max(last, raw.last)
+                if item := self._published("/".join((name, *place)), kind, files):
+                    found[item.path] = item
+                    texts |= self.texts.get(item.path, frozenset())
+                    last = max(last, item.last.timestamp() if item.last else 0.0)
         records = [each for each in _children(folder.files).get("steps", {}) if "/" not in each]
         for record in (self._record(f"{name}/steps/{each}") for each in records):
             began, ended = record.get("began"), record.get("ended")
@@ -295,8 +293,8 @@ class _Reader:
         is_late = unended and last > (datetime.now(UTC) - _UNENDED).timestamp()
         is_new = last > (datetime.now(UTC) - timedelta(days=1)).timestamp()
         busy = held or is_late or is_new or self.is_locked(name)
-        size = folder.bytes
-        run = _Raw(path=name, kind=RUN, bytes=size, last=last, texts=frozenset(texts), busy=busy)
+        self.texts[name] = frozenset(texts)
+        run = Item(path=name, kind=RUN, bytes=folder.bytes, last=_time(last), busy=busy)
         return {**found, name: run}
 
     def _lease(self, name: str, folder: _Folder) -> tuple[float, bool]:
@@ -311,7 +309,7 @@ class _Reader:
     def is_locked(self, name: str) -> bool:
         """Say whether a process of this machine has a run open."""
         above = {storage.local_path(self._root), self._workdir.absolute()}
-        return any(sweep_folders.is_locked(folder / name) for folder in filter(None, above))
+        return any(_is_locked(folder / name) for folder in filter(None, above))
 
     def _record(self, path: str) -> dict[str, Any]:
         try:
@@ -326,13 +324,13 @@ class _Reader:
         except (storage.Missing, storage.Corrupt):
             return ""
 
-    def models(self, registry: _Folder, found: Mapping[str, _Raw]) -> Iterator[Model]:
+    def models(self, registry: _Folder, found: Mapping[str, Item]) -> Iterator[Model]:
         """Yield the models with their promotions."""
         for name, files in _deep(registry.files, 2).items():
             if name[0] == "models":
                 yield self._model(name[1], files, found)
 
-    def _model(self, name: str, files: Mapping[str, int], found: Mapping[str, _Raw]) -> Model:
+    def _model(self, name: str, files: Mapping[str, int], found: Mapping[str, Item]) -> Model:
         above = f"{_REGISTRY}/models/{name}/versions/"
         paths = [path for path in found if path.startswith(above)]
         versions = {int(path[len(above) :]): path for path in paths if path[len(above) :].isdigit()}
@@ -407,3 +405,74 @@ def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
     depth = folder.count("/") + 2
     found = _deep({path: 0 for path in files if path.startswith(f"{folder}/")}, depth)
     return sorted({place[-1] for place in found if place[-1].isdigit()})
+
+
+def _is_locked(folder: Path) -> bool:
+    """Say whether a process of this machine has the run or the sweep in a folder open."""
+    with suppress(OSError):
+        descriptor = os.open(folder / "lock", os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _with_sweeps(
+    items: Mapping[str, Item], root: Path | None, workdir: Path, on_cluster: Iterable[str]
+) -> dict[str, Item]:
+    """Return items with the sweeps of this machine, and each trial as young as its sweep.
+
+    Args:
+        items: what is below a root, by path.
+        root: folder of the root; None where it is a bucket.
+        workdir: the sweeps there may have published their trials below the root.
+        on_cluster: the runs below the root that are sweeps.
+    """
+    found = dict(items)
+    for folder in dict.fromkeys([*filter(None, [root]), workdir]):
+        for path in sorted([*folder.glob(f"*/{SWEEP_STATE}"), *folder.glob(f"*/{OLD_FILE}")]):
+            sweep = _sweep(path.parent)
+            if folder == root:
+                found[sweep.path] = sweep
+            for name in _trials(path.parent):
+                _keep_with(found, name, sweep)
+    sweeps = {name: items[name] for name in on_cluster if name in items}
+    for name in items:
+        match = _OF_CLUSTER.fullmatch(name)
+        if match and match["sweep"] in sweeps:
+            _keep_with(found, name, sweeps[match["sweep"]])
+    return found
+
+
+def _keep_with(found: dict[str, Item], name: str, sweep: Item) -> None:
+    run = found.get(name)
+    if run is not None and run.kind == RUN:
+        last = max(run.last, sweep.last) if run.last and sweep.last else None
+        found[name] = replace(run, last=last, busy=run.busy or sweep.busy)
+
+
+def _sweep(folder: Path) -> Item:
+    size, last = 0, 0.0
+    for each in folder.iterdir():
+        # It may be replaced at this moment.
+        with suppress(OSError):
+            found = each.stat()
+            size, last = size + found.st_size, max(last, found.st_mtime)
+    return Item(
+        path=folder.name,
+        kind=SWEEP,
+        bytes=size,
+        last=datetime.fromtimestamp(last, UTC),
+        busy=_is_locked(folder),
+    )
+
+
+def _trials(folder: Path) -> list[str]:
+    try:
+        return [each.run_id for each in read_sweep(folder).trials]
+    except UserError:
+        # It cannot go on either.
+        return []

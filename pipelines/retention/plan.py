@@ -165,12 +165,7 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
 
 
 def _ordered(going: list[Item]) -> tuple[Item, ...]:
-    def key(item: Item) -> tuple[int, str]:
-        path = run_of(item.path) if item.kind == CHECKPOINT else item.path
-        return ORDER.index(item.kind), path
-
-    # Of a run, a checkpoint goes before earlier ones, from one of which it may be a difference.
-    return tuple(sorted(sorted(going, key=lambda item: item.path, reverse=True), key=key))
+    return tuple(sorted(going, key=lambda item: (ORDER.index(item.kind), item.path)))
 
 
 def kept_versions(model: Model, count: int | None) -> Iterator[str]:
@@ -241,11 +236,7 @@ def _needs(origin: Item, target: Item) -> bool:
     The versions that stay were chosen. A checkpoint that is only begun with holds all that it had
     of the one before; else no chain of warm starts would ever end.
     """
-    if target.kind == VERSION:
-        return False
-    both = origin.kind == target.kind == CHECKPOINT
-    # A difference needs its base, which is of the same run.
-    return not both or run_of(origin.path) == run_of(target.path)
+    return target.kind != VERSION and not origin.kind == target.kind == CHECKPOINT
 
 
 def _goes(item: Item, runs: set[str]) -> bool:

@@ -1,9 +1,11 @@
 """The table of steps: one row for each file, and a new step in three edits."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,22 @@ import yaml
 from kfp import compiler, dsl
 
 from components import table
+from components.image import IMAGE
+from components.pod_parameters import step_parameters
+from components.resolve_config import resolve_config
 from components.table import EXIT_STEP, StepSpec, maker_of, step_of
 from pipelines import step_settings
 from pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
+from trainer.config.run_parameters import run_parameters
 
 ROOT = Path(__file__).parents[2]
+
+
 SOURCES = [
     path for name in ("components", "pipelines", "trainer") for path in (ROOT / name).rglob("*.py")
 ]
+
+
 NEW = StepSpec(name="count_labels", deadline_seconds=60, retries=1, is_light=True)
 
 
@@ -127,3 +137,62 @@ def test_it_loads_neither_kfp_nor_tensorflow():
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
+
+
+def function_of(component):
+    source = inspect.getsource(component.python_func)
+    return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+
+
+@pytest.fixture(params=COMPONENTS, ids=lambda component: component.name)
+def component(request):
+    return request.param
+
+
+def test_its_body_is_imports_and_one_call(component):
+    name, body = component.python_func.__name__, function_of(component).body
+    said = [ast.unparse(each) for each in body[1:]]
+    if component is resolve_config:
+        # Pipelines of every version make this call.
+        expected = [f"from components.{name} import run_step", "return run_step(locals())"]
+        assert said == expected
+        return
+    *imported, call = said
+    frame = "from components.records.record import run"
+    assert sorted(imported) == sorted([f"from components.{name} import work", frame])
+    assert call.removeprefix("return ") == "run(work, locals())"
+
+
+def test_its_work_reads_only_what_it_takes(component):
+    module = import_module(component.python_func.__module__)
+    taken = {*inspect.signature(component.python_func).parameters, "output"}
+    read = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module.work)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "step"
+    }
+    assert read <= taken
+
+
+def test_its_image_is_the_one_and_it_installs_nothing(component):
+    container = component.component_spec.implementation.container
+    assert container.image == IMAGE
+    assert "pip" not in " ".join(container.command[:3])
+
+
+def test_it_says_what_it_does(component):
+    assert inspect.getdoc(component.python_func)
+
+
+def test_the_first_step_takes_exactly_the_run_parameters():
+    taken = inspect.signature(resolve_config.python_func).parameters
+    expected = [(p.name, p.type) for p in run_parameters()]
+    own = [("kfp_run_id", str), ("configuration", dsl.Output[dsl.Artifact])]
+    pods = [(p.name, p.type) for p in step_parameters() if p.fails_driver]
+    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, *own, *pods]
+
+
+def test_only_the_parameters_of_pods_may_be_left_out_by_a_pipeline_of_ones_own():
+    taken = inspect.signature(resolve_config.python_func).parameters.values()
+    given = {p.name: p.default for p in taken if p.default is not inspect.Parameter.empty}
+    assert given == {p.name: p.default for p in step_parameters() if p.fails_driver}

@@ -14,8 +14,8 @@ The champion is the version of the newest promotion. A promotion names its prede
 number, and a number is given once: of two promotions at the same time one fails, whatever the store
 guarantees.
 
-A promotion writes its mark, then looks whether the version is retired; a removal writes the lineage,
-then looks for marks and promotions. Of two at the same time at least one sees the other.
+A promotion writes its mark, then looks whether the version is retired; a removal writes its lineage
+and then looks for marks and promotions. Of two at the same time at least one sees the other.
 
 A run uses the registry in two more ways: `opponent` is the champion that its model is compared
 with, and `champion_checkpoint` is the one that a warm start begins from.

@@ -125,32 +125,6 @@ def test_a_warm_start_and_code_stay_with_what_was_made_of_them(root):
     assert whole(first["checkpoint"])
 
 
-def test_the_base_of_a_checkpoint_stays_as_long_as_that_one(root):
-    data, runs = manifest(root / "datasets" / "d", "dataset", 90), {}
-    for number in (1, 2):
-        at = root / f"digits-{number:04d}" / "checkpoints"
-        base = {"uri": storage.uri_of(at / "step-00000000"), "created": "then"}
-        runs[number] = run_of(root, number, 90, data, base=base)
-    version_of(root, 1, 90, runs[1])
-    plan = planned(read(storage.uri_of(root), Path()), policy("30d", 1), datetime.now(UTC))
-    # Only the model of the first is registered.
-    assert [each.path for each in plan.going] == ["digits-0002"]
-    assert swept(root) == ["digits-0002"]
-    assert whole(runs[1]["checkpoint"])
-    assert whole(storage.uri_of(root / "digits-0001/checkpoints/step-00000000"))
-
-
-def test_a_base_goes_after_what_is_a_difference_from_it(root):
-    manifest(root / "datasets" / "d", "dataset", 1)
-    for step in (0, 100, 200):
-        at = root / "digits-0001" / "checkpoints" / f"step-{step:08d}"
-        base = {"uri": storage.uri_of(at.with_name("step-00000000")), "created": "then"}
-        manifest(at, "checkpoint", 90, **({"base": base} if step == 100 else {}))
-    version_of(root, 1, 1, {"checkpoint": storage.uri_of(at), "dataset": storage.uri_of(root)})
-    age(root / "digits-0001", 90)
-    assert swept(root) == [f"digits-0001/checkpoints/step-{step:08d}" for step in (100, 0)]
-
-
 def test_a_run_that_goes_on_stays_with_all_that_it_names(root):
     data = manifest(root / "datasets" / "d", "dataset", 90)
     first, _ = run_of(root, 1, 90, data), run_of(root, 2, 90, data)

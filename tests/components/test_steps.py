@@ -1,0 +1,350 @@
+"""The bodies of the steps between the first one and the exit step, but for training."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import tensorflow_datasets as tfds
+from kfp import dsl
+
+from components import (
+    check_gate,
+    evaluate_model,
+    export_model,
+    prepare_data,
+    register_model,
+    ui,
+    validate_data,
+)
+from components.records import run_store
+from tests.components.called_steps import (
+    RUN,
+    artifact_in,
+    evaluated,
+    gated,
+    no_larger_files_than,
+    refused,
+    text_of,
+)
+from tests.trainer import small_run
+from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES
+from trainer import events, storage
+from trainer.config.data import DataConfig
+from trainer.data.embedded.scikit import Digits
+from trainer.events import NewestVersion, StepBegin
+from trainer.promotion import registry
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """Let the builder offer another version, and no other than that."""
+
+    def offer(version):
+        monkeypatch.setattr(Digits, "VERSION", tfds.core.Version(version))
+
+    return offer
+
+
+@pytest.fixture
+def prepared(root, emitted, monkeypatch, tmp_path):
+    """Prepare in a run of this name; return the version, and what the step said of itself."""
+
+    said = []
+
+    def prepare(run, **section):
+        monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / run))
+        artifact = artifact_in(tmp_path, dsl.Dataset)
+        uri = prepare_data.prepare_data.python_func(
+            DataConfig(**section).model_dump_json(), root, "", "", artifact
+        )
+        version = storage.read_manifest(uri).fields["version"]
+        *_, before, step = emitted()
+        metrics = step.metrics
+        said.append(before.version if isinstance(before, NewestVersion) else "")
+        assert artifact.metadata["version"] == metrics["version"] == version
+        return version, metrics["reused"]
+
+    return prepare, said
+
+
+def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, prepared):
+    prepared, said = prepared
+    assert prepared("run-1") == ("1.0.0", False)
+    offered("1.1.0")
+    # The builder does not offer it any more; the dataset is published.
+    assert prepared("run-1") == ("1.0.0", True)
+    assert prepared("run-2") == ("1.1.0", False)
+    assert prepared("run-2") == ("1.1.0", True)
+    # Who names one gets it.
+    assert prepared("run-2", version="1.0.0") == ("1.0.0", True)
+    # Where the newest was looked for, it is said.
+    assert said == ["1.0.0", "", "1.1.0", "", ""]
+
+
+def validated(run, root, folder, **gate):
+    tree = json.loads(text_of(run))
+    tree["data"]["gate"] = gate
+    path = folder / "validation.txt"
+    page = artifact_in(folder, dsl.HTML)
+    page.path = str(folder / "page.html")
+    given = (json.dumps(tree), root, RUN, run.dataset, str(path), artifact_in(folder), page)
+    word = validate_data.validate_data.python_func(*given)
+    return word, path.read_text(encoding="utf-8"), (folder / "page.html").read_text()
+
+
+@pytest.mark.usefixtures("emitted")
+def test_data_that_is_accepted(run, root, tmp_path, emitted):
+    word, uri, page = validated(run, root, tmp_path)
+    assert word == "accepted"
+    tree = json.loads(storage.read_file(uri, "validation.json"))
+    assert tree["champion"]["note"] == "digits has no champion yet"
+    assert tree["decision"] == "accepted"
+    assert storage.read_file(uri, "page.html").decode() == page
+    assert "has no champion yet" in page
+    end = emitted()[-1]
+    assert (end.uri, end.metrics["decision"]) == (uri, "accepted")
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+    return [artifact_in(tmp_path, kind) for kind in kinds]
+
+
+@pytest.mark.usefixtures("emitted")
+def test_it_fills_what_the_ui_shows(run, root, emitted, tmp_path):
+    uri, metrics, confusion, roc = evaluated(run, root, tmp_path)
+    assert uri.startswith(storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}-"))
+    written = json.loads(storage.read_file(uri, "metrics.json"))
+    assert {**written["metrics"], "uri": uri} == metrics.metadata
+    assert emitted()[-1].metrics == written["metrics"]
+    assert emitted()[0].inputs == {"dataset": run.dataset}
+    matrix = confusion.metadata["confusionMatrix"]
+    names = [each["displayName"] for each in matrix["annotationSpecs"]]
+    assert names == [str(digit) for digit in range(10)]
+    assert sum(sum(row["row"]) for row in matrix["rows"]) == TEST_EXAMPLES
+    points = roc.metadata["confidenceMetrics"]
+    assert [
+        [each[key] for key in ("falsePositiveRate", "recall", "confidenceThreshold")]
+        for each in points
+    ] == written["roc"]
+    assert (points[0]["recall"], points[-1]["recall"]) == (0, 1)
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatch, tmp_path):
+    monkeypatch.setattr(ui, "MOST_CLASSES", 9)
+    uri, metrics, confusion, _ = evaluated(run, root, tmp_path)
+    assert confusion.metadata == {"left_out": "10 classes are more than 9"}
+    assert metrics.metadata["uri"] == uri
+    assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
+
+
+@pytest.mark.usefixtures("emitted")
+@pytest.mark.parametrize("size", [0, 6000])
+def test_a_full_disk_is_one_line(run, root, capsys, size, artifacts):
+    given = (text_of(run), root, "full", run.dataset, run.checkpoint, *artifacts)
+    with no_larger_files_than(size):
+        code, line = refused(evaluate_model.evaluate_model.python_func, *given, capsys=capsys)
+    assert (code, "File too large" in line) == (1, True)
+    assert not storage.names(storage.join(root, "full"))
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_second_evaluation_is_the_first(run, root, tmp_path):
+    assert evaluated(run, root, tmp_path)[0] == evaluated(run, root, tmp_path)[0]
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_checkpoint_that_is_not_there(run, root, capsys, artifacts):
+    given = (text_of(run), root, RUN, run.dataset, f"{run.checkpoint}9", *artifacts)
+    code, line = refused(evaluate_model.evaluate_model.python_func, *given, capsys=capsys)
+    assert code == 1
+    assert f"{run.checkpoint}9 is not published" in line
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_checkpoint_that_was_made_again_is_evaluated_again(root, tmp_path):
+    run = small_run.small_run(tmp_path / "run")
+    first, *_ = evaluated(run, root, tmp_path)
+    storage.fetch(run.checkpoint, tmp_path / "again")
+    fields = storage.read_manifest(run.checkpoint).fields
+    storage.delete(run.checkpoint)
+    storage.publish(tmp_path / "again", run.checkpoint, kind="checkpoint", fields=fields)
+    second, *_ = evaluated(run, root, tmp_path)
+    assert first != second
+    assert len(storage.published(storage.join(root, RUN, "evaluation"))) == 2
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_blessing(run, root, tmp_path, emitted):
+    word, uri = gated(run, root, tmp_path, 0.1)
+    assert word == "blessed"
+    assert json.loads(storage.read_file(uri, "decision.json"))["decision"] == "blessed"
+    end = emitted()[-1]
+    assert (end.uri, end.metrics["decision"]) == (uri, "blessed")
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_refusal_gives_its_reasons(run, root, tmp_path, emitted):
+    word, uri = gated(run, root, tmp_path, 1.0)
+    assert word == "refused"
+    written = json.loads(storage.read_file(uri, "decision.json"))
+    assert written["reasons"] == emitted()[-1].metrics["reasons"]
+    assert written["reasons"][0].endswith("is below gate.min 1.0")
+
+
+@pytest.mark.usefixtures("emitted")
+def test_under_another_policy_the_same_run_is_judged_anew(run, root, tmp_path):
+    refusal = gated(run, root, tmp_path, 1.0)
+    blessing = gated(run, root, tmp_path, 0.1)
+    assert [refusal[0], blessing[0]] == ["refused", "blessed"]
+    assert gated(run, root, tmp_path, 1.0) == refusal
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_blessed_model_is_exported(run, root, tmp_path, emitted):
+    _, decision = gated(run, root, tmp_path, 0.1)
+    artifact = artifact_in(tmp_path, dsl.Model)
+    config = text_of(run, accuracy=0.1)
+    uri = export_model.export_model.python_func(
+        config, root, RUN, run.dataset, run.checkpoint, decision, artifact
+    )
+    assert uri.startswith(storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}-"))
+    storage.verify(uri)
+    begins = [each for each in emitted() if isinstance(each, StepBegin)]
+    assert begins[-1].inputs == {"dataset": run.dataset}
+    differences = emitted()[-1].metrics
+    assert set(differences) == {"saved_model", "keras"}
+    assert artifact.metadata == {"uri": uri, **differences}
+
+
+@pytest.mark.usefixtures("emitted")
+@pytest.mark.parametrize("size", [0, 3000, 30_000])
+def test_a_full_disk_is_one_line_of_export_model(run, root, tmp_path, capsys, size):
+    _, decision = gated(run, root, tmp_path, accuracy=0.1)
+    given = (text_of(run, accuracy=0.1), root, "full", run.dataset, run.checkpoint, decision)
+    with no_larger_files_than(size):
+        code, line = refused(
+            export_model.export_model.python_func,
+            *given,
+            artifact_in(tmp_path, dsl.Model),
+            capsys=capsys,
+        )
+    assert (code, "File too large" in line) == (1, True)
+    assert not storage.names(storage.join(root, "full"))
+
+
+@pytest.mark.usefixtures("emitted")
+@pytest.mark.slow
+def test_other_formats_are_published_next_to_the_first(run, root, tmp_path):
+    _, decision = gated(run, root, tmp_path, 0.1)
+    found = []
+    for formats in (["saved_model"], ["saved_model", "keras"], ["saved_model"]):
+        tree = {**json.loads(text_of(run)), "export": {"formats": formats}}
+        given = (json.dumps(tree), root, RUN, run.dataset, run.checkpoint, decision)
+        found.append(
+            export_model.export_model.python_func(*given, artifact_in(tmp_path, dsl.Model))
+        )
+    assert found[0] == found[2] != found[1]
+    assert storage.read_manifest(found[1]).fields["formats"] == ["saved_model", "keras"]
+
+
+@pytest.mark.usefixtures("emitted")
+def test_a_refused_model_is_not_exported(run, root, tmp_path, capsys):
+    _, decision = gated(run, root, tmp_path, 1.0)
+    given = (text_of(run), root, RUN, run.dataset, run.checkpoint, decision, artifact_in(tmp_path))
+    code, line = refused(export_model.export_model.python_func, *given, capsys=capsys)
+    assert code == 1
+    assert line.startswith("nothing is exported: the gate refused the model")
+    assert not storage.published(storage.join(root, RUN, "model"))
+
+
+@pytest.fixture
+def pipeline(run, tmp_path, monkeypatch):
+    """Return a function that runs all steps after training, under a run id."""
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
+    root = storage.uri_of(tmp_path / "root")
+
+    def go(run_id, checkpoint=run.checkpoint, **sections):
+        gate = {"champion": {"margin": 0.05}}
+        tree = {**run.config.model_dump(mode="json"), "gate": gate, **sections}
+        tree["export"] = {"formats": ["saved_model"]}
+        given = (json.dumps(tree), root, run_id)
+        measured = evaluate_model.evaluate_model.python_func(
+            *given,
+            run.dataset,
+            checkpoint,
+            artifact_in(tmp_path, dsl.Metrics),
+            *(artifact_in(tmp_path, dsl.ClassificationMetrics) for _ in range(2)),
+        )
+        word = check_gate.check_gate.python_func(
+            *given, measured, str(tmp_path / "decision"), artifact_in(tmp_path)
+        )
+        decision = (tmp_path / "decision").read_text()
+        if word == "refused":
+            return SimpleNamespace(word=word, decision=decision, metrics={})
+        made = (*given, run.dataset, checkpoint, decision)
+        uri = export_model.export_model.python_func(*made, artifact_in(tmp_path, dsl.Model))
+        artifact = artifact_in(tmp_path, dsl.Model)
+        word = register_model.register_model.python_func(*given, uri, "our/image:2", artifact)
+        last = list(events.read(tmp_path / "events.jsonl"))[-1]
+        return SimpleNamespace(
+            word=word,
+            model=uri,
+            decision=decision,
+            uri=last.uri,
+            metrics=last.metrics,
+            artifact=artifact,
+        )
+
+    return SimpleNamespace(go=go, root=root)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.slow
+def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_demand(
+    run, pipeline, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(run_store.RUN_ID, "first")
+    first = pipeline.go("first")
+    assert (first.word, first.metrics["version"], first.metrics["promotion"]) == ("promoted", 1, 1)
+    displayed = {"model": first.model, "decision": "promoted", "version": 1, "promotion": 1}
+    assert first.artifact.metadata == {"uri": first.uri, **displayed}
+    champion = registry.champion(pipeline.root, "digits")
+    lineage = champion.manifest.fields["lineage"]
+    assert lineage["checkpoint"] == run.checkpoint
+    assert (lineage["run_id"], lineage["fingerprint"]) == ("first", "00000000")
+    assert (lineage["image"], lineage["decision"]) == ("", first.decision)
+    assert lineage["metrics"]["accuracy"] > 0.5
+
+    again = small_run.publish_checkpoint(tmp_path / "again", run.model)
+    second = pipeline.go("second", again)
+    assert (second.word, second.metrics["version"]) == ("promoted", 2)
+    decided = json.loads(storage.read_file(second.decision, "decision.json"))
+    assert decided["champion"] == champion.uri
+
+    third = pipeline.go("third", gate={"champion": {"margin": -0.1}})
+    assert third.word == "refused"
+    assert registry.champion(pipeline.root, "digits").number == 2
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.slow
+def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
+    better = {"gate": {"champion": {"margin": -0.1}}}
+    first, again = (pipeline.go("first", **better) for _ in range(2))
+    assert (again.word, again.model, again.metrics) == ("promoted", first.model, first.metrics)
+    assert registry.newest(pipeline.root, "digits") == 1
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_refusal_of_the_registry_keeps_its_reasons(pipeline):
+    made = pipeline.go("first", registry={"max_megabytes": 0.001})
+    assert made.word == "refused"
+    assert made.metrics["reasons"][0].startswith("megabytes ")
+    assert made.metrics["version"] == 0
+    assert registry.champion(pipeline.root, "digits") is None
