@@ -9,8 +9,11 @@ import pytest
 import urllib3
 from kubernetes import client, watch
 
+from tests.kubernetes import rbac
+from tests.kubernetes.admission import ENFORCE, refusal
 from tests.kubernetes.cluster import NAMESPACE, tfjob
 from tests.kubernetes.conditions import is_true
+from tests.kubernetes.control import USER
 
 ARGS = ("kubeflow.org", "v1", NAMESPACE, "tfjobs")
 
@@ -307,3 +310,277 @@ def test_network_policies_are_listed_and_go_with_their_owner(kube, api, jobs):
     assert (found.metadata.name, found.spec.pod_selector.match_labels) == ("policy", {"a": "b"})
     jobs.delete_namespaced_custom_object(*ARGS, "job")
     assert not networking.list_namespaced_network_policy(NAMESPACE).items
+
+
+RESTRICTED = {ENFORCE: "restricted"}
+
+
+# What a pod without any security context violates, as a real API server says it.
+NOTHING_SET = (
+    'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false (container '
+    '"tensorflow" must set securityContext.allowPrivilegeEscalation=false), unrestricted '
+    'capabilities (container "tensorflow" must set securityContext.capabilities.drop=["ALL"]), '
+    'runAsNonRoot != true (pod or container "tensorflow" must set '
+    'securityContext.runAsNonRoot=true), seccompProfile (pod or container "tensorflow" must set '
+    'securityContext.seccompProfile.type to "RuntimeDefault" or "Localhost")'
+)
+
+
+CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def pod(whole=POD, container=CONTAINER, **more):
+    spec = {"containers": [{"name": "tensorflow", "securityContext": container}], **more}
+    return {"metadata": {"name": "x"}, "spec": {**spec, "securityContext": whole}}
+
+
+def test_a_pod_is_refused_and_its_job_is_accepted(kube, api):
+    kube.store.labels[NAMESPACE] = RESTRICTED
+    jobs, core = client.CustomObjectsApi(api), client.CoreV1Api(api)
+    jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    kube.store.wait(lambda: kube.store.all("events"))
+    [event] = kube.store.all("events", NAMESPACE, fields="involvedObject.name=job")
+    assert (event["type"], event["reason"]) == ("Warning", "FailedCreatePod")
+    name = 'pods "job-chief-0" is forbidden'
+    assert event["message"] == f"Error creating: {name}: {NOTHING_SET}"
+    assert not kube.pods()
+    with pytest.raises(client.ApiException) as caught:
+        core.create_namespaced_pod(NAMESPACE, pod(whole={}, container={}))
+    assert (caught.value.status, caught.value.reason) == (403, "Forbidden")
+    core.create_namespaced_pod(NAMESPACE, pod())
+    assert core.read_namespace(NAMESPACE).metadata.labels == RESTRICTED
+
+
+@pytest.mark.parametrize("labels", [{}, {ENFORCE: "baseline"}, {ENFORCE: "privileged"}])
+def test_only_the_label_of_the_namespace_enforces_it(labels):
+    assert not refusal(pod(whole={}, container={}), labels)
+    assert refusal(pod(whole={}, container={}), RESTRICTED).endswith(NOTHING_SET)
+
+
+@pytest.mark.parametrize(
+    ("tree", "violated"),
+    [
+        (pod(), ""),
+        (pod(whole={}, container={**CONTAINER, **POD}), ""),
+        (
+            pod(whole={**POD, "runAsNonRoot": False}),
+            "runAsNonRoot != true (pod must not set securityContext.runAsNonRoot=false)",
+        ),
+        (
+            pod(container={**CONTAINER, "runAsNonRoot": False}),
+            'runAsNonRoot != true (container "tensorflow" must not set '
+            "securityContext.runAsNonRoot=false)",
+        ),
+        (pod(whole={**POD, "runAsUser": 0}), "runAsUser=0 (pod must not set runAsUser=0)"),
+        (
+            pod(whole={**POD, "seccompProfile": {"type": "Unconfined"}}),
+            'seccompProfile (pod must not set securityContext.seccompProfile.type to "Unconfined")',
+        ),
+        (
+            pod(volumes=[{"name": "d", "hostPath": {"path": "/d"}}, {"name": "s", "emptyDir": {}}]),
+            'restricted volume types (volume "d" uses restricted volume type "hostPath")',
+        ),
+        (
+            pod(initContainers=[{"name": "a"}, {"name": "b", "securityContext": CONTAINER}]),
+            'allowPrivilegeEscalation != false (container "a" must set '
+            "securityContext.allowPrivilegeEscalation=false), unrestricted capabilities "
+            '(container "a" must set securityContext.capabilities.drop=["ALL"])',
+        ),
+    ],
+)
+def test_what_a_pod_violates(tree, violated):
+    prefix = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": '
+    assert refusal(tree, RESTRICTED) == (f"{prefix}{violated}" if violated else "")
+
+
+def quota(kube, hard, **status):
+    tree = {"metadata": {"name": "team"}, "spec": {"hard": hard}, "status": status}
+    kube.store.create("resourcequotas", NAMESPACE, tree)
+
+
+def events(kube):
+    kube.store.wait(lambda: kube.store.all("events"))
+    job = kube.job()["metadata"]
+    found = kube.store.all("events", NAMESPACE, fields=f"involvedObject.uid={job['uid']}")
+    return [(each["reason"], each["message"]) for each in found]
+
+
+def test_an_absent_service_account_leaves_a_job_without_pods_and_conditions(kube, api):
+    job = tfjob(roles={"Chief": 1, "Worker": 1})
+    pod = job["spec"]["tfReplicaSpecs"]["Chief"]["template"]["spec"]
+    pod["serviceAccountName"] = "robot"
+    client.CustomObjectsApi(api).create_namespaced_custom_object(*ARGS, job)
+    assert events(kube) == [
+        (
+            "FailedCreatePod",
+            'Error creating: pods "job-chief-0" is forbidden: error looking up service account '
+            'models/robot: serviceaccount "robot" not found',
+        )
+    ]
+    assert (kube.job().get("status"), kube.pods()) == (None, {})
+    kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "robot"}})
+    assert set(kube.all_pods()) == {"chief-0", "worker-0"}
+
+
+def test_a_full_quota_refuses_what_is_beyond_it(kube, api):
+    quota(kube, {"pods": "2"}, used={"pods": "1"})
+    client.CustomObjectsApi(api).create_namespaced_custom_object(*ARGS, tfjob())
+    assert events(kube) == [
+        (
+            "FailedCreatePod",
+            'Error creating: pods "job-ps-0" is forbidden: exceeded quota: team, requested: '
+            "pods=1, used: pods=2, limited: pods=2",
+        )
+    ]
+    assert set(kube.pods()) == {"chief-0"}
+
+
+@pytest.mark.parametrize(
+    ("hard", "words"),
+    [
+        ({"requests.cpu": "1"}, "failed quota: team: must specify requests.cpu for: tensorflow"),
+        ({"limits.memory": "1"}, "failed quota: team: must specify limits.memory for: tensorflow"),
+        ({"requests.nvidia.com/gpu": "0"}, ""),
+    ],
+)
+def test_a_dry_run_says_what_would_be_refused_and_leaves_nothing(kube, api, hard, words):
+    quota(kube, hard)
+    version = kube.store.version()
+    core = client.CoreV1Api(api)
+    pod = {"metadata": {"name": "x"}, "spec": {"containers": [{"name": "tensorflow"}]}}
+    if words:
+        with pytest.raises(client.ApiException, match=words) as caught:
+            core.create_namespaced_pod(NAMESPACE, pod, dry_run="All")
+        assert caught.value.status == 403
+    else:
+        assert core.create_namespaced_pod(NAMESPACE, pod, dry_run="All").metadata.uid
+    assert kube.store.version() == version
+
+
+POD_PATH = f'cannot get resource "pods/log" in API group "" in the namespace "{NAMESPACE}"'
+
+
+JOB = f'in API group "kubeflow.org" in the namespace "{NAMESPACE}"'
+
+
+def forbidden(call, *arguments, **named):
+    with pytest.raises(client.ApiException) as error:
+        call(*arguments, **named)
+    assert error.value.status == 403
+    return error.value.body
+
+
+def test_a_verb_that_is_not_granted_is_forbidden_by_name(kube, api):
+    kube.store.create("tfjobs", NAMESPACE, tfjob("x"))
+    jobs, core = client.CustomObjectsApi(api), client.CoreV1Api(api)
+    place = ("kubeflow.org", "v1", NAMESPACE, "tfjobs")
+    kube.server.control.granted[USER] = {("get", "tfjobs")}
+    assert jobs.get_namespaced_custom_object(*place, "x")["metadata"]["name"] == "x"
+    words = forbidden(jobs.patch_namespaced_custom_object, *place, "x", {"metadata": {}})
+    named = f'\\"{USER}\\" cannot patch resource \\"tfjobs\\"'
+    assert f'tfjobs.kubeflow.org \\"x\\" is forbidden: User {named}' in words
+    assert JOB.replace('"', '\\"') in words
+    words = forbidden(jobs.list_namespaced_custom_object, *place)
+    assert "tfjobs.kubeflow.org is forbidden" in words
+    words = forbidden(core.read_namespaced_pod_log, "job-chief-0", NAMESPACE)
+    assert POD_PATH.replace('"', '\\"') in words
+
+
+def test_the_roles_are_those_of_the_deployment():
+    assert ("patch", "tfjobs") in rbac.grants(rbac.LAUNCHER)
+    assert ("patch", "tfjobs") not in rbac.grants(rbac.TRAINER)
+
+
+def test_a_patch_of_another_object_of_the_same_name_is_refused(kube, api):
+    kube.store.create("tfjobs", NAMESPACE, tfjob("x"))
+    place = ("kubeflow.org", "v1", NAMESPACE, "tfjobs", "x")
+    with pytest.raises(client.ApiException) as error:
+        client.CustomObjectsApi(api).patch_namespaced_custom_object(
+            *place, {"metadata": {"uid": "another"}}
+        )
+    assert error.value.status == 422
+
+
+def review(api, user=None, **attributes):
+    resource = client.V1ResourceAttributes(namespace=NAMESPACE, **attributes)
+    authorization = client.AuthorizationV1Api(api)
+    if user is None:
+        spec = client.V1SelfSubjectAccessReviewSpec(resource_attributes=resource)
+        body = client.V1SelfSubjectAccessReview(
+            api_version="authorization.k8s.io/v1", kind="SelfSubjectAccessReview", spec=spec
+        )
+        return authorization.create_self_subject_access_review(body).status.allowed
+    spec = client.V1SubjectAccessReviewSpec(resource_attributes=resource, user=user)
+    body = client.V1SubjectAccessReview(
+        api_version="authorization.k8s.io/v1", kind="SubjectAccessReview", spec=spec
+    )
+    return authorization.create_subject_access_review(body).status.allowed
+
+
+def test_version_and_kinds(kube, api):
+    assert client.VersionApi(api).get_code().git_version == "v1.31.4"
+    kinds = client.CustomObjectsApi(api).list_cluster_custom_object
+    kube.server.control.kinds.clear()
+    with pytest.raises(client.ApiException) as caught:
+        kinds("kubeflow.org", "v1", "")
+    assert caught.value.status == 404
+
+
+def test_permissions_are_those_of_the_test(kube, api):
+    create = {"group": "kubeflow.org", "resource": "tfjobs", "verb": "create"}
+    assert review(api, **create)
+    assert review(api, "bob", **create)
+    kube.server.control.deny(USER, "create tfjobs")
+    assert not review(api, **create)
+    assert review(api, "bob", **create)
+    kube.server.control.deny("bob", "get pods/log")
+    assert not review(api, "bob", group="", resource="pods", subresource="log", verb="get")
+    assert review(api, "bob", group="", resource="pods", verb="get")
+
+
+def test_a_permission_in_another_group_is_none(api):
+    assert not review(api, group="", resource="tfjobs", verb="get")
+
+
+def test_nodes_namespaces_and_classes(kube, api):
+    core, scheduling = client.CoreV1Api(api), client.SchedulingV1Api(api)
+    kube.store.create("nodes", "", {"metadata": {"name": "n"}, "spec": {}, "status": {}})
+    assert [each.metadata.name for each in core.list_node().items] == ["n"]
+    assert core.read_namespace(NAMESPACE).status.phase == "Active"
+    kube.server.control.absent.add(NAMESPACE)
+    for read in (
+        lambda: core.read_namespace(NAMESPACE),
+        lambda: scheduling.read_priority_class("x"),
+    ):
+        with pytest.raises(client.ApiException) as caught:
+            read()
+        assert caught.value.status == 404
+
+
+def test_quotas_and_secrets_are_objects_like_others(kube, api):
+    core = client.CoreV1Api(api)
+    quota = {"metadata": {"name": "q"}, "spec": {"hard": {"pods": "4"}}}
+    kube.store.create("resourcequotas", NAMESPACE, quota)
+    kube.store.create("secrets", NAMESPACE, {"metadata": {"name": "s"}, "data": {"k": "dg=="}})
+    [found] = core.list_namespaced_resource_quota(NAMESPACE).items
+    assert found.spec.hard == {"pods": "4"}
+    assert core.read_namespaced_secret("s", NAMESPACE).data == {"k": "dg=="}
+
+
+def test_deployments_of_the_whole_cluster(kube, api):
+    apps = client.AppsV1Api(api)
+    for replicas in (1, 0):
+        kube.install_operator(replicas=replicas)
+        [found] = apps.list_deployment_for_all_namespaces().items
+        assert found.status.ready_replicas == (replicas or None)
+
+
+def test_a_forbidden_request_names_user_verb_and_resource(kube, api):
+    kube.faults.add("pods", 403)
+    with pytest.raises(client.ApiException) as caught:
+        client.CoreV1Api(api).list_namespaced_pod(NAMESPACE)
+    words = f'pods is forbidden: User \\"{USER}\\" cannot list resource \\"pods\\" in API group'
+    assert words in caught.value.body

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +17,30 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from kubeflow import training
 
+from components.image import IMAGE, SECRET_KEYS, PodDefaults
 from components.kubernetes import names
 from components.kubernetes.engine import document
 from components.kubernetes.pods.template import Place, leading, pod_template, replicas
 from components.tfjob.engine import TFJobs
 from components.tfjob.manifest import REPLICAS, manifest
+from tests.components.kubernetes import attempts
+from tests.components.kubernetes.attempts import Attempt, settings
 from tests.components.kubernetes.settings import configurations
+from tests.kubernetes.admission import ENFORCE, refusal
+from tests.kubernetes.cluster import NAMESPACE
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[3]
+
+
 CRD = ROOT / "../shared/schemas/kubeflow.org_tfjobs.yaml"
+
+
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("manifest-*.yaml"))
+
+
 PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
 
 
@@ -342,3 +354,133 @@ def test_every_setting_of_a_pod_is_used():
     settings = Config().cluster.kubernetes.pod
     unused = [name for name in type(settings).model_fields if f"pod.{name}" not in source]
     assert unused == ["restart_policy"]
+
+
+def secrets_of(root, place=PLACE, **pod):
+    config = parse_config({"cluster": {"kubernetes": {"pod": pod}}})
+    job = Job(config=config, dataset="d", checkpoints=f"{root}/r/c", workdir=Path())
+    env = container(manifest(job, place), "PS")["env"]
+    references = [each["valueFrom"]["secretKeyRef"] for each in env if "valueFrom" in each]
+    return {(each["name"], each["key"]) for each in references}
+
+
+@pytest.mark.parametrize("root", ["minio://b", "s3://bucket"])
+def test_a_store_with_credentials_uses_the_secret_of_the_run_unless_another_is_named(root):
+    assert secrets_of(root) == {("mlpipeline-minio-artifact", key) for key in SECRET_KEYS}
+    place = replace(PLACE, defaults=PodDefaults(store_secret="ours"))
+    assert secrets_of(root, place) == {("ours", key) for key in SECRET_KEYS}
+    assert secrets_of(root, place, secret_env={"AWS_ACCESS_KEY_ID": "own/k"}) == {("own", "k")}
+    assert secrets_of(root, place, env_from_secrets=["own"]) == set()
+    ours = {("ours", key) for key in SECRET_KEYS}
+    assert secrets_of(root, place, secret_env={"TRACKER_KEY": "other/k"}) == {*ours, ("other", "k")}
+    assert secrets_of(root, place, env={"AWS_ACCESS_KEY_ID": "public"}) == set()
+    nothing = replace(PLACE, defaults=PodDefaults(store_secret=""))
+    assert secrets_of(root, nothing) == set()
+
+
+@pytest.mark.parametrize("root", ["gs://bucket", "file:///r"])
+def test_another_store_uses_no_secret(root):
+    assert secrets_of(root) == set()
+
+
+def test_the_image_is_that_of_the_run_unless_another_is_named():
+    place = replace(PLACE, defaults=PodDefaults(image="ours/flotilla:2"))
+    tree = {"cluster": {"kubernetes": {"worker": {"image": "ours/gpu:2"}}}}
+    job = made(tree, place)
+    assert container(job, "PS")["image"] == container(job, "Chief")["image"] == "ours/flotilla:2"
+    assert container(job, "Worker")["image"] == "ours/gpu:2"
+    assert container(made(), "PS")["image"] == IMAGE
+
+
+RESTRICTED = {ENFORCE: "restricted"}
+
+
+LEAST = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+REQUIRED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def with_pod(**pod):
+    return {"cluster": {"evaluator": True, "kubernetes": {"pod": pod}}}
+
+
+def admitted(job):
+    """Return by role whether the pods of a job are admitted."""
+    pods = {role: template(job, role) for role in job["spec"]["tfReplicaSpecs"]}
+    return {
+        role: not refusal({**pod, "metadata": {"name": "x"}}, RESTRICTED)
+        for role, pod in pods.items()
+    }
+
+
+def mounted(job, role="Worker"):
+    return {mount["mountPath"] for mount in container(job, role)["volumeMounts"]}
+
+
+def test_by_default_every_pod_is_admitted_with_a_read_only_root():
+    job = made(with_pod())
+    assert admitted(job) == dict.fromkeys(("Chief", "PS", "Worker", "Evaluator"), True)
+    for role in job["spec"]["tfReplicaSpecs"]:
+        assert template(job, role)["spec"]["securityContext"] == REQUIRED
+        own = container(job, role)["securityContext"]
+        assert own == {**LEAST, "readOnlyRootFilesystem": True}
+        assert mounted(job, role) == {"/flotilla", "/tmp"}
+
+
+def test_writable_is_admitted_and_writes_anywhere():
+    job = made(with_pod(security="writable"))
+    assert all(admitted(job).values())
+    assert container(job, "PS")["securityContext"] == LEAST
+    assert mounted(job) == {"/flotilla"}
+
+
+def test_image_leaves_it_to_the_image_and_one_role_may_differ():
+    tree = with_pod(security="image")
+    tree["cluster"]["kubernetes"]["worker"] = {"security": "restricted"}
+    job = made(tree)
+    assert admitted(job) == {"Chief": False, "PS": False, "Worker": True, "Evaluator": False}
+    assert "securityContext" not in container(job, "PS")
+    assert "securityContext" not in template(job, "PS")["spec"]
+
+
+def test_fields_of_ones_own_are_laid_over_those_of_the_standard():
+    job = made(with_pod(security_context={"fsGroup": 2000, "runAsUser": 1234}))
+    own = template(job, "PS")["spec"]["securityContext"]
+    assert own == {**REQUIRED, "fsGroup": 2000, "runAsUser": 1234}
+    alone = made(with_pod(security="image", security_context={"runAsUser": 0}))
+    assert template(alone, "PS")["spec"]["securityContext"] == {"runAsUser": 0}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"working_folder": "/tmp"},
+        {"volumes": [{"name": "mine", "mount_path": "/tmp", "source": {"emptyDir": {}}}]},
+    ],
+)
+def test_tmp_is_mounted_once(place):
+    paths = [
+        mount["mountPath"] for mount in container(made(with_pod(**place)), "PS")["volumeMounts"]
+    ]
+    assert paths.count("/tmp") == 1
+
+
+def test_a_job_trains_in_a_namespace_that_enforces_it(kube):
+    kube.store.labels[NAMESPACE] = RESTRICTED
+    attempt = Attempt(attempts.job_of(settings()))
+    kube.wait_watched()
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+
+
+def test_pods_that_are_refused_are_the_reason_in_the_launchers_line(kube):
+    kube.store.labels[NAMESPACE] = RESTRICTED
+    tree = settings(queueing=1)
+    tree["cluster"]["kubernetes"]["pod"] = {"security": "image"}
+    message = Attempt(attempts.job_of(tree)).failure()
+    assert "FailedCreatePod: Error creating: pods " in message
+    assert 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation' in message
+    kube.wait_until_deleted()
