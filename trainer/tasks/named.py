@@ -48,7 +48,7 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # To ask Keras for one of these names would make it, and so begin TensorFlow's threads: tasks are
+    # Asking Keras for one of these names makes it, which starts TensorFlow's threads: tasks are
     # forked from a process that has imported this.
     long = (
         keras.metrics.BinaryCrossentropy,
