@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from trainer import events
 from trainer.events import Event
@@ -25,7 +26,7 @@ INCIDENTS = (
     events.CheckpointPassedOver,
 )
 # A run of weeks has more; of these the newest are kept.
-_MOST = 10_000
+_newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
 
@@ -62,10 +63,8 @@ class RunState:
     handed_on_step: int = 0
     seen_until: dict[int, float] = field(default_factory=dict)
     tries: list[StepTry] = field(default_factory=list)
-    incidents: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST))
-    checkpoints: deque[events.CheckpointPublished] = field(
-        default_factory=lambda: deque(maxlen=_MOST)
-    )
+    incidents: deque[Event] = field(default_factory=_newest)
+    checkpoints: deque[events.CheckpointPublished] = field(default_factory=_newest)
     _newest: dict[type[Event], Event] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
@@ -115,12 +114,6 @@ class RunState:
     def interrupted(self) -> bool:
         """Whether the run was asked to end."""
         return events.Interrupted in self._newest
-
-    @property
-    def step(self) -> str:
-        """The pipeline step that runs; empty between two steps."""
-        last = self.tries[-1] if self.tries else None
-        return last.step if last and last.start == self.start and last.end is None else ""
 
     @property
     def traceback(self) -> str:

@@ -28,8 +28,8 @@ from tests.cluster.test_lease import left_elsewhere
 from tests.conftest import ROOT
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
-from tests.trainer.monitoring.scraped import scrape
-from tests.trainer.tensorboard.event_files import hyperparameters, scalars
+from tests.trainer.monitoring.test_metrics import scrape
+from tests.trainer.tensorboard.test_scalars import hyperparameters, scalars
 from trainer import events, storage, user_code
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.contents import contents

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pipelines.cli import app
-from tests.trainer.tracking import hub_server
+from tests.trainer.tracking import test_hub as hub_server
 from trainer import storage
 from trainer.promotion import registry
 from trainer.tracking import addresses, hub

@@ -28,7 +28,7 @@ def ended(step, time, **more):
 
 def test_before_the_first_event_nothing_is_known():
     state = RunState()
-    assert (state.start, state.step, state.moved, state.traceback) == (0, "", 0.0, "")
+    assert (state.start, state.moved, state.traceback) == (0, 0.0, "")
     assert state.newest(Progress) is None
     assert not state.interrupted
     assert state.suspension is None
@@ -72,7 +72,6 @@ def test_tries_are_of_their_start_and_end_in_order():
     assert [(each.step, each.began, each.start, bool(each.end)) for each in state.tries] == [
         ("a", 1.0, 0, False), ("a", 6.0, 1, True), ("b", 7.0, 1, False),
     ]  # fmt: skip
-    assert state.step == "b"
     assert state.seen_until == {0: 1.0, 1: 8.0}
 
 

@@ -19,7 +19,7 @@ from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
 from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import RUNNER
-from tests.trainer.tracking import hub_server
+from tests.trainer.tracking import test_hub as hub_server
 from trainer.tracking import addresses, hub, mlflow_run
 from trainer.tracking.hub import Hub
 

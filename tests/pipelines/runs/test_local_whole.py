@@ -13,7 +13,7 @@ from components.records import gather_report
 from pipelines.runs import local, local_status
 from tests.pipelines.called import Called, call, calling, content, processes_of, setting
 from tests.trainer.page import Page
-from tests.trainer.tracking.mlflow_server import MlflowServer
+from tests.trainer.tracking.test_mlflow_run import MlflowServer
 from trainer import events, storage
 from trainer.code import references
 from trainer.config.load import load_config

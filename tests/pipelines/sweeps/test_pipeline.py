@@ -16,6 +16,19 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
+ON_LOCAL_RUNNER = """
+import sys
+from pathlib import Path
+from kfp import components, local
+
+file, root = sys.argv[1:]
+local.init(
+    runner=local.SubprocessRunner(use_venv=False),
+    pipeline_root=str(Path(root, "kfp")),
+    raise_on_error=True,
+)
+components.load_component_from_file(file)(storage_root=Path(root).as_uri())
+"""
 BATCHES = ("training.steps=900", "training.batch_size=8,16,32,64,96,128,160,192,256")
 
 
@@ -85,7 +98,7 @@ def test_a_compiled_halving_runs_on_the_local_runner_with_a_trial_that_fails(tmp
     )
     options = SweepOptions(config=Config(), settings=settings, halving=True)
     compile_sweep(options, tmp_path / "sweep.yaml")
-    words = ["-m", "tests.pipelines.sweeps.on_local_runner", tmp_path / "sweep.yaml", tmp_path]
+    words = ["-c", ON_LOCAL_RUNNER, tmp_path / "sweep.yaml", tmp_path]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
         [sys.executable, *map(str, words)], cwd=ROOT, env={**os.environ, "PATH": path}, check=True

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from tests.trainer.monitoring.scraped import scrape
+from tests.trainer.monitoring.test_metrics import scrape
 from trainer import events, variables
 from trainer.cluster.launcher import Job
 from trainer.cluster.loopback import EVERY_HOST, METRICS_HOST

@@ -120,23 +120,6 @@ def test_a_link_leads_to_a_local_file_or_nowhere(uri: Any) -> None:
     assert not [name for name, _ in Page(html).attributes if name == "href"]
 
 
-def test_a_run_of_a_thousand_restarts_is_a_page_and_a_picture() -> None:
-    incidents = [
-        {"event": "restart", "time": 100.0 + n, "task": f"worker-{n % 3}", "cause": "SIGKILL"}
-        for n in range(1000)
-    ]
-    saved = [
-        {"event": "checkpoint_published", "time": 90.0 + 100 * n, "global_step": 100 * n}
-        for n in range(12)
-    ]
-    history = [{"global_step": n, "loss": 1.0 / (n + 1)} for n in range(0, 1100, 100)]
-    html = report.render({"history": history, "incidents": incidents, "checkpoints": saved})
-    page = Page(html.replace("></path>", "></path>"))
-    assert page.attributes.count(("class", "flag")) < 70
-    assert "worker-0: restart (334)" in page.text
-    assert len(html) < 500_000
-
-
 @pytest.mark.parametrize(
     "history",
     [

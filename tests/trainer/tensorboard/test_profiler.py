@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests.trainer.counting import Counting, Run
 from trainer import events
@@ -148,3 +149,16 @@ def test_a_profiler_that_fails_is_one_warning(run, monkeypatch, caplog, name):
     assert run.train(steps=40, profile=[13, 17]) == 40
     assert caplog.text.count("another profiler is running") == 1
     assert "the profile is not " in caplog.text
+
+
+@pytest.mark.slow
+def test_the_trace_has_the_operations_of_the_steps(tmp_path):
+    profiler = Profiler((2, 3), tmp_path, [])
+    weight = tf.Variable(tf.ones([64, 64]))
+    for step in range(4):
+        profiler.at(step)
+        weight.assign(tf.linalg.matmul(weight, weight) / 64)
+    [path] = (tmp_path / "train/plugins/profile").glob("*/*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(path.read_bytes())
+    names = {each.name for plane in space.planes for each in plane.event_metadata.values()}
+    assert any("MatMul" in name for name in names)

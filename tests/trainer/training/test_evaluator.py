@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.trainer.tensorboard.event_files import scalars
+from tests.trainer.tensorboard.test_scalars import scalars
 from trainer import storage
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config

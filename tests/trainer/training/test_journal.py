@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.counting import config_of
-from tests.trainer.tensorboard.event_files import hyperparameters, scalars
+from tests.trainer.tensorboard.test_scalars import hyperparameters, scalars
 from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.training.journal import MAX_ROWS, Journal, UnpublishedJournal
