@@ -32,25 +32,19 @@ def replay(
 
     A run of a cluster is found by --set storage.root=URI, or by --endpoint.
     """
-    from pipelines.replay import replay as replays
+    from pipelines.replay.recorded import find
+    from pipelines.replay.replay import replay as replayed
 
-    options = replays.ReplayOptions(
-        run=run,
-        step=step,
-        settings=tuple(assignments or ()),
-        workdir=workdir,
-        instance=instance,
-        debug=pdb,
-    )
-    result = replays.replay(options, lambda line: note(f"flotilla: {line}"))
-    before, now, folder = result.recorded.record, result.replayed, str(result.folder)
+    recorded = find(run, step, settings=assignments or (), workdir=workdir, instance=instance)
+    result = replayed(recorded, workdir, debug=pdb, on_line=lambda line: note(f"flotilla: {line}"))
+    before, now, folder = recorded.record, result.replayed, str(result.folder)
     note(f"flotilla: {before.step} on record: {_in_words(before)}")
     note(f"flotilla: {before.step} here: {_in_words(now)}")
     note(f"flotilla: what it wrote is in {folder}; remove it when you are done")
     return Answer(
         status=now.status if now else "failed",
         code=now.exit_code if now else FAILED,
-        run_id=result.recorded.run_id,
+        run_id=recorded.run_id,
         metrics=dict(now.metrics) if now else {},
         message=now.error if now else _KILLED,
         more={

@@ -16,9 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -30,9 +30,8 @@ from components.launchers import DEBUGGER
 from components.records.record import STOPPING
 from components.records.run_store import PINNED, RUN_FOLDER, RUN_ID, Given, digests
 from components.table import EVALUATE, REGISTER, RESOLVE, TRAIN, maker_of
-from pipelines.replay.recorded import RecordedStep, find
+from pipelines.replay.recorded import RecordedStep
 from pipelines.runs import local
-from pipelines.runs.kfp_access import Instance
 from trainer import cores, events, storage, user_code
 from trainer.cluster import signals
 from trainer.errors import ConfigError, RunInterruptedError, UserError
@@ -53,63 +52,40 @@ OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
-    """Which step to replay, and how.
-
-    Attributes:
-        run: id of the run; of one on an instance also its name.
-        step: its name.
-        settings: `storage.root=URI`, where a run of a cluster has published.
-        workdir: the folder of the runs of this machine; replays are below it.
-        instance: the KFP instance; from the environment when left out.
-        debug: stop in pdb where the step fails.
-    """
-
-    run: str
-    step: str
-    settings: Sequence[str] = ()
-    workdir: str | Path = "runs"
-    instance: Instance = field(default_factory=Instance)
-    debug: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReplayResult:
     """What was replayed.
 
     Attributes:
-        recorded: the step on record.
         replayed: how the replay ended; None where its process was killed.
         folder: all that the replay has written.
         remarks: what was not as it was.
     """
 
-    recorded: RecordedStep
     replayed: StepEnd | None
     folder: Path
     remarks: tuple[str, ...]
 
 
-def replay(options: ReplayOptions, on_line: OnLine = lambda _line: None) -> ReplayResult:
+def replay(
+    recorded: RecordedStep,
+    workdir: Path,
+    *,
+    debug: bool = False,
+    on_line: OnLine = lambda _line: None,
+) -> ReplayResult:
     """Run a step of a run again on this machine; nothing of the run is changed.
 
     Args:
-        options: which one, and how.
+        recorded: the step, see `pipelines.replay.recorded.find`.
+        workdir: the folder of the runs of this machine; replays are below it.
+        debug: stop in pdb where the step fails.
         on_line: called with each remark before the step begins.
 
     Raises:
-        UserError: there is no such step, or what it was given is not on record.
+        UserError: it was made by another version, or the folder cannot be written.
         RunInterruptedError: SIGINT or SIGTERM came; the step was ended.
     """
     local.require_current_folder()
-    workdir = Path(options.workdir)
-    recorded = find(
-        options.run,
-        options.step,
-        settings=options.settings,
-        workdir=workdir,
-        instance=options.instance,
-    )
     require_arguments(recorded.given)
     name = f"{recorded.run_id}-{recorded.step}-{secrets.token_hex(3)}"
     folder = workdir.absolute() / REPLAYS / name
@@ -118,19 +94,19 @@ def replay(options: ReplayOptions, on_line: OnLine = lambda _line: None) -> Repl
         if recorded.pinned:
             shutil.copyfile(recorded.pinned, folder / PINNED)
     root = storage.uri_of(folder / STORAGE)
-    arguments, remarks = arguments_of(recorded, root, debug=options.debug)
+    arguments, remarks = arguments_of(recorded, root, debug=debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks]
     remarks += _looked_up(recorded, arguments, folder / STORAGE)
     on_line(f"replaying {recorded.step} of {recorded.run_id} in {folder}")
     for line in remarks:
         on_line(line)
-    call = {"step": recorded.step, "arguments": arguments, "debug": options.debug}
+    call = {"step": recorded.step, "arguments": arguments, "debug": debug}
     call |= {"artifacts": dict(recorded.given.artifacts)}
     with reported(f"write to {folder}"):
         (folder / CALL).write_text(json.dumps(call, indent=2), encoding="utf-8")
-    replayed = _run(recorded, folder, debug=options.debug)
+    replayed = _run(recorded, folder, debug=debug)
     shutil.rmtree(folder / "tmp", ignore_errors=True)
-    return ReplayResult(recorded=recorded, replayed=replayed, folder=folder, remarks=tuple(remarks))
+    return ReplayResult(replayed=replayed, folder=folder, remarks=tuple(remarks))
 
 
 def require_arguments(given: Given) -> None:

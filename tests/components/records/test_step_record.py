@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from components.finish import finish
 from components.prepare_data import prepare_data
 from components.records import run_store
 from components.records.record import recorded
-from components.records.step_record import PublishedRecord, publish_config, read
+from components.records.step_record import PublishedRecord, read
 from components.resolve_config import resolve_config
 from components.train_model import train_model
 from tests.components.called_steps import ended
@@ -275,20 +274,6 @@ def test_a_store_that_comes_back_gets_the_end(s3, capsys):
         assert read(at, well=False) == []
     assert written(at, "train_model")["status"] == "done"
     assert "could not be published" in capsys.readouterr().err
-
-
-def test_garbage_collection_leaves_records_alone(at, place, tmp_path):
-    with recorded("train_model", at), suppress(UserError):
-        folder = tmp_path / "checkpoint"
-        folder.mkdir()
-        (folder / "variables").write_bytes(b"1")
-        uri = storage.join(at, "checkpoints", "step-00000001")
-        storage.publish(folder, uri, kind="checkpoint")
-    publish_config(at, "{}")
-    assert storage.collect_garbage(place.root) == []
-    assert written(at, "train_model")["status"] == "done"
-    assert storage.read_bytes(storage.join(at, "config.json")) == b"{}"
-    storage.verify(uri)
 
 
 class TestPlaces:

@@ -46,17 +46,8 @@ def broken_model(spec, **_args):
     return units["width"]
 
 
-def ended_model(spec, **_args):
-    raise SystemExit(0)
-
-
 def broken_loss(labels, outputs):
     raise ValueError("no loss for these labels")
-
-
-def broken_metric(labels, outputs):
-    count = 0
-    return 1 / count
 
 
 def broken_map(row):
@@ -193,14 +184,6 @@ def _missing_column(run: ClusterRun) -> StepRecord:
     return run.prepared(ROWS, label="price")
 
 
-def _unreadable_rows(run: ClusterRun) -> StepRecord:
-    return run.prepared(ROWS + "1,2,3,4\n", label="label")
-
-
-def _no_files(run: ClusterRun) -> StepRecord:
-    return run.prepared(ROWS, label="label", source=f"s3://{run.bucket}/raw/*.parquet")
-
-
 def _no_schema(run: ClusterRun) -> StepRecord:
     config = run.config(data={"schema_file": f"s3://{run.bucket}/schema.yaml"})
     return run.step("validate_data", config=config, dataset=run.dataset)
@@ -210,28 +193,12 @@ def _narrow_model(run: ClusterRun) -> StepRecord:
     return run.trained(model=_own("too_narrow"), cluster={"launcher": "jobset"})
 
 
-def _other_model(run: ClusterRun) -> StepRecord:
-    return run.evaluated(model={"name": "mlp", "args": {"hidden_units": [3]}})
-
-
 def _broken_loss(run: ClusterRun) -> StepRecord:
     return run.trained(task={"loss": f"{MODULE}:broken_loss"}, cluster={"launcher": "jobset"})
 
 
-def _infinite_loss(run: ClusterRun) -> StepRecord:
-    optimizer = {"name": "sgd", "learning_rate": 1e38, "args": {}}
-    training = {"strategy": "single", "steps": 40, "batch_size": 8, "optimizer": optimizer}
-    run.run_id = str(uuid4())
-    return run.trained(training={**training, "validate_every": 0})
-
-
 def _damaged_shard(run: ClusterRun) -> StepRecord:
     run.damage(run.dataset, "test-00001-of-00003.tfrecord")
-    return run.evaluated()
-
-
-def _lost_checkpoint(run: ClusterRun) -> StepRecord:
-    run.checkpoint += "0"
     return run.evaluated()
 
 
@@ -241,32 +208,12 @@ def _damaged_evaluation(run: ClusterRun) -> StepRecord:
     return run.gated(evaluation)
 
 
-def _damaged_manifest(run: ClusterRun) -> StepRecord:
-    run.damage(run.dataset, "MANIFEST.json")
-    return run.trained(cluster={"launcher": "jobset"})
-
-
-def _unknown_metric(run: ClusterRun) -> StepRecord:
-    return run.gated(run.evaluated().uri, min={"f1_of_cats": 0.5})
-
-
 def _refused_model(run: ClusterRun) -> StepRecord:
     return run.gated(run.evaluated().uri, min={"accuracy": 0.99999})
 
 
 def _refused_export(run: ClusterRun) -> StepRecord:
     return run.exported(_refused_model(run) and run.record("check_gate").uri)
-
-
-def _other_checkpoint(run: ClusterRun) -> StepRecord:
-    decision = run.gated(run.evaluated().uri).uri
-    name = storage.name_of(run.small.checkpoint)
-    other = run._copied(run.small.checkpoint, run.run_id, "checkpoints", f"{name}1")
-    return run.exported(decision, checkpoint=other)
-
-
-def _broken_metric(run: ClusterRun) -> StepRecord:
-    return run.evaluated(task={"metrics": [f"{MODULE}:broken_metric"]})
 
 
 def _broken_map(run: ClusterRun) -> StepRecord:
@@ -283,22 +230,13 @@ def _too_many_workers(run: ClusterRun) -> StepRecord:
 
 PLANTS: Mapping[str, Plant] = {
     "data: no such column": _missing_column,
-    "data: rows of another width": _unreadable_rows,
-    "data: no files": _no_files,
     "data: no schema": _no_schema,
     "model: too few outputs": _narrow_model,
-    "model: not that of the checkpoint": _other_model,
     "loss: raises": _broken_loss,
-    "loss: infinite": _infinite_loss,
     "storage: a shard is damaged": _damaged_shard,
-    "storage: no checkpoint": _lost_checkpoint,
     "storage: an evaluation is damaged": _damaged_evaluation,
-    "storage: a manifest is damaged": _damaged_manifest,
-    "gate: no such metric": _unknown_metric,
     "gate: refused": _refused_model,
     "export: not blessed": _refused_export,
-    "export: another checkpoint": _other_checkpoint,
-    "own code: a metric": _broken_metric,
     "own code: a map": _broken_map,
     "own code: a model": _broken_model,
     "configuration: too many workers": _too_many_workers,

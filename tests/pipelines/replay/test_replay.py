@@ -13,8 +13,9 @@ from components.records.record import recorded as in_step
 from components.records.run_store import Given, digests
 from components.records.step_record import StepRecord
 from pipelines.replay import replay as replays
-from pipelines.replay.recorded import RecordedStep
-from pipelines.replay.replay import ReplayOptions, replay
+from pipelines.replay.recorded import RecordedStep, find
+from pipelines.replay.replay import replay
+from pipelines.runs.kfp_access import Instance
 from tests.pipelines.called import call, setting
 from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code
 from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated, published
@@ -252,8 +253,8 @@ def replayed(run, step):
     """Replay a step; its run is as it was."""
     before, lines = run.content(), []
     root = (f"storage.root={run.root}",)
-    options = ReplayOptions(run=run.run_id, step=step, settings=root, workdir="runs")
-    result = replay(options, lines.append)
+    recorded = find(run.run_id, step, settings=root, workdir=Path("runs"), instance=Instance())
+    result = replay(recorded, Path("runs"), on_line=lines.append)
     assert run.content() == before
     return result, lines
 
