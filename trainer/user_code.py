@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -76,10 +75,11 @@ def import_module(name: str) -> ModuleType:
 
 
 def _look_into_folder() -> None:
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
-    if bundle() and not any(isinstance(finder, _BundleFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _BundleFinder())
+    there = {finder.of_bundle for finder in sys.meta_path if isinstance(finder, _Finder)}
+    if False not in there:
+        sys.meta_path.append(_Finder(of_bundle=False))
+    if bundle() and True not in there:
+        sys.meta_path.insert(0, _Finder(of_bundle=True))
 
 
 def import_for(what: str, name: str) -> ModuleType:
@@ -221,31 +221,25 @@ class _Finder(MetaPathFinder):
     """Looks into the user's folder for what is nowhere else.
 
     An entry at the end of `sys.path` would come before the finder of an editable installation.
+
+    That of a bundle looks for what is neither Python's, nor ours, nor an installed package. It
+    comes before `PYTHONPATH`, on which an image may have the same modules as they were once.
     """
+
+    def __init__(self, *, of_bundle: bool) -> None:
+        """Look into the folder as one of the user's own, or as a bundle."""
+        self.of_bundle = of_bundle
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return where a top-level module is; packages know their own folders."""
-        return None if path is not None else PathFinder.find_spec(fullname, [folder()], target)
-
-
-class _BundleFinder(MetaPathFinder):
-    """Looks into a bundle for what is neither Python's, nor ours, nor an installed package.
-
-    It comes before `PYTHONPATH`, on which an image may have the same modules as they were once.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return where a top-level module of the bundle is."""
-        if path is not None or hidden(fullname) or not bundle():
+        if path is not None or (self.of_bundle and (hidden(fullname) or not bundle())):
             return None
         found = PathFinder.find_spec(fullname, [folder()], target)
-        # A folder without __init__.py may be one of data.
-        if found is None or found.origin is None:
-            return None
+        # A folder of a bundle without __init__.py may be one of data.
+        if not self.of_bundle or found is None or found.origin is None:
+            return None if self.of_bundle else found
         installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
         return None if PathFinder.find_spec(fullname, installed) else found
 
@@ -292,18 +286,6 @@ def digest(what: str, module: str) -> str:
         left += _imported_by(tree, package)
     joined = json.dumps(sources, sort_keys=True)
     return hashlib.sha256(joined.encode()).hexdigest()
-
-
-def loaded_digest() -> str:
-    """Return a hash of the user's modules that this process has loaded, as their files are now."""
-    hashes = {}
-    for name, module in sorted(sys.modules.items()):
-        # Not by an attribute, for which a lazy module may load what is not there.
-        file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and _is_users(file, name):
-            with suppress(OSError):
-                hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def is_users(module: str) -> bool:

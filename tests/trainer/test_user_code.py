@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -135,31 +134,3 @@ def test_the_working_folder_shadows_nothing(tmp_path, command, said):
     )
     assert said in done.stdout + done.stderr
     assert "of the user" not in done.stderr
-
-
-def test_the_hash_of_what_is_loaded_changes_with_a_file_of_the_users_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
-    (tmp_path / "hashed_module.py").write_text("FOUND = 1")
-    before = user_code.loaded_digest()
-    module = user_code.import_module("hashed_module")
-    monkeypatch.setitem(sys.modules, "hashed_module", module)
-    loaded = user_code.loaded_digest()
-    assert loaded != before
-    (tmp_path / "another_module.py").write_text("")
-    assert user_code.loaded_digest() == loaded
-    (tmp_path / "hashed_module.py").write_text("FOUND = 2")
-    assert user_code.loaded_digest() not in {before, loaded}
-
-
-def test_a_module_that_hides_its_file_is_no_error(tmp_path, monkeypatch):
-    class Lazy(types.ModuleType):
-        def __getattr__(self, name):
-            raise ImportError(f"{name} is not installed")
-
-    before = user_code.loaded_digest()
-    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
-    for name, file in [("of_a_path", tmp_path / "a.py"), ("gone", str(tmp_path / "gone.py"))]:
-        module = types.ModuleType(name)
-        module.__file__ = file
-        monkeypatch.setitem(sys.modules, name, module)
-    assert user_code.loaded_digest() == before

@@ -78,15 +78,7 @@ def _whole(leaves: Mapping[str, Leaf]) -> Selection:
         inputs=(),
         targets=(),
         specs={
-            name: _spec(leaf, None)
-            if leaf.is_fixed
-            else FeatureSpec(
-                shape=leaf.shape,
-                dtype=leaf.dtype,
-                stored="sequence",
-                num_classes=leaf.classes[0],
-                labels=leaf.classes[1],
-            )
+            name: _spec(leaf, leaf.shape, leaf.dtype, "" if leaf.is_fixed else "sequence")
             for name, leaf in kept.items()
         },
         connectors={name: leaf.connector for name, leaf in kept.items()},
@@ -132,7 +124,9 @@ def choose(
         weight=roles.weight,
         group=roles.group,
         specs={
-            each: _spec(leaf, made.get(each)) for each, leaf in kept.items() if each not in specs
+            each: _spec(leaf, one.shape, one.dtype)
+            for each, leaf in kept.items()
+            if each not in specs and (one := made.get(each, leaf))
         }
         | specs,
         connectors={each: leaf.connector for each, leaf in kept.items()},
@@ -145,7 +139,7 @@ def _bytes_of(dtype: str) -> int:
     return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
 
 
-def stored_form(shape: tuple[int, ...], dtype: str) -> str:
+def stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
     Scalars become numbers that every tool can show. Those that an int64 or a float32 would change
@@ -342,31 +336,25 @@ def _encoded(
     return found
 
 
-def _spec(leaf: Leaf, fit: Fit | None) -> FeatureSpec:
-    shape = fit.shape if fit else tuple(int(size or 0) for size in leaf.shape)
-    dtype = fit.dtype if fit else leaf.dtype
+def _spec(
+    leaf: Leaf, shape: tuple[int | None, ...], dtype: str, stored: str = "", padding: int = 0
+) -> FeatureSpec:
     classes, names = leaf.classes
     return FeatureSpec(
         shape=shape,
         dtype=dtype,
-        stored=stored_form(shape, dtype),
+        stored=stored or stored_form(shape, dtype),
         num_classes=classes,
         labels=names,
+        padding=padding,
     )
 
 
 def _sequence(leaf: Leaf, *, is_target: bool) -> FeatureSpec:
-    classes, names = leaf.classes
     kind = "" if leaf.dtype == "string" else np.dtype(leaf.dtype).kind
     labels = is_target and kind in "iub"
-    return FeatureSpec(
-        shape=(None, *leaf.shape[1:]),
-        dtype="int64" if labels and kind != "i" else leaf.dtype,
-        stored="sequence",
-        num_classes=classes,
-        labels=names,
-        padding=NO_LABEL if labels else 0,
-    )
+    dtype = "int64" if labels and kind != "i" else leaf.dtype
+    return _spec(leaf, (None, *leaf.shape[1:]), dtype, "sequence", NO_LABEL if labels else 0)
 
 
 def _as_recorded(spec: FeatureSpec, connector: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 
 from trainer import storage
 from trainer.config.data import ALL, NEWEST, SINCE_CHAMPION, DataConfig
+from trainer.data.spec import SPLITS
 from trainer.errors import UserError
 from trainer.storage import patterns
 from trainer.storage.errors import reported
@@ -36,7 +37,6 @@ from trainer.storage.schemes import store_for
 SCHEMA = 1
 KIND = "listing"
 _FILE = "listing.json.gz"
-SPLITS = ("train", "validation", "test")
 _PROGRESS = 100_000
 # Many files below this size are read much slower than few large ones.
 _SMALL = 16 << 10
@@ -239,7 +239,9 @@ def _matching(pattern: Pattern, split: str) -> list[SourceFile]:
                 f"{found.path}) are the same span {matched.span}: write spans in one way, and "
                 "remove one of the two"
             )
-        root, path = (pattern.root, found.path) if found.path else _apart(pattern.root)
+        root, path = pattern.root, found.path
+        if not path:
+            root, path = storage.parent_of(root), storage.name_of(root)
         file = SourceFile(root, path, found.bytes, found.tag, matched.span, split)
         (below if matched.is_below else exact).append(file)
     if not exact and not below:
@@ -264,10 +266,6 @@ def _is_hidden(path: str) -> bool:
     # Also "a//b", which is no path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
-
-
-def _apart(uri: str) -> tuple[str, str]:
-    return storage.parent_of(uri), storage.name_of(uri)
 
 
 def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:

@@ -60,6 +60,9 @@ class Target:
                 return
             # Below zero is padding of a sequence.
             found = np.bincount(flat[flat >= 0].astype(np.int64))
+        self._count(split, found)
+
+    def _count(self, split: str, found: NDArray[np.int64]) -> None:
         before = self._counts.get(split, np.zeros(0, np.int64))
         length = max(len(found), len(before))
         self._counts[split] = _padded(found, length) + _padded(before, length)
@@ -68,9 +71,7 @@ class Target:
         """Add the sums over further examples."""
         self._of_classes = self._of_classes and other._of_classes
         for split, found in other._counts.items():
-            before = self._counts.get(split, np.zeros(0, np.int64))
-            length = max(len(found), len(before))
-            self._counts[split] = _padded(found, length) + _padded(before, length)
+            self._count(split, found)
         self._moments.merge(other._moments)
 
     def state(self) -> dict[str, Any]:

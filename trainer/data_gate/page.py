@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,8 @@ WIDTH, HEIGHT = 300, 90
 _DRAWN = (0.005, 0.995)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One bar: its place, the heights of the dataset's and of the champion's, and what it is."""
-
-    left: float
-    width: float
-    new: float
-    old: float
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """One feature: lines of numbers, and its bars."""
-
-    name: str
-    facts: Sequence[tuple[str, object, object]]
-    bars: Sequence[Bar]
-    ends: tuple[str, str]
+# A bar: its place, the heights of the dataset's and of the champion's, and what it is.
+Bar = dict[str, Any]
 
 
 def render(
@@ -69,7 +51,8 @@ def render(
     return masked(text).encode(errors="backslashreplace")
 
 
-def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> Picture:
+def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict[str, Any]:
+    """Return one feature: lines of numbers, its bars, and the ends of these."""
     rows: list[tuple[str, object, object]] = []
     rows.append(("missing", new.missing, old.missing if old else None))
     if math.isfinite(new.mean):
@@ -85,7 +68,7 @@ def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> Pict
         bars, ends = _counted(new, old), ("", "")
     else:
         bars, ends = _binned(new, old)
-    return Picture(name=name, facts=rows, bars=bars, ends=ends)
+    return {"name": name, "facts": rows, "bars": bars, "ends": ends}
 
 
 def _short(value: float) -> str:
@@ -123,13 +106,13 @@ def _bars(rows: Sequence[tuple[str, float, float]]) -> list[Bar]:
     highest = max((max(new, old) for _, new, old in rows), default=0.0) or 1.0
     step = WIDTH / max(len(rows), 1)
     return [
-        Bar(
-            left=round(place * step, 1),
-            width=round(step * 0.9, 1),
-            new=round(HEIGHT * new / highest, 1),
-            old=round(HEIGHT * old / highest, 1),
-            label=f"{name[:_LONGEST]}: {new:.3%}, before {old:.3%}",
-        )
+        {
+            "left": round(place * step, 1),
+            "width": round(step * 0.9, 1),
+            "new": round(HEIGHT * new / highest, 1),
+            "old": round(HEIGHT * old / highest, 1),
+            "label": f"{name[:_LONGEST]}: {new:.3%}, before {old:.3%}",
+        }
         for place, (name, new, old) in enumerate(rows)
     ]
 

@@ -167,7 +167,7 @@ def _tensor(column: Column, array: pa.Array) -> Values:
     rows = level.to_pylist()
     size = int(np.prod(column.shape))
     values = np.zeros((len(rows), *column.shape), column.dtype)
-    if not _is_nested(level.type) and level.null_count == 0:
+    if not is_list(level.type.value_type) and level.null_count == 0:
         lengths = pc.list_value_length(level).to_numpy(zero_copy_only=False)
         flat = pc.list_flatten(level)
         if (lengths == size).all() and not flat.null_count:
@@ -191,10 +191,6 @@ def _only_values(array: pa.Array) -> pa.Array:
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)
     return flat.take(pa.array(places, mask=lengths != 1))
-
-
-def _is_nested(kind: pa.DataType) -> bool:
-    return is_list(kind.value_type)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -255,7 +255,8 @@ class FileSource(Source):
                 reasons = []
             found[name] = result.values
             for place in np.flatnonzero(result.bad & ~bad):
-                why = reasons[place] if reasons else _why(result, array[int(place)].as_py())
+                given = str(array[int(place)].as_py())[:40]
+                why = reasons[place] if reasons else f"{result.why} ({given!r})"
                 broken.add(piece, int(rows.numbers[place]), f"{name!r} {why}")
             bad |= result.bad
         return found, bad
@@ -326,7 +327,3 @@ class FileSource(Source):
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _why(values: Values, value: Any) -> str:
-    return f"{values.why} ({str(value)[:40]!r})"

@@ -36,6 +36,8 @@ ASK = f"{FOLDER}/ask"
 FAILED = "failed"
 # Shards that are read in turn, as far as the disk has room for them.
 AT_ONCE = 8
+# How many of the shards that a reader will use are looked at.
+LOOKAHEAD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +124,6 @@ def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> Pa
     return PartRange(first=first, last=last, skip=begin - sum(shards[:first]), take=end - begin)
 
 
-# How many of the shards that a reader will use are looked at.
-LOOKAHEAD = 1024
-
-
 class ShardStore:
     """Fetches shards of one dataset into a folder, verified; all methods are thread-safe."""
 
@@ -162,12 +160,6 @@ class ShardStore:
         self._thread = threading.Thread(target=self._fetch_all, name="shards", daemon=True)
         self._thread.start()
 
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of all shards that are here or being fetched."""
-        with self._lock:
-            return self._used()
-
     def will_use(self, reader: str, names: Sequence[str]) -> None:
         """Say what a reader will use next, in order, in place of what it said before."""
         with self._lock:
@@ -192,13 +184,6 @@ class ShardStore:
             self._demanded[reader] = name
             self._lock.notify_all()
             return False
-
-    def hold(self, reader: str, name: str) -> Path:
-        """Hold a shard for a reader, and return its path when it is here; see `try_hold`."""
-        with self._lock:
-            while not self.try_hold(reader, name):
-                self._lock.wait()
-        return self.folder / name
 
     def release(self, reader: str, name: str = "") -> None:
         """Release a shard that a reader holds, or all of them; it stays until room is needed."""

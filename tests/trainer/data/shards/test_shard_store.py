@@ -20,6 +20,14 @@ SIZE = 1000
 NAMES = [f"s{index}.tfrecord" for index in range(6)]
 
 
+def hold(store, reader, name):
+    """Wait until a reader holds a shard, and return its path."""
+    with store._lock:
+        while not store.try_hold(reader, name):
+            store._lock.wait()
+    return store.folder / name
+
+
 @pytest.fixture
 def uri(tmp_path):
     source = tmp_path / "source"
@@ -83,9 +91,9 @@ def test_what_is_next_comes_in_the_background_and_what_was_used_goes(stores, tmp
     for epoch in range(3):
         for index, name in enumerate(NAMES):
             store.will_use("train", [*NAMES[index:], *NAMES])
-            path = store.hold("train", name)
+            path = hold(store, "train", name)
             assert path.read_bytes() == name.encode().ljust(SIZE), epoch
-            assert store.bytes_used <= 3 * SIZE
+            assert store._used() <= 3 * SIZE
             store.release("train", name)
     assert max(peaks) == 3 * SIZE
 
@@ -101,34 +109,34 @@ def test_shards_come_in_the_order_in_which_they_are_used(stores, fetched):
 
 def test_what_is_used_again_soon_stays(stores, fetched):
     store = stores(2)
-    store.hold("train", "s0.tfrecord")
+    hold(store, "train", "s0.tfrecord")
     store.release("train")
-    store.hold("train", "s1.tfrecord")
+    hold(store, "train", "s1.tfrecord")
     store.release("train")
     store.will_use("train", ["s2.tfrecord", "s1.tfrecord"])
-    store.hold("train", "s2.tfrecord")
-    store.hold("train", "s1.tfrecord")
+    hold(store, "train", "s2.tfrecord")
+    hold(store, "train", "s1.tfrecord")
     assert fetched == ["s0.tfrecord", "s1.tfrecord", "s2.tfrecord"]
     assert names_in(store.folder) == ["s1.tfrecord", "s2.tfrecord"]
 
 
 def test_what_is_held_by_any_reader_is_not_removed(stores):
     store = stores(2)
-    store.hold("train", "s0.tfrecord")
-    store.hold("validation", "s0.tfrecord")
+    hold(store, "train", "s0.tfrecord")
+    hold(store, "validation", "s0.tfrecord")
     store.release("train")
-    store.hold("train", "s1.tfrecord")
+    hold(store, "train", "s1.tfrecord")
     assert not store.try_hold("validation", "s2.tfrecord")
     store.release("train")
-    store.hold("validation", "s2.tfrecord")
+    hold(store, "validation", "s2.tfrecord")
     assert names_in(store.folder) == ["s0.tfrecord", "s2.tfrecord"]
 
 
 def test_what_a_reader_waits_for_comes_before_what_is_fetched_ahead(stores):
     store = stores(2)
     store.will_use("train", NAMES)
-    store.hold("train", NAMES[0])
-    store.hold("validation", NAMES[5])
+    hold(store, "train", NAMES[0])
+    hold(store, "validation", NAMES[5])
     assert names_in(store.folder) == [NAMES[0], NAMES[5]]
 
 
@@ -139,7 +147,7 @@ def test_a_folder_of_another_attempt_is_emptied(stores, tmp_path):
     (tmp_path / "shards" / "s1.tfrecord").write_bytes(b"other")
     store = stores(2)
     assert on_disk(tmp_path / "shards") == 0
-    assert store.hold("train", "s1.tfrecord").read_bytes() == b"s1.tfrecord".ljust(SIZE)
+    assert hold(store, "train", "s1.tfrecord").read_bytes() == b"s1.tfrecord".ljust(SIZE)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +162,12 @@ def test_a_damaged_shard_is_one_line_for_all_who_wait(stores, uri, damage, messa
     damage(storage.local_path(uri) / "s2.tfrecord")
     failed = threading.Event()
     store = stores(2, changed=lambda: failed.set() if store.error else None)
-    store.hold("train", "s0.tfrecord")
+    hold(store, "train", "s0.tfrecord")
     store.will_use("train", ["s2.tfrecord"])
     assert failed.wait(timeout=60)
     for name in ("s1.tfrecord", "s2.tfrecord"):
         with pytest.raises(UserError, match=message):
-            store.hold("validation", name)
+            hold(store, "validation", name)
 
 
 def test_a_full_disk_is_one_line(stores, monkeypatch):
@@ -168,7 +176,7 @@ def test_a_full_disk_is_one_line(stores, monkeypatch):
 
     monkeypatch.setattr(FileStore, "download", full)
     with pytest.raises(UserError, match="No space left on device; free some space"):
-        stores(2).hold("train", "s0.tfrecord")
+        hold(stores(2), "train", "s0.tfrecord")
 
 
 def test_a_shard_that_the_dataset_does_not_have_is_a_bug(stores):
