@@ -12,9 +12,8 @@ from components import finish, launchers
 from components.image import component
 from components.records.record import Step, run
 from components.records.run_store import root_of, run_id_of
-from components.records.step_record import StepRecord, published_records
+from components.records.step_record import published_records
 from components.sweeps import run_trial
-from components.table import maker_of
 from trainer import storage
 from trainer.errors import UserError
 from trainer.sweeps.sweep import Sweep, as_markdown
@@ -61,30 +60,12 @@ def run_step(call: Mapping[str, Any]) -> None:
 
 
 def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:
-    """Return the sweep as its steps have published it."""
-    trials = tuple(run_trial.known(root, run_id, each) for each in plan.trials)
-    records = {each.step: each for each in published_records(storage.join(root, run_id))}
-    chosen = _metrics(records, "choose_trial")
-    decision = _metrics(records, maker_of("registration").name) or _metrics(
-        records, maker_of("decision").name
-    )
-    reasons = decision.get("reasons")
-    words = {"promoted": "blessed", "refused": "refused"}
-    failed = next((each for each in records.values() if each.error), None)
+    """Return the sweep as its steps have published it; the report says how the run ended."""
+    records = published_records(storage.join(root, run_id))
+    best = next((each.metrics.get("best") for each in records if each.step == "choose_trial"), 0)
     return replace(
         plan,
         sweep_id=f"{plan.sweep_id} ({run_id})",
-        trials=trials,
-        best=int(chosen.get("best", 0)),
-        verdict=words.get(str(decision.get("decision")), "failed" if failed else "done"),
-        message="; ".join(map(str, reasons)) if isinstance(reasons, list) else _error(failed),
-        test=_metrics(records, maker_of("evaluation").name),
+        trials=tuple(run_trial.known(root, run_id, each) for each in plan.trials),
+        best=int(best or 0),
     )
-
-
-def _metrics(records: dict[str, StepRecord], step: str) -> dict[str, Any]:
-    return dict(records[step].metrics) if step in records else {}
-
-
-def _error(failed: StepRecord | None) -> str:
-    return f"{failed.step}: {failed.error}" if failed else ""

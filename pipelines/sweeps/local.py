@@ -10,14 +10,13 @@ their runs.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from components.table import maker_of
@@ -37,26 +36,7 @@ LOOK_SECONDS = 0.2
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
 
 
-@dataclass(kw_only=True)
-class LocalSweep:
-    """A sweep on this machine; `lock` is a file that is locked until it, or this process, ends."""
-
-    workdir: Path
-    folder: Path
-    study: Study
-    lock: int
-
-    @property
-    def sweep(self) -> Sweep:
-        """The sweep so far."""
-        return self.study.sweep
-
-    def close(self) -> None:
-        """Let another process resume it."""
-        os.close(self.lock)
-
-
-def start(options: SweepOptions, workdir: Path) -> LocalSweep:
+def start(options: SweepOptions, workdir: Path) -> Study:
     """Lay out a new sweep below `workdir`; raises `UserError`."""
     local.require_current_folder()
     sweep = planned(options)
@@ -67,10 +47,10 @@ def start(options: SweepOptions, workdir: Path) -> LocalSweep:
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
         ) from None
-    return _opened(workdir, folder, sweep)
+    return Study(folder, sweep)
 
 
-def resumed(sweep_id: str, workdir: Path) -> LocalSweep:
+def resumed(sweep_id: str, workdir: Path) -> Study:
     """Return a sweep that is to go on where it was; what failed is tried again.
 
     Raises:
@@ -85,19 +65,10 @@ def resumed(sweep_id: str, workdir: Path) -> LocalSweep:
         raise ConfigError(
             f"no sweep {sweep_id!r} below {workdir}{nearest(sweep_id, known) or newest}"
         )
-    return _opened(workdir, workdir.absolute() / sweep_id)
+    return Study(workdir.absolute() / sweep_id)
 
 
-def _opened(workdir: Path, folder: Path, plan: Sweep | None = None) -> LocalSweep:
-    lock = _locked(folder)
-    try:
-        return LocalSweep(workdir=workdir, folder=folder, study=Study(folder, plan), lock=lock)
-    except UserError:
-        os.close(lock)
-        raise
-
-
-def execute(begun: LocalSweep, parallel: int, on_trial: OnTrial | None = None) -> RunResult:
+def execute(begun: Study, parallel: int, on_trial: OnTrial | None = None) -> RunResult:
     """Train all trials, and promote the best one; return how its run ended.
 
     In the main thread SIGINT and SIGTERM end it: each run that trains publishes a last checkpoint.
@@ -127,18 +98,18 @@ def execute(begun: LocalSweep, parallel: int, on_trial: OnTrial | None = None) -
         first = next(each for each in sweep.trials if each.error)
         count = len(sweep.trials)
         message = f"all {count} trials failed; trial {first.number}: {first.error}"
-        begun.study.end("failed", message, {})
+        begun.end("failed", message, {})
         return _ended("failed", FAILED, message)
     return _promoted(begun, best)
 
 
-def _promoted(begun: LocalSweep, best: Trial) -> RunResult:
+def _promoted(begun: Study, best: Trial) -> RunResult:
     """Let the run of the best trial go on to its promotion; it is trained to its end before."""
-    begun.study.choose(best)
+    begun.choose(best)
     config = config_of(begun.sweep.base, best.settings)
     run = local.execute(local.new_run(config, begun.workdir, best.run_id), "run", {})
     if run.status != "interrupted":
-        begun.study.end(run.status, run.message, dict(run.metrics))
+        begun.end(run.status, run.message, dict(run.metrics))
     return run
 
 
@@ -146,25 +117,10 @@ def _ended(status: str, code: int, message: str) -> RunResult:
     return RunResult(status=status, exit_code=code, message=message, steps=())
 
 
-def _locked(folder: Path) -> int:
-    try:
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(
-            f"sweep {folder.name} is still running; wait for its end, or interrupt it"
-        ) from None
-    return lock
-
-
 class _Workers:
     """Trains trials, so many at a time, until none is left or a request to stop comes."""
 
-    def __init__(self, begun: LocalSweep, parallel: int, on_trial: OnTrial) -> None:
+    def __init__(self, begun: Study, parallel: int, on_trial: OnTrial) -> None:
         self._begun, self._parallel, self._on_trial = begun, parallel, on_trial
         self._sweep = begun.sweep
         self._running: dict[Future[RunResult], Trial] = {}
@@ -196,7 +152,7 @@ class _Workers:
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
         while len(self._running) < self._parallel and not self._requests:
-            trial = self._going_on.pop() if self._going_on else self._begun.study.begin()
+            trial = self._going_on.pop() if self._going_on else self._begun.begin()
             if trial is None:
                 return
             trial = replace(trial, status=trials.RUNNING, error="")
@@ -262,11 +218,11 @@ class _Workers:
         steps = self._sweep.config_on(trial, trial.rung, self._sweep.base).training.steps
         trial = self._sweep.reached(trial, trial.rung, steps, value)
         self._keep(trial)
-        if trial.last and self._begun.study.goes_on(trial, trial.last):
+        if trial.last and self._begun.goes_on(trial, trial.last):
             self._going_on.append(replace(trial, rung=trial.rung + 1))
 
     def _keep(self, trial: Trial) -> None:
-        self._begun.study.keep(trial)
+        self._begun.keep(trial)
         self._on_trial(self._sweep, trial)
 
     def _pass_on(self) -> None:

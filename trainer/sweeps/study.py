@@ -7,6 +7,8 @@ still runs, since `--resume` tries it again: Optuna is told of a failure at the 
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,23 +46,38 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
-    """A sweep that is worked on; every method raises `UserError` where the journal is not kept."""
+    """A sweep that is worked on; every method raises `UserError` where the journal is not kept.
+
+    Its folder is locked until it is closed, or this process ends.
+    """
 
     def __init__(self, folder: Path, plan: Sweep | None = None) -> None:
         """Lay out the sweep that is planned, or go on with the one of this folder.
 
         Raises:
-            ConfigError: the folder has no journal, or one that is damaged.
+            ConfigError: the folder has no journal, a damaged one, or one that is worked on.
         """
-        self._path = folder / FILE
+        self.folder, self.workdir, self._path = folder, folder.parent, folder / FILE
+        self._lock = _locked(folder)
+        try:
+            self._begin(plan)
+        except UserError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process resume it."""
+        os.close(self._lock)
+
+    def _begin(self, plan: Sweep | None) -> None:
         with self._kept():
             if plan:
                 self._storage = _storage(self._path)
                 self._study = _created(self._storage, plan)
             else:
                 _repair(self._path)
-                self._storage, self._study = _opened(folder)
-        self._plan = _plan_of(self._study, folder)
+                self._storage, self._study = _opened(self.folder)
+        self._plan = _plan_of(self._study, self.folder)
         self._space = {key: json_to_distribution(each) for key, each in self._plan.space.items()}
         self._asked: dict[int, optuna.Trial] = {}
         with self._kept():
@@ -155,6 +172,21 @@ class Study:
             raise UserError(
                 f"cannot write {self._path}: {error.strerror}; what the trials published is kept"
             ) from None
+
+
+def _locked(folder: Path) -> int:
+    try:
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"sweep {folder.name} is still running; wait for its end, or interrupt it"
+        ) from None
+    return lock
 
 
 def read(folder: Path) -> Sweep:

@@ -315,9 +315,7 @@ def as_markdown(sweep: Sweep) -> bytes:
     lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
     if best:
         lines[0] += f" The same again: {summary.code(sweep.command())}"
-    if sweep.message:
-        lines.append(summary.plain(f"{sweep.verdict}: {sweep.message}"))
     lines.append("\n".join(summary.table(*table_of(sweep))))
     lines += [summary.plain(f"trial {x.number}: {x.error}") for x in sweep.trials if x.error]
-    title = f"# {summary.plain(sweep.sweep_id)}: {sweep.verdict or 'running'}"
+    title = f"# {summary.plain(sweep.sweep_id)}"
     return ("\n\n".join([title, *lines]) + "\n").encode(errors="backslashreplace")

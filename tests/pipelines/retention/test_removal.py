@@ -518,7 +518,7 @@ def sweep_in(folder, root, days=90):
         run_of(root, trial.number, days, data)
     at = folder / "sweep-1"
     at.mkdir(parents=True)
-    Study(at, replace(sweep, sweep_id=at.name, trials=trials))
+    Study(at, replace(sweep, sweep_id=at.name, trials=trials)).close()
     (at / "lock").touch()
     age(folder, days)
     return at

@@ -252,7 +252,7 @@ def test_a_journal_that_cannot_be_written_is_said(tmp_path):
     begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
     shutil.rmtree(begun.folder)
     with pytest.raises(UserError, match="cannot write"):
-        begun.study.end("failed", "", {})
+        begun.end("failed", "", {})
     begun.close()
 
 

@@ -159,4 +159,4 @@ def test_the_table_in_markdown_has_the_command_of_the_best_and_every_failure_esc
     assert f"--set {RATE}=0.003`" in text
     assert "Trial 2 is the best of 2" in text
     assert r"trial 1: \<b\>bad\</b\>" in text
-    assert "running" in as_markdown(a_sweep()).decode()
+    assert "2 trials." in as_markdown(a_sweep()).decode()
