@@ -18,8 +18,8 @@ from trainer.checkpoints.index import newest_checkpoint, read_checkpoint
 from trainer.json_records import from_tree
 
 PREFIX = "variables"
-# The field of a manifest that has an `Older` for each server that was lost, by its name; see
-# `trainer.checkpoints.joined`.
+# The field of a manifest that has, for each server that was lost since the checkpoint before, the
+# paths of its variables and the global step to which they went back.
 RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
 # How TensorFlow escapes a path in the keys of a checkpoint.

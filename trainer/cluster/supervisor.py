@@ -71,17 +71,6 @@ class ServerMemory:
         self._keep_values = keep_values
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
-        self._at_loss: dict[Task, int] = {}
-
-    def server_lost(self, servers: list[TaskProcess]) -> None:
-        """Note the memory of servers when one of them has ended, and the chief has not yet.
-
-        Before its attempt ends, the chief saves what is left, with stand-ins for what is lost:
-        these are no part of what a first attempt needs.
-        """
-        for server in servers:
-            if server.task not in self._first and (now := server.resident_bytes()):
-                self._at_loss.setdefault(server.task, now)
 
     def restart_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
         """Kill the servers that another attempt of the chief would make too large.
@@ -98,20 +87,16 @@ class ServerMemory:
             first = self._first[server.task] = self._first.get(server.task) or now
             growth = max(0, now - self._last.get(server.task, now))
             self._last[server.task] = now
-            before = min(first, self._at_loss.pop(server.task, first))
-            if now + growth > (1 + MAX_GROWTH) * before:
-                grown.append((server, before, now))
-            if now + growth > (1 + MAX_GROWTH_WITH_VALUES) * before:
+            if now + growth > (1 + MAX_GROWTH) * first:
+                grown.append((server, first, now))
+            if now + growth > (1 + MAX_GROWTH_WITH_VALUES) * first:
                 large.add(server)
         values_stay = self._keep_values and all(each.task.role != "ps" for each in large)
-        for server, before, now in grown:
+        for server, first, now in grown:
             if values_stay and server not in large:
                 continue
             del self._last[server.task]
-            if before < self._first[server.task]:
-                # It may not have held much yet: its size after the next attempt counts.
-                self._first[server.task] = 0
-            server.kill_grown(before, now)
+            server.kill_grown(first, now)
 
 
 def _outlive_the_chief(config: Config) -> bool:
@@ -259,8 +244,6 @@ class Supervisor:
         servers = [each for each in self._others if each.task.role in _SERVERS]
         if process is self._leader and process.task.role == "chief":
             self._memory.restart_grown(process, servers)
-        elif process.task.role == "ps":
-            self._memory.server_lost([each for each in servers if each is not process])
         self._start(process)
 
     def _count_incident(self, process: TaskProcess, end: End) -> None:

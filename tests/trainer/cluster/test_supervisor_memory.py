@@ -91,35 +91,6 @@ def test_servers_with_values_are_restarted_together(sizes, killed):
     assert [str(each.task) for each in servers if each.kill_grown.called] == killed
 
 
-def test_what_a_recovery_leaves_is_no_part_of_the_first_attempt():
-    memory, chief, server = ServerMemory(), process("chief", 2.0), process("ps")
-    server.resident_bytes.return_value = 400 * MB
-    memory.server_lost([server])
-    # With the stand-ins for what another server held.
-    server.resident_bytes.return_value = 600 * MB
-    memory.restart_grown(chief, [server])
-    server.kill_grown.assert_called_once_with(400 * MB, 600 * MB)
-    # From here on it is measured by what it holds after an attempt of its own.
-    server.started_at = 3.0
-    for size in (450, 500, 600):
-        server.kill_grown.reset_mock()
-        server.resident_bytes.return_value = size * MB
-        memory.restart_grown(chief, [server])
-        chief.started_at = 9.0
-    server.kill_grown.assert_called_once_with(450 * MB, 600 * MB)
-
-
-def test_a_loss_in_a_later_attempt_changes_no_measure():
-    memory, chief, server = ServerMemory(), process("chief", 2.0), process("ps")
-    for size in (400, 300, 410):
-        server.resident_bytes.return_value = size * MB
-        if size == 300:
-            memory.server_lost([server])
-        else:
-            memory.restart_grown(chief, [server])
-    server.kill_grown.assert_not_called()
-
-
 def test_a_server_without_a_whole_attempt_is_not_judged():
     assert restarted_after([100, 400, 900], started_at=3.0) == []
 
