@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 FORM = 6
 # What does not answer for so long is taken as gone.
 ANSWER_SECONDS = 10.0
+# So many servers have a note of the global step, as that of its counter may be lost.
+NOTED_ON = 3
 # The counter of steps, whose number is 0.
 STEP = "global_step"
 # What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
@@ -85,7 +87,7 @@ class State:
         held: how many variables of a checkpoint this server holds, without the counter of steps.
         is_whole: 1 where those of this server have values to go on from; 0 while the chief assigns
             some.
-        reached: the global step that was read last.
+        reached: the global step that was read last, on the first few servers.
         saved: that of the newest checkpoint that was published by then; -1: of none.
         noted: when that was noted, in seconds since 1970.
         back_to: the global step to which the values of this server went back since then; -1: none.
@@ -273,7 +275,7 @@ class ServerState:
             self._change(saved=saved, noted=int(time.time()), back_to=-1)
         # Of a single server nothing is left without its counter.
         if len(self._servers) > 1:
-            self._change(reached=reached)
+            self._change(self._servers[:NOTED_ON], reached=reached)
 
     def seconds_since_save(self) -> float:
         """Return how long ago the newest checkpoint was noted, if this attempt takes values."""

@@ -422,6 +422,11 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
         raise ConfigError(f"training.strategy: cannot import {name!r}: {line}") from error
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
+    if former := [each for each in ("spares_workers", "mixes_steps") if hasattr(strategy, each)]:
+        raise ConfigError(
+            f"training.strategy: {name!r} sets {former[0]}; set capabilities = "
+            f"Capabilities({former[0]}=True) of trainer.topology in its place"
+        )
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
     if not issubclass(strategy, KerasStrategy):

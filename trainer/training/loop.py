@@ -7,8 +7,8 @@ outer loop does all of that between two inner loops, in this order:
    stop early, save a checkpoint, and how many steps the inner loop runs. Nothing else decides.
 2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
    `validate_every`. Short of a boundary, workers of an asynchronous strategy go on meanwhile.
+   What was reached is noted on the servers.
 3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
-4. A note on the servers of what was reached; workers go on meanwhile.
 
 Whatever is saved or validated has all workers at rest (`Strategy.rest`). A checkpoint ends with a
 barrier of its own: no task continues or leaves before it is written. A request to stop is noticed
@@ -254,11 +254,9 @@ class _OuterLoop:
             boundary = self._pace.boundary(step)
             advance = partial(self._strategy.advance, decision.steps, boundary)
             step = self._after(step, self._inner_loop(step, advance))
-            if step < self._training.steps:
-                self._recovery.note(step)
-                if self._goes_on_since:
-                    # They would wait for it at the first save.
-                    self._journal.prepare_save(variables, self._strategy.io_device)
+            if self._goes_on_since and step < self._training.steps:
+                # They would wait for it at the first save.
+                self._journal.prepare_save(variables, self._strategy.io_device)
         # Its files go with the last checkpoint.
         self._profiler.end()
         self.save()
@@ -273,6 +271,8 @@ class _OuterLoop:
             return step
         before, step = step, result.global_step
         self._owes_save = self._saves.is_due(before, step)
+        # Before anybody is told of it.
+        self._recovery.note(step)
         self._record(before, result)
         if self._owes_save:
             self.save()

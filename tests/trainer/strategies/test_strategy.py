@@ -217,6 +217,9 @@ class Half(Strategy):
     def build(self, problem): ...
     def run(self, steps): ...
 
+class Former(Plain):
+    spares_workers = True
+
 class Unrelated: ...
 
 value = 3
@@ -279,6 +282,10 @@ def test_a_users_own(own):
         ("{own}_failing:Good", "cannot import '{own}_failing:Good': RuntimeError: first ("),
         ("{own}:Unrelated", "'{own}:Unrelated' is not a subclass of Strategy"),
         ("{own}:value", "'{own}:value' is not a subclass of Strategy"),
+        (
+            "{own}:Former",
+            "'{own}:Former' sets spares_workers; set capabilities = Capabilities(spares_wor",
+        ),
         ("{own}:Half", "'{own}:Half' does not define global_step, learning_rate, variables"),
     ],
 )

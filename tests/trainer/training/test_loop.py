@@ -962,11 +962,14 @@ def test_the_seconds_of_rows_go_on_with_them(run):
     assert all(value > 0 for value in run.rows("steps_per_second"))
 
 
-def test_what_was_reached_is_noted_between_inner_loops_and_not_at_the_end(run, monkeypatch):
+def test_what_was_reached_is_noted_after_each_inner_loop_before_it_is_reported(run, monkeypatch):
     noted = []
-    monkeypatch.setattr(recovery.Recovery, "note", lambda _self, step: noted.append(step))
+    monkeypatch.setattr(
+        recovery.Recovery, "note", lambda _self, step: noted.append((step, run.rows()))
+    )
     run.train(GoingOn(), steps=16, checkpoint_every=10, validate_every=0)
-    assert noted == [3, 6, 9, 10, 13]
+    steps = [3, 6, 9, 10, 13, 16]
+    assert noted == [(step, steps[:number]) for number, step in enumerate(steps)]
 
 
 def measured_by_objective(strategy):
