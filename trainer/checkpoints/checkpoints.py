@@ -32,7 +32,7 @@ from trainer.checkpoints.index import (
 )
 from trainer.checkpoints.part_saver import PartSaver
 from trainer.checkpoints.servers import PartServers
-from trainer.checkpoints.tensor_bundle import BundleWriter, Layout, Layouts, assign
+from trainer.checkpoints.tensor_bundle import BundleWriter, Layout, assign
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
@@ -97,7 +97,7 @@ class Checkpoints:
         self._retention = Retention(newest=keep, unmeasured=MAX_AWAITED if awaited else 0)
         self.scratch = scratch
         self.uploads = UploadQueue()
-        self._writer = BundleWriter(Layouts(scratch))
+        self._writer = BundleWriter(scratch)
         self.last: str = ""
         self.passed_over: set[str] = set()
 

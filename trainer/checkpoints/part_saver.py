@@ -41,7 +41,7 @@ from trainer.checkpoints.servers import (
     side_by_side,
     size_of,
 )
-from trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Layouts, Variables
+from trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Variables, layout_of
 from trainer.checkpoints.uploads import UploadQueue
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage.errors import reported
@@ -108,7 +108,6 @@ class PartSaver:
         # Those whose parts are not wanted any more, and not removed yet.
         self._unwanted: list[_Save] = []
         self._failure: BaseException | None = None
-        self._layouts = Layouts(scratch)
 
     def takes(self, variables: Variables) -> bool:
         """Say whether variables are saved by parts."""
@@ -146,7 +145,7 @@ class PartSaver:
 
     def layout_of(self, variables: Variables) -> Layout:
         """Return the layout of variables, made once; raises `UserError`."""
-        return self._layouts.of(variables, self.servers.io_device)
+        return layout_of(variables, self.servers.io_device, self._scratch)
 
     def require(self) -> None:
         """Raise what has failed behind training, if anything has."""

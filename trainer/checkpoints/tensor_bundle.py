@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -99,22 +99,6 @@ class Layout:
             types={path: types[key] for path, key in keys.items()},
         )
 
-    @classmethod
-    def of(cls, paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
-        """Return that of variables with these paths: TensorFlow's own, of scalars.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            prefix = Path(folder, PREFIX)
-            with tf.device(io_device):
-                scalars = {path: tf.Variable(0.0, trainable=False) for path in paths}
-            _write(scalars, prefix, io_device, place=scratch)
-            graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
-            found = cls.read(prefix)
-            return cls(keys=found.keys, shapes=found.shapes, types=found.types, graph=graph)
-
     def fitting(self, wanted: Variables) -> Variables:
         """Return variables without those that a checkpoint may lack, and this one does.
 
@@ -165,33 +149,40 @@ def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: 
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
 
 
-class Layouts:
-    """The layouts of what is saved again and again, each made once."""
+def layout_of(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
+    """Return the layout by which variables are saved again and again, made once for their paths.
 
-    def __init__(self, scratch: Path) -> None:
-        """Use `scratch`, a folder, to make them."""
-        self._scratch = scratch
-        self._made = cache(partial(Layout.of, scratch=scratch))
+    `scratch` is a folder to make it in. Raises `UserError` where it cannot be written.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    make = partial(_layout_of, tuple(sorted(variables)), io_device, scratch)
+    return until_deadline(str(scratch), make)
 
-    def of(self, paths: Iterable[str], io_device: str | None) -> Layout:
-        """Return that of variables with these paths; raises `UserError`."""
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        make = partial(self._made, tuple(sorted(paths)), io_device)
-        return until_deadline(str(self._scratch), make)
+
+@cache
+def _layout_of(paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
+    """Write scalars as TensorFlow does, and read how."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        prefix = Path(folder, PREFIX)
+        with tf.device(io_device):
+            scalars = {path: tf.Variable(0.0, trainable=False) for path in paths}
+        _write(scalars, prefix, io_device, place=scratch)
+        graph: bytes = tf.train.load_checkpoint(str(prefix)).get_tensor(GRAPH)
+        return replace(Layout.read(prefix), graph=graph)
 
 
 class BundleWriter:
     """Writes the values of some variables again and again, on this machine."""
 
-    def __init__(self, layouts: Layouts) -> None:
-        """Take layouts of these."""
-        self._layouts = layouts
+    def __init__(self, scratch: Path) -> None:
+        """Use `scratch`, a folder, for what is made once."""
+        self._scratch = scratch
         self._reader: _Reader | None = None
 
     def prepare(self, variables: Variables, io_device: str | None) -> None:
         """Make what is the same each time; raises `UserError`."""
         self._reader_of(variables, io_device)
-        self._layouts.of(variables, io_device)
+        layout_of(variables, io_device, self._scratch)
 
     def read(self, variables: Variables, io_device: str | None) -> Values:
         """Return what variables are now, where nothing changes them until it is written."""
@@ -199,7 +190,7 @@ class BundleWriter:
 
     def write(self, values: Values, prefix: Path, io_device: str | None) -> None:
         """Write a bundle; raises `UserError` where it cannot be written."""
-        layout = self._layouts.of(values.by_path, io_device)
+        layout = layout_of(values.by_path, io_device, self._scratch)
         names = [*(layout.keys[path] for path in values.by_path), GRAPH]
 
         def write_once() -> None:

@@ -46,8 +46,8 @@ class ClusterConfig(Section):
     )
     recovery: Literal["auto", "partial", "full"] = key(
         "auto",
-        "what goes back when a parameter server dies: partial: what it held; full: all servers; "
-        "auto: partial where training is asynchronous",
+        "variables that go back to the last checkpoint when a parameter server dies: partial: "
+        "those that were lost; full: all; auto: partial where training is asynchronous",
     )
     metrics_port: int = key(
         0, "port of Prometheus metrics, served by the leading task; 0: none", ge=0, lt=2**16

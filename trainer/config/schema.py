@@ -68,7 +68,7 @@ def _class_weights(value: str | dict[str, float]) -> str | dict[str, float]:
 ClassWeights = Annotated[
     str | dict[str, float], BeforeValidator(_by_class), AfterValidator(_class_weights)
 ]
-_OF_CLASSES = 'weight of each class in the loss of training: balanced, or {"name": weight}'
+_OF_CLASSES = 'weight of each class in the training loss: balanced, or {"name": weight}'
 
 
 class OutputConfig(Section):
@@ -77,7 +77,7 @@ class OutputConfig(Section):
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
-    weight: float = key(1.0, "of its loss in the sum", gt=0)
+    weight: float = key(1.0, "weight of its loss in the sum", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
     args: Free = key({}, "arguments of the task's class")
 
@@ -122,9 +122,11 @@ class TrainingConfig(Section):
     checkpoint_parts_mb: int = key(
         64, "megabytes on parameter servers from which each writes its own part", ge=0, le=MOST
     )
-    keep: int = key(3, "retention: newest checkpoints, besides the best", ge=1, le=MOST)
+    keep: int = key(3, "newest checkpoints that are kept, besides the best", ge=1, le=MOST)
     validate_every: int = key(500, "global steps between validations; 0: none", ge=0, le=MOST)
-    patience: int = key(0, "stop after this many validations without gain; 0: never", ge=0, le=MOST)
+    patience: int = key(
+        0, "validations without improvement before an early stop; 0: never", ge=0, le=MOST
+    )
     stall_timeout: float = key(
         120, "seconds without progress until a task is restarted", ge=1, le=MOST
     )
@@ -136,7 +138,7 @@ class TrainingConfig(Section):
         "", "first weights: URI of a checkpoint or .keras file, champion, {from, include, exclude}"
     )
     ema: float = key(
-        0.0, "momentum of an average of the weights, which is handed on; 0: none", ge=0, lt=1
+        0.0, "momentum of an average of the weights, which is exported; 0: none", ge=0, lt=1
     )
     freeze: tuple[str, ...] = key((), "globs of variable paths that are not trained, hidden_0/*")
     hand_on: Literal["best", "last"] = key(
@@ -144,7 +146,7 @@ class TrainingConfig(Section):
     )
     class_weights: ClassWeights = key("", _OF_CLASSES)
     when_unchanged: Literal["stop", "train"] = key(
-        "stop", "what a run does where its files and its configuration are those of a finished one"
+        "stop", "behaviour when a run of the same data and configuration has already finished"
     )
     profile: tuple[int, ...] = key(
         (), "first and last global step that TensorFlow's profiler traces, [100, 110]"

@@ -23,14 +23,14 @@ class ChampionRule(Section):
     metric: str = key("", "metric that is compared; empty: the main one of the task")
     margin: float | str = key(
         "3%",
-        "largest loss that is no loss: a number in units of the metric, or a share of the "
-        "champion's value, such as 2%; below 0 a required gain",
+        "non-inferiority margin: the largest decrease that still counts as equal, in units of the "
+        "metric or as a share of the champion's value, such as 2%; below 0: a required gain",
     )
     confidence: float = key(
-        0.95, "how sure it has to be that no more than the margin is lost", ge=0.5, lt=1
+        0.95, "confidence of the test that no more than the margin is lost", ge=0.5, lt=1
     )
     better: Literal["", "higher", "lower"] = key(
-        "", "which value of a metric of the user's is better, where that is not known"
+        "", "direction of a metric of your own; empty: the one that the task declares"
     )
 
     @field_validator("margin", mode="before")

@@ -23,7 +23,7 @@ from trainer.checkpoints import part_server, servers
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import PartServer, Reply, Request
 from trainer.checkpoints.servers import PartServers
-from trainer.checkpoints.tensor_bundle import Layout
+from trainer.checkpoints.tensor_bundle import layout_of
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage import retry
 from trainer.storage.errors import PASSING
@@ -230,7 +230,7 @@ def test_a_chief_whose_disk_is_full_says_so(tmp_path):
         room_for(0),
         pytest.raises(UserError, match=r"^cannot write a checkpoint to /.*: File too"),
     ):
-        Layout.of(("model/table",), None, tmp_path)
+        layout_of(("model/table",), None, tmp_path)
 
 
 def test_what_a_server_cannot_do_is_an_error_here(two_servers):

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.trainer.checkpoints.by_parts import room_for
 from trainer.checkpoints import tensor_bundle
-from trainer.checkpoints.tensor_bundle import GRAPH, BundleWriter, Layout, Layouts
+from trainer.checkpoints.tensor_bundle import GRAPH, BundleWriter
 from trainer.errors import UserError
 
 
@@ -28,7 +28,7 @@ def variables():
 
 @pytest.fixture
 def writer(tmp_path):
-    return BundleWriter(Layouts(tmp_path / "scratch"))
+    return BundleWriter(tmp_path / "scratch")
 
 
 def written(writer, variables, prefix):
@@ -69,10 +69,10 @@ def test_it_is_what_tensorflow_writes(writer, variables, tmp_path):
 
 def test_it_is_traced_once_before_the_first(writer, variables, tmp_path, monkeypatch):
     traced = []
-    value, of = tensor_bundle._value, Layout.of
+    value, write = tensor_bundle._value, tensor_bundle._write
     monkeypatch.setattr(tensor_bundle, "_value", lambda each: traced.append(each) or value(each))
     monkeypatch.setattr(
-        Layout, "of", lambda *given, **named: traced.append(0) or of(*given, **named)
+        tensor_bundle, "_write", lambda *given, **named: traced.append(0) or write(*given, **named)
     )
     writer.prepare(variables, None)
     made = len(traced)
