@@ -47,7 +47,6 @@ ELSEWHERE = {
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
     "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),
-    "trainer/export/model_card.py": ("tests/trainer/export/test_export.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity.py",),
     "trainer/data/files/recorded_columns.py": ("tests/trainer/prediction",),
     "trainer/prediction": ("tests/trainer/prediction",),

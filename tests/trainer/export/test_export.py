@@ -177,11 +177,11 @@ def test_a_decision_that_was_changed_by_hand_does_not_count(run, tmp_path):
 
 
 def training_of(config: Config) -> str:
-    facts = model_card.Facts(config=config, dataset="", checkpoint="", decision="", step=3)
-    return model_card._training(facts)
+    template = model_card.template()
+    return "".join(template.blocks["training"](template.new_context({"config": config, "step": 3})))
 
 
 def test_it_names_the_bundle_of_the_users_modules_where_there_is_one():
     uri = f"s3://team/flotilla/code/{'a' * 64}"
-    assert training_of(Config(code=uri)).endswith(f"those of the bundle `{uri}`.")
+    assert training_of(Config(code=uri)).endswith(f"those of the bundle `{uri}`.\n")
     assert "bundle" not in training_of(Config())
