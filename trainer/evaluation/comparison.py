@@ -89,7 +89,7 @@ def _compared(
     objective, own = opponents.objective, opponents.own
     total = np.asarray(sum(objective.sums(part) for part in own.parts()))
     # In a vector of sums; a metric of the task's details has no state.
-    defined = (each for each in objective.states() if each.values(total).get(metric) is not None)
+    defined = (each for each in objective.states if each.values(total).get(metric) is not None)
     state = next(defined, None)
     if state is None:
         return _jackknife(opponents, metric, better, confidence), None

@@ -67,12 +67,8 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, differences: Floats, weights: Floats | None = None) -> Sums:
-        """Return the sums of w, w d, w^2, w^2 d and w^2 d^2."""
-        d = np.asarray(differences, np.float64)
-        w = np.ones_like(d) if weights is None else np.asarray(weights, np.float64)
-        squared = w**2
-        sums = (w.sum(), w @ d, squared.sum(), squared @ d, squared @ d**2)
-        return cls(len(d), *map(float, sums))
+        """Return the sums over the examples."""
+        return cls(len(differences), *_terms(differences, weights).sum(axis=0).tolist())
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the examples of both."""
@@ -116,11 +112,9 @@ def means(
     if len(differences) > FEW:
         return means_of_sums(Sums.of(differences, weights), confidence, better)
     sign = 1 if better == "higher" else -1
-    d = sign * np.asarray(differences, np.float64)
-    w = np.ones_like(d) if weights is None else np.asarray(weights, np.float64)
-    mean, error = _mean_and_error(w.sum(), w @ d, (w**2).sum(), w**2 @ d, w**2 @ d**2)
-    columns = np.stack([w, w * d, w**2, w**2 * d, w**2 * d**2], axis=1)
-    drawn = np.concatenate([counts @ columns for counts in _draws(len(d))]).T
+    terms = _terms(sign * np.asarray(differences), weights)
+    mean, error = _mean_and_error(*terms.sum(axis=0))
+    drawn = np.concatenate([counts @ terms for counts in _draws(len(terms))]).T
     means, errors = _mean_and_error(*drawn)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (means - mean) / errors
@@ -140,6 +134,13 @@ def means_of_sums(sums: Sums, confidence: float, better: Direction) -> Compared:
     return Compared(
         difference=float(mean), bound=float(bound), method="normal limit of the paired differences"
     )
+
+
+def _terms(differences: Floats, weights: Floats | None) -> Floats:
+    """Return w, w d, w^2, w^2 d and w^2 d^2 of each example [n, 5]."""
+    d = np.asarray(differences, np.float64)
+    w = np.ones_like(d) if weights is None else np.asarray(weights, np.float64)
+    return np.stack([w, w * d, w**2, w**2 * d, w**2 * d**2], axis=1)
 
 
 def _mean_and_error(weights: Any, first: Any, squared: Any, squared_first: Any, second: Any) -> Any:

@@ -81,6 +81,13 @@ class State:
         metric = self.measured.metric if self.measured else None
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
+    def followed_by(self, measured: Measured) -> State:
+        """Return the state of a metric, whose numbers come after these."""
+        shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
+        end = self.end + sum(map(math.prod, shapes))
+        name = measured.name
+        return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
+
     def values(self, sums: Sums) -> dict[str, float | None]:
         """Return what a vector of sums says, None where it defines nothing; several of some."""
         state = sums[self.begin : self.end]
@@ -106,7 +113,7 @@ class State:
         return value
 
     def _variables(self, state: Sums) -> list[Array]:
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])[:-1]
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
         pieces = zip(np.split(state, ends), self.shapes, strict=True)
         return [np.reshape(piece, shape) for piece, shape in pieces]
 

@@ -17,7 +17,6 @@ from itertools import chain, count
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
@@ -92,7 +91,8 @@ class Objective:
                 named.metric(name, key, *_ONE)
         for key, name in self._losses.values():
             named.loss(name, key, logits=True)
-        self._metrics: list[Measured] = []
+        #: Where the state of the loss and of each metric is in a vector of `totals`.
+        self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
         if all(
             type(each).__module__.startswith(_BUILT_IN) for each in (task, *task.parts.values())
@@ -100,7 +100,6 @@ class Objective:
             self._summed = api.call_with_unspecified_conversion_status(self._sums)
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._traced_alone: dict[str, Any] = {}
-        self._shapes: list[list[tuple[int, ...]]] = []
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
         """Take what a model was compiled with, and refuse one that does not fit the task.
@@ -217,7 +216,7 @@ class Objective:
 
         Those of the model are known once one was accepted and measured; see `measures`.
         """
-        further = {each.name: named.direction_of(each.metric) for each in self._metrics}
+        further = {each.name: named.direction_of(each.metric) for each in self._measured()}
         return {**further, LOSS: "lower", **self.task.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
@@ -226,7 +225,7 @@ class Objective:
         A vector in double precision. It is traced into a graph, which may run elsewhere.
         """
         self._build(*_one_example(model, batches.element_spec))
-        total = tf.zeros([self.size], tf.float64)
+        total = tf.zeros([self.states[-1].end], tf.float64)
         # Not over the dataset itself: its functions may not reach variables on other machines.
         for batch in iter(batches):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -262,18 +261,9 @@ class Objective:
         if not sums[0]:
             raise UserError("there are no examples to measure the model on")
         found: dict[str, float | None] = {}
-        for each in self.states():
+        for each in self.states:
             found |= each.values(sums)
         return found
-
-    def states(self) -> Iterator[State]:
-        """Yield where the state of the loss and of each metric is in a vector of `totals`."""
-        yield State(name=LOSS, begin=0, end=2, shapes=(), measured=None)
-        begin = 2
-        for each, shapes in zip(self._metrics, self._shapes, strict=True):
-            end = begin + sum(int(np.prod(shape)) for shape in shapes)
-            yield State(name=each.name, begin=begin, end=end, shapes=tuple(shapes), measured=each)
-            begin = end
 
     def of_each(self, state: State, part: Part) -> Sums:
         """Return the state [n, size] of a metric that each example would have alone."""
@@ -301,21 +291,18 @@ class Objective:
         """Return what measures the examples of one slice, part by part."""
         return SliceTally(self)
 
-    @property
-    def size(self) -> int:
-        """The length of a vector of `totals`."""
-        return 2 + sum(int(np.prod(shape)) for shapes in self._shapes for shape in shapes)
+    def _measured(self) -> list[Measured]:
+        return [each.measured for each in self.states if each.measured]
 
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
         """Make the metrics, some of which make their variables at the first update."""
-        if self._shapes:
+        if len(self.states) > 1:
             return
         # Nothing reads these variables.
         with named.without_values():
-            self._metrics = [*self._all_metrics(labels, outputs)]
-            for each in self._metrics:
+            for each in [*self._all_metrics(labels, outputs)]:
                 each.metric.update_state(*self._taken(each, labels, outputs, weights))
-        self._shapes = [[tuple(v.shape) for v in each.metric.variables] for each in self._metrics]
+                self.states.append(self.states[-1].followed_by(each))
 
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
         """Yield those of the task, of the configuration and of the compiled model, each once."""
@@ -365,7 +352,7 @@ class Objective:
             with whole_losses():
                 loss = self._loss(labels, self.task.given(outputs), weights)
         parts = [count, tf.cast(loss, tf.float64) * count]
-        for each in self._metrics:
+        for each in self._measured():
             before = [tf.zeros(v.shape, v.dtype) for v in each.metric.variables]
             taken = self._taken(each, labels, outputs, weights)
             parts += each.metric.stateless_update_state(before, *taken)

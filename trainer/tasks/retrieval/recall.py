@@ -15,7 +15,7 @@ candidates, or no user took anything, there is no recall at k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,14 +85,16 @@ class Search:
         rows, columns = self._pairs(users, items)
         there = [each for each in numbers if each <= len(items)]
         found = {number: np.zeros(len(rows), np.bool_) for number in there}
-        if there and len(rows):
-            for pairs, scores in _blocks(rows, columns, of_users, of_items, at_once):
-                own, least = _against(scores, pairs, there)
-                for place, number in enumerate(there):
-                    found[number][pairs.where] = own > least[:, place]
-        _, user = np.unique(rows, return_inverse=True)
-        relevant = np.bincount(user)
-        return {number: np.bincount(user, hits) / relevant for number, hits in found.items()}
+        takers, user, counts = np.unique(rows, return_inverse=True, return_counts=True)
+        ends, size = np.cumsum(counts), max(1, at_once // max(1, len(items)))
+        for begin in range(0, len(takers) if there else 0, size):
+            some = takers[begin : begin + size]
+            pairs = slice(ends[begin] - counts[begin], ends[begin + len(some) - 1])
+            scores = of_users[some] @ of_items.T
+            own, least = _against(scores, user[pairs] - begin, columns[pairs], there)
+            for place, number in enumerate(there):
+                found[number][pairs] = own > least[:, place]
+        return {number: np.bincount(user, hits) / counts for number, hits in found.items()}
 
     def _pairs(self, users: Array, items: Array) -> tuple[Places, Places]:
         """Return the places of user and item of each taken pair, by user; each pair once."""
@@ -101,37 +103,14 @@ class Search:
         return np.divmod(np.unique(both), len(items))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pairs:
-    """Taken pairs of a block: their place among all, and their place in the block's scores."""
-
-    where: slice
-    rows: Places
-    columns: Places
-
-
-def _blocks(
-    rows: Places, columns: Places, of_users: Floats, of_items: Floats, at_once: int
-) -> Iterator[tuple[_Pairs, Floats]]:
-    users, begins = np.unique(rows, return_index=True)
-    begins = np.append(begins, len(rows))
-    size = max(1, at_once // len(of_items))
-    for begin in range(0, len(users), size):
-        end = min(begin + size, len(users))
-        where = slice(begins[begin], begins[end])
-        inside = np.searchsorted(users[begin:end], rows[where])
-        yield (
-            _Pairs(where=where, rows=inside, columns=columns[where]),
-            of_users[users[begin:end]] @ of_items.T,
-        )
-
-
-def _against(scores: Floats, pairs: _Pairs, numbers: Sequence[int]) -> tuple[Floats, Floats]:
+def _against(
+    scores: Floats, rows: Places, columns: Places, numbers: Sequence[int]
+) -> tuple[Floats, Floats]:
     """Return the scores [n] of pairs, and what they have to exceed [n, numbers].
 
     That is the best score but k of the user: fewer than k others are equal or better then.
     """
-    own = scores[pairs.rows, pairs.columns]
+    own = scores[rows, columns]
     size = scores.shape[1]
     places = [size - 1 - number for number in numbers if number < size]
     if places:
@@ -141,4 +120,4 @@ def _against(scores: Floats, pairs: _Pairs, numbers: Sequence[int]) -> tuple[Flo
     for at, number in enumerate(numbers):
         if number < size:
             least[:, at] = scores[:, size - 1 - number]
-    return own, least[pairs.rows]
+    return own, least[rows]
