@@ -17,7 +17,7 @@ from trainer.errors import UserError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _EPOCH = 1970
-# The folder below a pipeline root, see `components.locations.root_of`.
+# The folder below a pipeline root, see `components.records.run_store.root_of`.
 _FOLDER = "flotilla"
 
 

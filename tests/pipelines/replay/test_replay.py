@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -261,8 +262,7 @@ def replayed(run, step):
 
 def bare(error):
     """Return an error without the task that it is from, and its place on the disk."""
-    words = error.partition(" (chief-0, log ")[0].split()
-    return [word.rpartition("/")[2] for word in words]
+    return re.sub(r"[^\s(]*/", "", error.partition(" (chief-0, log ")[0])
 
 
 @pytest.mark.long
@@ -274,7 +274,7 @@ def test_each_planted_failure_is_seen_again(run, name):
     result, _ = replayed(run, record.step)
     assert result.replayed.status == record.status
     if record.error:
-        assert bare(result.replayed.error)[-6:] == bare(record.error)[-6:]
+        assert bare(result.replayed.error) in bare(record.error)
     else:
         assert result.replayed.metrics == record.metrics
 
