@@ -89,9 +89,14 @@ def test_metrics_are_scikit_learns(predicted):
             assert found[f"{average}_{name}"] == pytest.approx(expected)
 
 
-def test_areas_are_scikit_learns(predicted):
+def test_metrics_of_each_class_are_scikit_learns(predicted):
     labels, logits = predicted
-    rows = measure(labels, logits)["per_class"]
+    found = measure(labels, logits)
+    rows, guess = found["per_class"], logits.argmax(axis=1)
+    assert found["confusion_matrix"] == scores.confusion_matrix(labels, guess).tolist()
+    each = scores.precision_recall_fscore_support(labels, guess)
+    for name, values in zip(("precision", "recall", "f1", "support"), each, strict=True):
+        assert [row[name] for row in rows] == pytest.approx(values)
     probabilities = metrics.softmax(logits)
     for index, row in enumerate(rows):
         own = labels == index
@@ -100,6 +105,17 @@ def test_areas_are_scikit_learns(predicted):
     mean = metrics.mean_area(rows, "auc")
     expected = scores.roc_auc_score(labels, normal(logits), multi_class="ovr")
     assert mean == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone():
+    labels, logits = predictions(classes=2)
+    found = measure(labels, np.pad(logits, [[0, 0], [0, 3]], constant_values=-9))
+    absent = [row for row in found["per_class"] if not row["support"]]
+    assert [(row["label"], row["recall"], row["auc"]) for row in absent] == [
+        (name, 0, None) for name in "234"
+    ]
+    expected = scores.recall_score(labels, logits.argmax(axis=1), average="macro")
+    assert found["metrics"]["macro_recall"] == pytest.approx(expected)
 
 
 def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
