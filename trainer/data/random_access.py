@@ -8,7 +8,6 @@ which `write_index` finds, and runs of records are read where they stand.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,11 @@ import tensorflow as tf
 
 from trainer.data.read import example_of, fits_in_memory, whole_in_memory
 from trainer.data.spec import DatasetSpec
+from trainer.data.tfrecords import places
 
 # Records in a row that are read at once, from a split that is not held in memory.
 RUN = 8
 INDEX_FILE = "examples.index"
-_HEADER = struct.Struct("<QI")
-_FOOTER = 4
 # Fields of a row of the index.
 _FILE, _OFFSET = range(2)
 _READ_AHEAD = 64 << 10
@@ -33,19 +31,12 @@ _AT_ONCE = 4
 
 def write_index(paths: Sequence[Path]) -> None:
     """Write where each record begins next to the shards, which are whole: they were verified."""
-    rows = [np.array([[n, at] for at in _offsets(path)]) for n, path in enumerate(paths)]
+    rows = []
+    for number, path in enumerate(paths):
+        with path.open("rb") as file:
+            rows.append(np.array([[number, at] for at in places(file)[:-1]]).reshape(-1, 2))
     index = np.concatenate(rows).astype("<i8")
     (paths[0].parent / INDEX_FILE).write_bytes(index.tobytes())
-
-
-def _offsets(path: Path) -> list[int]:
-    found, at = [], 0
-    with path.open("rb") as file:
-        while header := file.read(_HEADER.size):
-            found.append(at)
-            at += _HEADER.size + _HEADER.unpack(header)[0] + _FOOTER
-            file.seek(at)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,6 @@ class FileSource(Source):
             gathered=frozenset({*labels, *classes}),
             images=frozenset(each for each, kind in self._said.items() if kind == "image"),
             time=config.splits.time,
-            split=config.splits.column,
             whole=not config.inputs,
             measures=not config.image.size,
         )

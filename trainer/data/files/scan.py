@@ -5,7 +5,7 @@ What it found is remembered with the parts of a preparation, which goes on witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import pyarrow as pa
 from trainer.data.examples.images import UndecodableError
 from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, kind_of
 from trainer.data.files.conversion import seconds_of
-from trainer.data.files.formats.columnar import ParquetReader
 from trainer.data.files.formats.raw_rows import Piece, Reader, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.errors import UserError
@@ -111,7 +110,6 @@ class Wanted:
         gathered: those whose values may be classes.
         images: those that name images.
         time: by which splits are drawn, or empty.
-        split: that says the split, or empty.
         whole: whether a column of later files that the first one lacks is refused.
         measures: whether the sizes of images are needed.
     """
@@ -121,7 +119,6 @@ class Wanted:
     gathered: frozenset[str]
     images: frozenset[str]
     time: str
-    split: str
     whole: bool
     measures: bool
 
@@ -148,17 +145,11 @@ class PieceScan:
             self._column(name)
         if not (self.piece.start or self.reader.varies):
             self._check_columns()
-        names: Sequence[str] = wanted.columns
-        if isinstance(self.reader, ParquetReader):
-            names = self._by_metadata(self.reader)
-            if not names:
-                return found
-        for rows in self.reader.rows(self.path, self.piece, names, self._broken):
+        for rows in self.reader.rows(self.path, self.piece, wanted.columns, self._broken):
             for name in rows.table.column_names:
                 if name:
                     self._add(name, rows)
-            if not isinstance(self.reader, ParquetReader):
-                found.broken.rows += len(rows.numbers)
+            found.broken.rows += len(rows.numbers)
         return found
 
     def _add(self, name: str, rows: Rows) -> None:
@@ -221,24 +212,6 @@ class PieceScan:
                 f"data.source: {self.path} has a column {more[0]!r}, which others lack; remove "
                 "it, or say which ones are read by data.inputs"
             )
-
-    def _by_metadata(self, reader: ParquetReader) -> list[str]:
-        """Take what the metadata of parquet says; return the columns that have to be read."""
-        read, wanted = [], self.wanted
-        rows = reader.count(self.path, self.piece)
-        by_value = {*wanted.gathered, *wanted.images, wanted.time, wanted.split}
-        for name, kind in reader.schema(self.path).items():
-            if name not in self.found.columns:
-                continue
-            column, nulls = self._column(name), reader.nulls(self.path, self.piece, name)
-            if name in by_value or nulls is None or kind_of(kind) in ("tensor", "image", ""):
-                read.append(name)
-            else:
-                column.rows, column.empty = rows, nulls
-                column.kinds = {kind_of(kind): rows - nulls} if rows > nulls else {}
-                column.many = True
-        self.found.broken.rows += rows
-        return read
 
 
 def _add_times(times: dict[float, int], array: pa.Array) -> None:

@@ -1,26 +1,17 @@
-"""The shards of a split: TFRecord files whose sizes differ by at most one record.
-
-A TFRecord is for each record its length (8 bytes, little-endian), the masked crc32c of the length,
-the record, and its masked crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord,
-"TFRecords format details").
-"""
+"""The shards of a split: TFRecord files whose sizes differ by at most one record."""
 
 from __future__ import annotations
 
 import mmap
-import struct
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
 from trainer.data.spec import shard_name
+from trainer.data.tfrecords import framed, places
 
 BUFFER_BYTES = 64 << 20
-_MASK = 0xA282EAD8
-# Bytes of a record's frame: its length and two checksums.
-_FRAME = 8 + 4 + 4
-_WORD = 0xFFFFFFFF
 
 
 class ShardWriter:
@@ -40,10 +31,10 @@ class ShardWriter:
 
     def add(self, record: bytes) -> None:
         """Add a record to the shard whose turn it is."""
-        framed = _frame(record)
-        self._pending[self._added % len(self._paths)].append(framed)
+        frame = framed(record)
+        self._pending[self._added % len(self._paths)].append(frame)
         self._added += 1
-        self._pending_bytes += len(framed)
+        self._pending_bytes += len(frame)
         if self._pending_bytes >= BUFFER_BYTES:
             self.flush()
 
@@ -77,16 +68,6 @@ class ShardWriter:
         return [f"{crc:08x}" for crc in self._crcs]
 
 
-def _frame(record: bytes) -> bytes:
-    length = struct.pack("<Q", len(record))
-    return b"".join((length, _masked_crc(length), record, _masked_crc(record)))
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & _WORD)
-
-
 def _shuffled(path: Path, random: np.random.RandomState) -> int:
     """Rewrite a shard in a random order; return its crc32c."""
     if not path.stat().st_size:
@@ -97,20 +78,10 @@ def _shuffled(path: Path, random: np.random.RandomState) -> int:
         part.open("wb") as out,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        frames = _frames(data)
+        frames = places(data)
         for index in random.permutation(len(frames) - 1):
             frame = data[frames[index] : frames[index + 1]]
             out.write(frame)
             crc = google_crc32c.extend(crc, frame)
     part.replace(path)
     return crc
-
-
-def _frames(data: mmap.mmap) -> list[int]:
-    """Return where each framed record begins, and the end of the last."""
-    found, at = [0], 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        at += length + _FRAME
-        found.append(at)
-    return found

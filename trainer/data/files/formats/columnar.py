@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,29 +22,8 @@ class ParquetReader(Reader):
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns by the schema."""
-        return tuple(self.schema(path))
-
-    def schema(self, path: Path) -> dict[str, pa.DataType]:
-        """Return the type of each column."""
         with _file(path) as file:
-            return dict(_flat(file.schema_arrow))
-
-    def count(self, path: Path, piece: Piece) -> int:
-        """Return the number of rows."""
-        with _file(path) as file:
-            return sum(file.metadata.row_group(each).num_rows for each in _groups(file, piece))
-
-    def nulls(self, path: Path, piece: Piece, name: str) -> int | None:
-        """Return how many values of a column are null; None where the file does not say."""
-        total = 0
-        with _file(path) as file:
-            for each in _groups(file, piece):
-                group = file.metadata.row_group(each)
-                found = _null_count(group, name.replace("/", "."))
-                if found is None:
-                    return None
-                total += found
-        return total
+            return tuple(_flat(file.schema_arrow))
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Return ranges of row groups."""
@@ -103,13 +81,13 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
         raise
 
 
-def _flat(schema: pa.Schema | pa.StructType, before: str = "") -> Iterator[tuple[str, pa.DataType]]:
+def _flat(schema: pa.Schema | pa.StructType, before: str = "") -> Iterator[str]:
     for field in schema:
         name = f"{before}{field.name}"
         if pa.types.is_struct(field.type):
             yield from _flat(field.type, f"{name}/")
         else:
-            yield name, field.type
+            yield name
 
 
 def _flattened(table: pa.Table) -> pa.Table:
@@ -131,12 +109,3 @@ def _outer(name: str, schema: pa.Schema) -> str:
 
 def _groups(file: pq.ParquetFile, piece: Piece) -> range:
     return range(piece.start, file.metadata.num_row_groups if piece.stop == END else piece.stop)
-
-
-def _null_count(group: Any, path: str) -> int | None:
-    for place in range(group.num_columns):
-        column = group.column(place)
-        if column.path_in_schema == path:
-            known = column.statistics
-            return int(known.null_count) if known is not None and known.has_null_count else None
-    return None

@@ -1,33 +1,23 @@
-"""TFRecord files of `tf.train.Example`.
-
-A record is its length (8 bytes, little-endian), the masked crc32c of that, the data, and its masked
-crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details").
-"""
+"""TFRecord files of `tf.train.Example`."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
 from trainer.data.files.formats.decompression import opened
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.data.tfrecords import DamagedError, records
 from trainer.errors import UserError
 
-_HEAD = struct.Struct("<QI")
-_FOOT = struct.Struct("<I")
-_MASK = 0xA282EAD8
-_WORD = 0xFFFFFFFF
 _AT_ONCE = 2048
 _FIRST = 100
-_LARGEST = 1 << 30
 
 
 class ExampleReader(Reader):
@@ -60,8 +50,8 @@ class ExampleReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the records; all features of each block if no columns are named."""
         del piece
-        records = enumerate(_records(path))
-        while block := list(islice(records, _AT_ONCE)):
+        numbered = enumerate(_records(path))
+        while block := list(islice(numbered, _AT_ONCE)):
             examples, numbers = [], []
             for number, data in block:
                 example = _example(data)
@@ -113,26 +103,7 @@ def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
 
 def _records(path: Path) -> Iterator[bytes]:
     with opened(path) as file:
-        number = 0
-        while head := file.read(_HEAD.size):
-            number += 1
-            if len(head) < _HEAD.size:
-                raise _damaged(path, number, "it is cut off")
-            length, crc = _HEAD.unpack(head)
-            if _masked(head[:8]) != crc or length > _LARGEST:
-                raise _damaged(path, number, "its length is damaged, or the file is no TFRecord")
-            data, foot = file.read(length), file.read(_FOOT.size)
-            if len(data) < length or len(foot) < _FOOT.size:
-                raise _damaged(path, number, "it is cut off")
-            if _masked(data) != _FOOT.unpack(foot)[0]:
-                raise _damaged(path, number, "its checksum differs")
-            yield data
-
-
-def _masked(data: bytes) -> int:
-    crc = google_crc32c.value(data)
-    return int(((crc >> 15 | crc << 17) + _MASK) & _WORD)
-
-
-def _damaged(path: Path, number: int, why: str) -> UserError:
-    return UserError(f"data.source: {path}, record {number} cannot be read: {why}")
+        try:
+            yield from records(file)
+        except DamagedError as error:
+            raise UserError(f"data.source: {path}, {error}") from None

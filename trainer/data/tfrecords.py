@@ -1,0 +1,65 @@
+"""TFRecord files as bytes.
+
+A record is its length (8 bytes, little-endian), the masked crc32c of that, the data, and its masked
+crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details").
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import IO, Any
+
+import google_crc32c
+
+_HEAD = struct.Struct("<QI")
+_FOOT = struct.Struct("<I")
+_MASK = 0xA282EAD8
+_WORD = 0xFFFFFFFF
+_LARGEST = 1 << 30
+
+
+class DamagedError(ValueError):
+    """A record is damaged; the message is its number, and why."""
+
+
+def framed(record: bytes) -> bytes:
+    """Return a record as it is in a file."""
+    head = struct.pack("<Q", len(record))
+    return b"".join((head, _FOOT.pack(_masked(head)), record, _FOOT.pack(_masked(record))))
+
+
+def records(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the records, each verified; raises `DamagedError`."""
+    number = 0
+    while head := file.read(_HEAD.size):
+        number += 1
+        if len(head) < _HEAD.size:
+            raise _damaged(number, "it is cut off")
+        length, crc = _HEAD.unpack(head)
+        if _masked(head[:8]) != crc or length > _LARGEST:
+            raise _damaged(number, "its length is damaged, or the file is no TFRecord")
+        data, foot = file.read(length), file.read(_FOOT.size)
+        if len(data) < length or len(foot) < _FOOT.size:
+            raise _damaged(number, "it is cut off")
+        if _masked(data) != _FOOT.unpack(foot)[0]:
+            raise _damaged(number, "its checksum differs")
+        yield data
+
+
+def places(file: Any) -> list[int]:
+    """Return where each record begins, and the end of the last, without verifying any."""
+    found = [0]
+    while head := file.read(_HEAD.size):
+        found.append(found[-1] + _HEAD.size + _HEAD.unpack(head)[0] + _FOOT.size)
+        file.seek(found[-1])
+    return found
+
+
+def _masked(data: bytes) -> int:
+    crc = google_crc32c.value(data)
+    return int(((crc >> 15 | crc << 17) + _MASK) & _WORD)
+
+
+def _damaged(number: int, why: str) -> DamagedError:
+    return DamagedError(f"record {number} cannot be read: {why}")
