@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.errors import ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
 from trainer.strategies.placement import (
@@ -26,7 +27,7 @@ from trainer.strategies.placement import (
     places_of,
     server_device,
 )
-from trainer.strategies.server_state import STEP, MisfitError, ServerState
+from trainer.strategies.server_state import STEP, MisfitError, ServerState, is_lost
 from trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
@@ -135,11 +136,12 @@ class Served(KerasStrategy):
         servers, named = self.cluster.count("ps"), self.config.cluster.placement
         self._kept = KeptValues(self.state.taken if self.state else ())
         places = places_of(problem.build_model, problem.check, servers, named)
-        self.model = build_at(problem.build_model, places, self._kept)
-        with tf.device(server_device(0)):
-            self.optimizer = self.make_optimizer(problem)
-            self.scale = self.make_scale(gradients=gradients)
-        build_slots(self.optimizer, self.model, self._kept)
+        with _server_lost():
+            self.model = build_at(problem.build_model, places, self._kept)
+            with tf.device(server_device(0)):
+                self.optimizer = self.make_optimizer(problem)
+                self.scale = self.make_scale(gradients=gradients)
+            build_slots(self.optimizer, self.model, self._kept)
         training = self.config.training
         whole = training.pull_every > 1 or self.pulls_whole()
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
@@ -289,6 +291,17 @@ class Served(KerasStrategy):
         parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
         sums: Sums = np.sum(parts, axis=0)
         return sums
+
+
+@contextmanager
+def _server_lost() -> Iterator[None]:
+    """Raise that a server is gone in the place of what is said of the code that found it gone."""
+    try:
+        yield
+    except ConfigError as error:
+        if isinstance(error.__cause__, Exception) and is_lost(error.__cause__):
+            raise error.__cause__ from None
+        raise
 
 
 class LoopWatch:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from trainer.config.load import parse_config
+from trainer.errors import ConfigError
 from trainer.strategies import parameter_server, placement
 from trainer.strategies.parameter_server import Served
 from trainer.strategies.strategy import Problem
@@ -84,3 +86,19 @@ def test_slots_of_rows_are_known_by_their_initializer(built):
     table, *_ = strategy.model.trainable_variables
     ((_, first),) = parameter_server.table_state.slots_of(strategy.optimizer, table)
     assert first == 0.25
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (tf.errors.UnavailableError(None, None, "ps-0"), tf.errors.UnavailableError),
+        (ValueError("no such layer"), ConfigError),
+    ],
+)
+def test_a_server_that_is_gone_is_no_fault_of_the_model(built, monkeypatch, cause, raised):
+    def fails(*_):
+        raise ConfigError("model two_tower: it fails") from cause
+
+    monkeypatch.setattr(parameter_server, "build_at", fails)
+    with pytest.raises(raised):
+        built(())
