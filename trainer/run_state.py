@@ -17,14 +17,9 @@ from trainer.events import Event
 
 #: What a record and the report tell of a step beside its end.
 INCIDENTS = (
-    events.Restart,
-    events.ServersLost,
-    events.Suspension,
-    events.Stalled,
-    events.TaskFailed,
-    events.EvaluatorLeft,
-    events.CheckpointPassedOver,
-)
+    events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
+    events.EvaluatorLeft, events.CheckpointPassedOver,
+)  # fmt: skip
 # A run of weeks has more; of these the newest are kept.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
