@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -40,37 +41,22 @@ class MultiOutput(Task):
 
     name = "multi_output"
     main_metric = "loss"
+    parts: Mapping[str, Task] = MappingProxyType({})
+    loss_weights: Mapping[str, float] = MappingProxyType({})
+    columns: tuple[str, ...] = ()
+    output_shape: Any = None
 
     def __init__(self, parts: Mapping[str, Task], weights: Mapping[str, float]) -> None:
         """Take the tasks by the names of their targets, and the weights of their losses."""
         super().__init__(Target(name=", ".join(parts), shape=(), dtype="several"))
-        self._parts = parts
-        self._weights = weights
+        self.parts, self.loss_weights = parts, weights
+        self.columns = tuple(dict.fromkeys(each for p in parts.values() for each in p.columns))
+        self.output_shape = {name: part.output_shape for name, part in parts.items()}
         directions: dict[str, Direction | None] = {"loss": "lower"}
         for name, part in parts.items():
             own = {each: better for each, better in part.directions.items() if each != "loss"}
             directions |= _named(name, own)
         self.directions = directions  # type: ignore[misc]
-
-    @property
-    def parts(self) -> Mapping[str, Task]:
-        """The task of each output."""
-        return self._parts
-
-    @property
-    def loss_weights(self) -> Mapping[str, float]:
-        """What the loss of each output counts in the sum."""
-        return self._weights
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Those of all tasks."""
-        return tuple(dict.fromkeys(each for part in self._parts.values() for each in part.columns))
-
-    @property
-    def output_shape(self) -> Any:
-        """The shape of each output, by name."""
-        return {name: part.output_shape for name, part in self._parts.items()}
 
     def loss(self) -> keras.losses.Loss:
         """Refuse: each of `parts` has its own."""
@@ -78,7 +64,9 @@ class MultiOutput(Task):
 
     def chance_loss(self) -> float:
         """Return the sum of those of the outputs."""
-        return sum(self._weights[name] * part.chance_loss() for name, part in self._parts.items())
+        return sum(
+            self.loss_weights[name] * part.chance_loss() for name, part in self.parts.items()
+        )
 
     def metrics(self) -> list[keras.Metric]:
         """Return none: each of `parts` has its own."""
@@ -86,34 +74,34 @@ class MultiOutput(Task):
 
     def outputs(self, given: Any) -> Any:
         """Return the outputs of each task."""
-        return {name: part.outputs(given[name]) for name, part in self._parts.items()}
+        return {name: part.outputs(given[name]) for name, part in self.parts.items()}
 
     def given(self, outputs: Any) -> Any:
         """Return what the model gave for them."""
-        return {name: part.given(outputs[name]) for name, part in self._parts.items()}
+        return {name: part.given(outputs[name]) for name, part in self.parts.items()}
 
     def predictions(self, outputs: Any) -> Any:
         """Return the predictions of each task."""
-        return {name: part.predictions(outputs[name]) for name, part in self._parts.items()}
+        return {name: part.predictions(outputs[name]) for name, part in self.parts.items()}
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
         """Return the columns of each task, after the name of its output."""
         found: dict[str, tf.Tensor] = {}
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             found |= _named(name, part.answers(outputs[name]))
         return found
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
         """Return the outputs of each task, from the columns that begin with its name."""
         return {
-            name: part.outputs_of(own_answers(name, answers)) for name, part in self._parts.items()
+            name: part.outputs_of(own_answers(name, answers)) for name, part in self.parts.items()
         }
 
     def example_losses(self, labels: Any, outputs: Any) -> Floats:
         """Return the weighted sum [n]."""
         each = [
-            self._weights[name] * part.example_losses(labels[name], outputs[name])
-            for name, part in self._parts.items()
+            self.loss_weights[name] * part.example_losses(labels[name], outputs[name])
+            for name, part in self.parts.items()
         ]
         result: Floats = np.sum(each, axis=0)
         return result
@@ -121,7 +109,7 @@ class MultiOutput(Task):
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the cells of all tasks: `label` and `predicted` together, others by output."""
         cells = {
-            name: part.described(label[name], output[name]) for name, part in self._parts.items()
+            name: part.described(label[name], output[name]) for name, part in self.parts.items()
         }
         together = {
             column: ", ".join(f"{name} {_text(each[column])}" for name, each in cells.items())
@@ -138,7 +126,7 @@ class MultiOutput(Task):
         """Return the details of each task as `outputs`; its tables and charts after its name."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             each = part.details(Remade(examples, partial(_of_output, name=name)))
             for kind in ("metrics", "intervals"):
                 found[kind] |= _named(name, each.pop(kind, {}))
@@ -150,11 +138,11 @@ class MultiOutput(Task):
 
     def tally(self) -> Tally:
         """Return what gathers those of each task."""
-        return _OfSlice({name: part.tally() for name, part in self._parts.items()})
+        return _OfSlice({name: part.tally() for name, part in self.parts.items()})
 
     def check_labels(self, labels: Any) -> None:
         """Refuse those that the task of an output refuses."""
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             try:
                 part.check_labels(labels[name])
             except SplitError as error:
@@ -162,15 +150,15 @@ class MultiOutput(Task):
 
     def check_output(self, output: Any, last: Any) -> None:
         """Refuse other outputs than a mapping by the targets' names, each as its task wants it."""
-        names = ", ".join(f"{name}: ..." for name in self._parts)
+        names = ", ".join(f"{name}: ..." for name in self.parts)
         if not isinstance(output, Mapping):
             found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
             raise ConfigError(f"it has to return a mapping {{{names}}}, not {found}")
-        if output.keys() != self._parts.keys():
+        if output.keys() != self.parts.keys():
             raise ConfigError(
                 f"it has to return a mapping {{{names}}}, and it returns {', '.join(output)}"
             )
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             try:
                 part.check_output(output[name], last[name] if isinstance(last, Mapping) else None)
             except ConfigError as error:

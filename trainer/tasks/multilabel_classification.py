@@ -30,14 +30,9 @@ class MultilabelClassification(Sigmoid):
     main_metric = "macro_f1"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
-        "binary_accuracy": "higher",
-        "subset_accuracy": "higher",
-        "micro_precision": "higher",
-        "micro_recall": "higher",
-        "micro_f1": "higher",
-        "macro_f1": "higher",
-        "auc": "higher",
-        "pr_auc": "higher",
+        **dict.fromkeys(("binary_accuracy", "subset_accuracy"), "higher"),
+        **dict.fromkeys(("micro_precision", "micro_recall", "micro_f1", "macro_f1"), "higher"),
+        **dict.fromkeys(("auc", "pr_auc"), "higher"),
         "calibration_error": "lower",
     }
 
