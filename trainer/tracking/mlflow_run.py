@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.masking import masked
 from trainer.tracking import addresses
-from trainer.tracking.pending import Pending, Point
 
 OWN_ID = "flotilla.run_id"
 # Seconds for one request; a tracker that is away is asked again later.
@@ -34,7 +34,41 @@ _SETTINGS = {
     # A run sends nothing to anyone but the tracker that it was given.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
+# Of all curves, while the tracker is away.
+MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
+
+
+class Point(NamedTuple):
+    """One value of a curve; `when` is in milliseconds since 1970.
+
+    `repeats`: a new attempt may measure it again at a step near this one.
+    """
+
+    name: str
+    value: float
+    step: int
+    when: int
+    repeats: bool
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """Points and tags that are not written yet, and how the run ended, if it has."""
+
+    points: deque[Point] = field(default_factory=lambda: deque(maxlen=MOST_WAITING))
+    tags: dict[str, str] = field(default_factory=dict)
+    status: str = ""
+
+    def __bool__(self) -> bool:
+        """Say whether there is anything to write."""
+        return bool(self.points or self.tags or self.status)
+
+    def after(self, earlier: Pending) -> Pending:
+        """Return this together with what was to be written before it."""
+        points = deque([*earlier.points, *self.points], maxlen=MOST_WAITING)
+        tags = {**earlier.tags, **self.tags}
+        return Pending(points=points, tags=tags, status=self.status or earlier.status)
 
 
 def client_of_mlflow() -> Any:

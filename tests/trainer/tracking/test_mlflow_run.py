@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from tests.ports import held_port
-from tests.trainer.tracking.test_pending import progress
+from tests.trainer.tracking.test_tracker import progress
 from trainer import events, storage
 from trainer.config.load import parse_config
 from trainer.events import AttemptBegin, StepEnd, Validation
