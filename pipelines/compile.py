@@ -20,8 +20,7 @@ from kfp import compiler
 
 from components import contract
 from components.image import IMAGE
-from pipelines.step_pods import NO_SETTINGS, StepPods
-from pipelines.step_settings import check_image
+from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from pipelines.training import COMPONENTS, cluster_pipeline
 from trainer.errors import ConfigError, UserError
 from trainer.promotion import lineage

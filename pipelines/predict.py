@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import models
-from trainer import storage, user_code
-from trainer.cluster import signals, termination
+from trainer import storage
+from trainer.cluster import child_process, signals, termination
 from trainer.errors import USAGE, ConfigError, RunInterruptedError, UserError
 from trainer.promotion import registry
 from trainer.storage.uri import require_uri
@@ -129,7 +127,8 @@ def predict(request: dict[str, Any], on_progress: OnProgress) -> Prediction:
                         child.wait(_POLL)
                     events.read()
             finally:
-                _end(child, request["output"])
+                child_process.end(child, _GRACE)
+                _remove_part(child, request["output"])
         events.read()
         if interrupts:
             raise RunInterruptedError("interrupted; nothing of the output is left")
@@ -162,35 +161,17 @@ class _Events:
 
 
 def _started(folder: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        **signals.parent_environment(),
-        **user_code.environment(),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TMPDIR": str(folder),
-    }
-    command = [sys.executable, "-m", "trainer", "predict"]
-    command += ["--request", str(folder / "request.json"), "--workdir", str(folder)]
+    words = ["predict", "--request", str(folder / "request.json"), "--workdir", str(folder)]
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(folder)}
     with (folder / "stderr.log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-            # A session of its own: an interrupt reaches it once, from here, not from the terminal.
-            start_new_session=True,
+        # A session of its own: an interrupt reaches it once, from here, not from the terminal.
+        return child_process.start(
+            "trainer", *words, variables=variables, stderr=log, start_new_session=True
         )
 
 
-def _end(child: subprocess.Popen[bytes], output: str) -> None:
-    """End the process if it has not ended, and remove what it has left of the output."""
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+def _remove_part(child: subprocess.Popen[bytes], output: str) -> None:
+    """Remove what a process that was ended has left of the output."""
     if output != STANDARD_OUTPUT:
         path = Path(output)
         with suppress(OSError):
@@ -200,13 +181,7 @@ def _end(child: subprocess.Popen[bytes], output: str) -> None:
 def _failure(folder: Path, code: int) -> UserError:
     message = termination.read(folder)
     if not message:
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        why = (
-            "; there may not have been enough memory, lower --batch-size"
-            if code == -signal.SIGKILL
-            else ""
-        )
-        lines = (folder / "stderr.log").read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        message = f"the process that predicts ended with {how}{why or f': {last}'}"
+        said = child_process.failure(code, (folder / "stderr.log").read_text(errors="replace"))
+        remedy = "; lower --batch-size" if code == -signal.SIGKILL else ""
+        message = f"the process that predicts: {said}{remedy}"
     return ConfigError(message) if code == USAGE else UserError(message)

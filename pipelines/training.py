@@ -24,7 +24,7 @@ from components.table import NEW, STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
 from components.validate_data import validate_data
 from pipelines import step_settings
-from pipelines.step_pods import NO_SETTINGS, StepPods
+from pipelines.step_settings import NO_SETTINGS, StepPods
 from trainer.config.run_parameters import Parameter, run_parameters
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]

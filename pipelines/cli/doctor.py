@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +14,9 @@ from pipelines.cli.options import (
     Assignments,
     Config,
     Image,
-    Mounts,
-    PullSecrets,
     Workdir,
     of_instance,
+    of_pods,
 )
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
@@ -51,8 +50,10 @@ _ServiceAccount = Annotated[
 
 @answers
 @partial(of_instance, namespace=_Namespace)
+@lambda command: of_pods(command, "pull_secrets", "mounts")
 def doctor(
     instance: Instance,
+    pods: Any,
     config: Config = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
@@ -61,15 +62,12 @@ def doctor(
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",
-    pull_secrets: PullSecrets = None,
-    mounts: Mounts = None,
 ) -> Answer:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
     from pipelines.doctor.checks import DoctorOptions
     from pipelines.doctor.permissions import check_name
     from pipelines.runs.kfp_access import check_namespace, found_namespace
     from pipelines.runs.local import configuration, require_current_folder
-    from pipelines.step_pods import step_pods
     from pipelines.step_settings import check_image
 
     require_current_folder()
@@ -87,7 +85,7 @@ def doctor(
         kubernetes=kubernetes,
         service_account=service_account,
         image=image,
-        pods=step_pods(pull_secrets=pull_secrets or (), mounts=mounts or ()),
+        pods=pods,
     )
     answer = _examine(options)
     return replace(answer, code=loaded.exit_code) if isinstance(loaded, UserError) else answer

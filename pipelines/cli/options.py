@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -56,90 +56,10 @@ Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Resume this run
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
 Root = Annotated[str, typer.Option(metavar="URI", help="Storage root; the workdir when left out.")]
 
-Endpoint = Annotated[
-    str,
-    typer.Option(metavar="URL", help="The KFP instance; KF_PIPELINES_ENDPOINT when left out."),
-]
-Namespace = Annotated[
-    str, typer.Option("-n", "--namespace", help="Where several users share it; or KFP_NAMESPACE.")
-]
-TokenFile = Annotated[
-    str,
-    typer.Option(
-        metavar="FILE",
-        help="File with a bearer token; or KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH.",
-    ),
-]
-CookiesFile = Annotated[
-    str,
-    typer.Option(metavar="FILE", help="File with the session's Cookie header; or KFP_COOKIES."),
-]
-CaFile = Annotated[
-    str,
-    typer.Option(metavar="FILE", help="PEM of the authority behind its TLS; or KFP_CA_FILE."),
-]
-Ui = Annotated[
-    str,
-    typer.Option(
-        "--ui",
-        metavar="URL",
-        help="Its user interface, for links; or FLOTILLA_KFP_UI. The endpoint if it serves one.",
-    ),
-]
-Image = Annotated[
-    str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
-]
-PullSecrets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pull-secret", metavar="NAME", help="Secret of the image's registry; may be repeated."
-    ),
-]
-Mounts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--mount",
-        metavar="CLAIM:FOLDER",
-        help="Volume claim of prepare-data, for data.manual_dir; may be repeated.",
-    ),
-]
-Scratch = Annotated[
-    str, typer.Option(metavar="SIZE", help="Limit of /tmp of each working step, such as 50Gi.")
-]
-Labels = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--label",
-        metavar="KEY=VALUE",
-        help="Label of the pods of the steps, such as that of a Kueue queue; may be repeated.",
-    ),
-]
-Variables = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--env", metavar="NAME=VALUE", help="Variable of the steps, no secret; may be repeated."
-    ),
-]
-Pipeline = Annotated[str, typer.Option(metavar="NAME", help="The uploaded pipeline.")]
-Version = Annotated[
-    str, typer.Option(help="Name or id of the uploaded version; the newest when left out.")
-]
-Experiment = Annotated[
-    str, typer.Option(metavar="NAME", help="Group of runs; created where it does not exist.")
-]
-PipelineRoot = Annotated[
-    str, typer.Option(metavar="URI", help="Where KFP keeps artifacts; its default when empty.")
-]
-ServiceAccount = Annotated[
-    str, typer.Option(metavar="NAME", help="Of the pods; the instance's default when empty.")
-]
-Parameters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--parameter",
-        metavar="NAME=VALUE",
-        help="A run parameter of the steps, such as step_memory=16Gi; may be repeated.",
-    ),
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
+RunsDir = Annotated[
+    Path,
+    typer.Option(metavar="DIR", parser=local_path, help="Folder with the runs of this machine."),
 ]
 Cron = Annotated[str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")]
 Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")]
@@ -151,42 +71,64 @@ Latest = Annotated[
 ]
 CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs later.")]
 AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
-RunsDir = Annotated[
-    Path,
-    typer.Option(metavar="DIR", parser=local_path, help="Folder with the runs of this machine."),
+Image = Annotated[
+    str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
 ]
 
 
+def _text(metavar: str | None, text: str, *names: str) -> Any:
+    return Annotated[str, typer.Option(*names, metavar=metavar, help=text)]
+
+
+def _texts(name: str, metavar: str, text: str) -> Any:
+    return Annotated[
+        list[str] | None, typer.Option(name, metavar=metavar, help=f"{text}; may be repeated.")
+    ]
+
+
 _INSTANCE = {
-    "endpoint": (Endpoint, ""),
-    "namespace": (Namespace, ""),
-    "token_file": (TokenFile, ""),
-    "cookies_file": (CookiesFile, ""),
-    "ca_file": (CaFile, ""),
-    "ui": (Ui, ""),
+    "endpoint": _text("URL", "The KFP instance; KF_PIPELINES_ENDPOINT when left out."),
+    "namespace": _text(
+        None, "Where several users share it; or KFP_NAMESPACE.", "-n", "--namespace"
+    ),
+    "token_file": _text(
+        "FILE", "File with a bearer token; or KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH."
+    ),
+    "cookies_file": _text("FILE", "File with the session's Cookie header; or KFP_COOKIES."),
+    "ca_file": _text("FILE", "PEM of the authority behind its TLS; or KFP_CA_FILE."),
+    "ui": _text(
+        "URL",
+        "Its user interface, for links; or FLOTILLA_KFP_UI. The endpoint if it serves one.",
+        "--ui",
+    ),
 }
 _TARGET = {
-    "pipeline": (Pipeline, "flotilla-training"),
-    "version": (Version, ""),
-    "experiment": (Experiment, "flotilla"),
-    "pipeline_root": (PipelineRoot, ""),
-    "service_account": (ServiceAccount, ""),
-    "parameters": (Parameters, None),
+    "pipeline": _text("NAME", "The uploaded pipeline."),
+    "version": _text(None, "Name or id of the uploaded version; the newest when left out."),
+    "experiment": _text("NAME", "Group of runs; created where it does not exist."),
+    "pipeline_root": _text("URI", "Where KFP keeps artifacts; its default when empty."),
+    "service_account": _text("NAME", "Of the pods; the instance's default when empty."),
+    "parameters": _texts(
+        "--parameter", "NAME=VALUE", "A run parameter of the steps, such as step_memory=16Gi"
+    ),
 }
 _PODS = {
-    "pull_secrets": (PullSecrets, None),
-    "mounts": (Mounts, None),
-    "scratch": (Scratch, ""),
-    "labels": (Labels, None),
-    "variables": (Variables, None),
+    "pull_secrets": _texts("--pull-secret", "NAME", "Secret of the image's registry"),
+    "mounts": _texts(
+        "--mount", "CLAIM:FOLDER", "Volume claim of prepare-data, for data.manual_dir"
+    ),
+    "scratch": _text("SIZE", "Limit of /tmp of each working step, such as 50Gi."),
+    "labels": _texts(
+        "--label", "KEY=VALUE", "Label of the pods of the steps, such as that of a Kueue queue"
+    ),
+    "variables": _texts("--env", "NAME=VALUE", "Variable of the steps, no secret"),
 }
-Options = Mapping[str, tuple[Any, str | None]]
+_DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 
 def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
     """Replace the parameter `instance` by the options that name one; `own` are other forms."""
-    options = {name: (own.get(name, option), "") for name, (option, _) in _INSTANCE.items()}
+    options = {name: own.get(name, option) for name, option in _INSTANCE.items()}
 
     def made(**named: str) -> Instance:
         instance = Instance(**named)
@@ -206,19 +148,26 @@ def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:
     return _grouped(command, "target", _TARGET, made)
 
 
-def of_pods(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `pods` by the options of what is compiled into the steps' pods."""
+def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
+    """Replace the parameter `pods` by the options of what is compiled into the steps' pods.
+
+    `only` names some of them.
+    """
+    options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:
-        from pipelines.step_pods import step_pods
+        from pipelines.step_settings import step_pods
 
         return step_pods(**{name: value for name, value in named.items() if value})
 
-    return _grouped(command, "pods", _PODS, made)
+    return _grouped(command, "pods", options, made)
 
 
 def _grouped(
-    command: Callable[..., Any], parameter: str, options: Options, made: Callable[..., Any]
+    command: Callable[..., Any],
+    parameter: str,
+    options: Mapping[str, Any],
+    made: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Replace a parameter of a command by options, from which `made` makes its value."""
 
@@ -226,10 +175,13 @@ def _grouped(
         value = made(**{name: named.pop(name) for name in options})
         return command(**{parameter: value}, **named)
 
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     more = [
-        inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=option
-        )
-        for name, (option, default) in options.items()
+        inspect.Parameter(name, place, default=_default(name, option), annotation=option)
+        for name, option in options.items()
     ]
     return with_options(called, command, more, without=parameter)
+
+
+def _default(name: str, option: Any) -> str | None:
+    return _DEFAULTS.get(name, "") if get_args(option)[0] is str else None

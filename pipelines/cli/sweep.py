@@ -84,7 +84,7 @@ def sweep(
     image: Image = "",
 ) -> Answer:
     """Try settings, choose the best by validation, and promote that one."""
-    from pipelines.step_pods import NO_SETTINGS
+    from pipelines.step_settings import NO_SETTINGS
     from pipelines.sweeps.plan import SweepOptions
 
     options = SweepOptions(

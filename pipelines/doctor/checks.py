@@ -32,7 +32,7 @@ from pipelines.doctor.permissions import Account
 from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
 from pipelines.runs.kfp_client import health
 from pipelines.runs.local import root_of
-from pipelines.step_pods import NO_SETTINGS, StepPods
+from pipelines.step_settings import NO_SETTINGS, StepPods
 from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -225,9 +225,6 @@ def _of_engine(
         kind.controller, lambda: clusters.controller(cluster, one), kind.show, needs=(served,)
     )
     yield from _of_permissions(config, options, cluster, kind)
-    settings = config.cluster.kubernetes.job
-    if settings.queue_name or settings.suspend:
-        yield _in_cluster("Kueue", lambda: clusters.queue(cluster, settings))
     show = f"kubectl describe resourcequotas --namespace {where}"
     yield _in_cluster("quota", lambda: resources.room(cluster, job), show)
     for resource in resources.devices(job):

@@ -1,4 +1,4 @@
-"""The cluster that the job would run on: its API, its namespace, the engine, and Kueue.
+"""The cluster that the job would run on: its API, its namespace, and the engine.
 
 Whoever looks lets the errors of the API pass: `examination` makes a finding of them.
 """
@@ -26,14 +26,12 @@ from components.launchers import ENGINES, engine
 from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from trainer.config.cluster import Launcher
-from trainer.config.kubernetes import JobConfig
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 TIMEOUT = urllib3.Timeout(connect=3, read=5)
 SHOW = "kubectl cluster-info"
 NODES = "/api/v1/nodes"
-_KUEUE = "kueue.x-k8s.io"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,34 +232,6 @@ def _tag(deployment: Tree, known: Controller) -> str:
 def _place(deployment: Tree) -> str:
     metadata = deployment["metadata"]
     return f"the deployment {metadata['name']} in {metadata['namespace']}"
-
-
-def queue(cluster: Cluster, settings: JobConfig) -> Finding:
-    """Check that Kueue is there, and has the queue that the job names."""
-    name, where = settings.queue_name, cluster.namespace
-    key = "flotilla doctor --set cluster.kubernetes.job"
-    try:
-        group = cluster.api.read(f"/apis/{_KUEUE}")
-    except RefusedError as error:
-        if not error.is_missing:
-            raise
-        if settings.suspend:
-            message = "Kueue is not installed, and the job is suspended until someone resumes it"
-            return Finding("fail", message, f"{key}.suspend=false")
-        message = f"Kueue is not installed: nobody reads the queue {name}"
-        return Finding("warn", message, f"{key}.queue_name=")
-    if not name:
-        message = "the job is suspended and names no queue: Kueue lets it wait for ever"
-        return Finding("fail", message, f"{key}.queue_name=QUEUE")
-    version = group.get("preferredVersion", {}).get("version", "v1beta1")
-    try:
-        cluster.api.read(f"/apis/{_KUEUE}/{version}/namespaces/{where}/localqueues/{name}")
-    except RefusedError as error:
-        if not error.is_missing:
-            raise
-        show = f"kubectl get localqueues --namespace {where}"
-        return Finding("fail", f"there is no local queue {name} in {where}", show)
-    return Finding("ok", f"{where} has the queue {name}")
 
 
 def is_on_kubernetes(config: Config) -> bool:

@@ -52,6 +52,10 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
         if getattr(config.cluster, key):
             message = f"cluster.{key}: not with cluster.launcher {launcher}"
             yield message, _setting(f"cluster.{key}=false")
+    job = config.cluster.kubernetes.job
+    if job.suspend and not job.queue_name:
+        message = "cluster.kubernetes.job.suspend: without a queue of Kueue it waits for ever"
+        yield message, _setting("cluster.kubernetes.job.queue_name=QUEUE")
     if launcher in ENGINES:
         try:
             engine(launcher).check(config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from components.image import IMAGE
+from components.kubernetes import names
 from components.kubernetes.api.client import RefusedError
 from components.kubernetes.api.rbac import TRAINER, granting
 from components.kubernetes.names import Tree
@@ -19,6 +20,7 @@ from pipelines.doctor.examination import Finding
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
+QUEUES = "localqueues"
 # What each is called in the report.
 KINDS = {
     SECRETS: "secrets",
@@ -27,6 +29,7 @@ KINDS = {
     CLAIMS: "volume claims",
     ACCOUNTS: "service accounts of tasks",
     CLASSES: "priority classes",
+    QUEUES: "queues of Kueue",
 }
 
 
@@ -43,6 +46,8 @@ def named(job: PlannedJob) -> frozenset[Named]:
     """Return all that the pods of a job, and its group of pods, name."""
     group = job.tree["spec"].get("runPolicy", {}).get("schedulingPolicy", {})
     found = {Named(CLASSES, group["priorityClass"])} if "priorityClass" in group else set()
+    if queue := job.tree["metadata"].get("labels", {}).get(names.KUEUE):
+        found.add(Named(QUEUES, queue))
     for role in job.roles:
         found.update(_of_pod(role.pod))
     return frozenset(found)
@@ -117,6 +122,8 @@ def show(where: str, kind: str) -> str:
 def _root(where: str, kind: str) -> str:
     if kind == CLASSES:
         return "/apis/scheduling.k8s.io/v1/priorityclasses"
+    if kind == QUEUES:
+        return f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{where}/localqueues"
     return f"/api/v1/namespaces/{where}/{SECRETS if kind == LOGINS else kind}"
 
 
@@ -135,6 +142,8 @@ _REMEDIES = {
     ),
     ACCOUNTS: "kubectl create serviceaccount {name} --namespace {namespace}",
     CLASSES: "kubectl create priorityclass {name} --value=1000",
+    # That Kueue is not installed looks the same.
+    QUEUES: "kubectl get localqueues --namespace {namespace}",
 }
 
 

@@ -34,7 +34,7 @@ from pipelines.runs.kfp_access import Access
 from trainer.errors import UserError
 
 # Of a message of the instance, which may contain a stack trace.
-MOST_WORDS = 300
+_MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
     400: "fix what it names; an instance for several users asks for --namespace",
@@ -111,25 +111,12 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
     )
 
 
-def no_end(access: Access, where: str) -> InstanceError:
-    """Return the error for a response that does not end."""
-    host = urlsplit(access.endpoint).netloc
-    return InstanceError(f"{host} does not finish {where}: try again, ask its owner")
-
-
 def no_json(access: Access, where: str, answer: Any) -> InstanceError:
     """Return the error for a response that is not JSON, usually a login page."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
     return InstanceError(
         f"{access.endpoint} answered {where} with {kind} where JSON is expected, "
         f"such as a login page: check --endpoint, or {_RENEW}"
-    )
-
-
-def strange_answer(access: Access, where: str) -> InstanceError:
-    """Return the error for JSON that is not an object."""
-    return InstanceError(
-        f"{access.endpoint} is no KFP instance by its answer to {where}: check --endpoint"
     )
 
 
@@ -165,10 +152,15 @@ def _words(access: Access, error: Any) -> str:
     if not isinstance(tree, dict):
         return ""
     said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
-    line = access.masked(" ".join(str(said).split()))
+    return one_line(access.masked(str(said)))
+
+
+def one_line(words: object) -> str:
+    """Return words as one line that can be printed, of a bounded length."""
+    line = " ".join(str(words or "").split())
     # Control characters would move the cursor or change colours.
     line = "".join(letter for letter in line if letter.isprintable())
-    return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."
+    return line if len(line) <= _MOST_WORDS else f"{line[:_MOST_WORDS]}..."
 
 
 CONNECT_SECONDS = 3.0
@@ -290,7 +282,10 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         except ValueError:
             raise no_json(self._access, where, answer) from None
         if not isinstance(tree, dict):
-            raise strange_answer(self._access, where)
+            raise InstanceError(
+                f"{self._access.endpoint} is no KFP instance by its answer to {where}: "
+                "check --endpoint"
+            )
         return answer
 
     def text(self, method: str, url: str, **named: Any) -> Any:
@@ -312,7 +307,9 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         try:
             return _in_time(send, seconds), where
         except TimeoutError:
-            raise no_end(self._access, where) from None
+            host = urlsplit(url).netloc
+            words = f"{host} does not finish {where}: try again, ask its owner"
+            raise InstanceError(words) from None
         except ApiException as error:
             raise refused(self._access, where, error) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from pipelines.runs.kfp_client import MOST_WORDS, Client, InstanceError, ask
+from pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
 
 _GONE = (404, 405, 410, 501)
 _DENIED = (401, 403)
@@ -279,14 +279,6 @@ def _artifact(executor_input: Tree) -> str:
         for artifact in found.get("artifacts") or ():
             return str(artifact.get("uri") or "")
     return ""
-
-
-def one_line(words: object) -> str:
-    """Return words as one line that can be printed, of a bounded length."""
-    line = " ".join(str(words or "").split())
-    # Control characters would move the cursor or change colours.
-    line = "".join(letter for letter in line if letter.isprintable())
-    return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."
 
 
 def _mapping(tree: object) -> Tree:

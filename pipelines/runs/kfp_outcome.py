@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from components.records.step_record import StepRecord, published_records
 from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of, published_by
-from pipelines.runs.kfp_client import Client, InstanceError
-from pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at, one_line
+from pipelines.runs.kfp_client import Client, InstanceError, one_line
+from pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
 from pipelines.runs.kfp_run import RemoteRun
 from pipelines.runs.outcome import RunResult
 from trainer import storage

@@ -75,17 +75,10 @@ class RunOptions:
         """Refuse what cannot be run; raises `ConfigError`."""
         if self.pipeline not in _PIPELINES:
             raise ConfigError(f"pipeline {self.pipeline!r} is none of {', '.join(_PIPELINES)}")
-        texts = self.settings
-        if isinstance(texts, str | Mapping) or not all(isinstance(each, str) for each in texts):
+        if isinstance(self.settings, str | Mapping):
             raise ConfigError(
-                f'settings {texts!r} is no list of texts: write ["section.key=value", ...]'
+                f'settings {self.settings!r} is no list: write ["section.key=value", ...]'
             )
-        if not isinstance(self.config, Config | str | os.PathLike | None):
-            raise ConfigError(
-                f"config {self.config!r} is neither a Config nor the path of a YAML file"
-            )
-        if not isinstance(self.workdir, str | os.PathLike):
-            raise ConfigError(f"workdir {self.workdir!r} is no path of a folder")
         if self.dataset and self.pipeline != "train":
             raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
         if self.dataset:

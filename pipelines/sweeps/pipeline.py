@@ -25,8 +25,7 @@ from components.sweeps.choose_trial import choose_trial
 from components.sweeps.finish_sweep import finish_sweep
 from components.sweeps.run_trial import run_trial
 from pipelines.compile import write_pipeline
-from pipelines.step_pods import NO_SETTINGS, StepPods
-from pipelines.step_settings import check_image
+from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from pipelines.sweeps.plan import SweepOptions, planned
 from pipelines.training import SIGNATURE, Place, Wiring, pipeline_on_cluster, promoted, run_of
 from trainer.config.run_parameters import to_parameters

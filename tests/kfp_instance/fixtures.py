@@ -15,7 +15,7 @@ from pipelines import compile
 from pipelines.cli import app
 from pipelines.compile import Package, package_of
 from pipelines.runs import kfp_watch
-from pipelines.step_pods import StepPods
+from pipelines.step_settings import StepPods
 from tests.kfp_instance.server import Instance
 
 

@@ -196,7 +196,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_whole(work, tmp_path
             for part in tmp_path.glob(".out.csv.*.part"):
                 os.kill(int(part.name.split(".")[3]), signal.SIGKILL)
 
-    with pytest.raises(UserError, match=r"signal 9.*lower --batch-size"):
+    with pytest.raises(UserError, match=r"SIGKILL.*lower --batch-size"):
         predict.predict(request, kill_when_it_writes)
     assert os.listdir(tmp_path) == []
 

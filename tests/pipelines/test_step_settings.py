@@ -16,8 +16,7 @@ from components.pod_parameters import step_parameters
 from components.table import STEPS
 from components.tfjob.manifest import Place, manifest
 from pipelines.compile import compile_pipeline, package_of
-from pipelines.step_pods import NO_SETTINGS, StepPods, step_pods
-from pipelines.step_settings import RUN_SECONDS, assigned
+from pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, assigned, step_pods
 from pipelines.training import PIPELINES
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import s3_server

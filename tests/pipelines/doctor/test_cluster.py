@@ -12,7 +12,6 @@ from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import IMAGE
 
 CONTROLLER, PLACE = "jobset-controller-manager", "jobset-system"
-QUEUE = ("cluster.kubernetes.job.queue_name=gpus", "cluster.kubernetes.job.suspend=true")
 
 
 @pytest.fixture
@@ -232,27 +231,6 @@ def test_a_version_that_is_too_old(jobset, of_jobset):
     assert (found["state"], found["message"]) == (
         "warn", f"the deployment {CONTROLLER} in {PLACE} is ready; JobSet has to be 0.9 or later",
     )  # fmt: skip
-
-
-def test_a_queue_of_kueue(kube, of_job):
-    kube.server.control.install_kueue()
-    report = of_job(*QUEUE)
-    assert report.failed() == ["Kueue"]
-    assert report["Kueue"]["message"] == f"there is no local queue gpus in {NAMESPACE}"
-    assert "names no queue" in of_job(QUEUE[1])["Kueue"]["message"]
-    kube.store.create("localqueues", NAMESPACE, {"metadata": {"name": "gpus"}})
-    assert of_job(*QUEUE)["Kueue"]["message"] == f"{NAMESPACE} has the queue gpus"
-    assert "Kueue" not in of_job().states()
-
-
-def test_without_kueue(kube, of_job):
-    report = of_job(*QUEUE)
-    assert report.failed() == ["Kueue"]
-    assert "until someone resumes it" in report["Kueue"]["message"]
-    found = of_job(QUEUE[0])["Kueue"]
-    said = "Kueue is not installed: nobody reads the queue gpus"
-    assert (found["state"], found["message"]) == ("warn", said)
-    assert kube.store.all("tfjobs", NAMESPACE) == []
 
 
 @pytest.fixture

@@ -133,6 +133,20 @@ def test_a_priority_class(of_job, kube, setting):
     assert of_job(setting).failed() == []
 
 
+def test_a_queue_of_kueue(of_job, kube, there):
+    queue = "cluster.kubernetes.job.queue_name=gpus"
+    # Without Kueue there is no queue either.
+    for _ in range(2):
+        report = of_job(queue, "cluster.kubernetes.job.suspend=true")
+        assert report.failed() == ["queues of Kueue"]
+        assert report["queues of Kueue"]["message"] == f"not there in {NAMESPACE}: gpus"
+        kube.server.control.install_kueue()
+    there("localqueues", "gpus")
+    assert of_job(queue).failed() == []
+    report = of_job("cluster.kubernetes.job.suspend=true")
+    assert "without a queue of Kueue" in report["configuration"]["message"]
+
+
 @pytest.mark.parametrize(
     ("option", "kind", "title"),
     [

@@ -64,11 +64,8 @@ def test_runs_on_this_machine_load_nothing_heavy():
     ("call", "message"),
     [
         (lambda: run("no/such.yaml"), "cannot read the configuration no/such.yaml"),
-        (lambda: run(settings="training.steps=5"), "settings 'training.steps=5' is no list of"),
-        (lambda: run(settings={"training.steps": 5}), "is no list of texts: write"),
-        (lambda: run(settings=[5]), r"settings \[5\] is no list of texts"),
-        (lambda: run({"name": "digits"}), "is neither a Config nor the path of a YAML file"),
-        (lambda: run(workdir=3), "workdir 3 is no path of a folder"),
+        (lambda: run(settings="training.steps=5"), "settings 'training.steps=5' is no list"),
+        (lambda: run(settings={"training.steps": 5}), "is no list: write"),
         (lambda: train(settings=["training.step=5"]), "training.step: no such key"),
         (lambda: prepare(workdir="configs/digits.yaml"), "choose another --workdir"),
         (lambda: run(resume=""), "no run '' below runs"),
