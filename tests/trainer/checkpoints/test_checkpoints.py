@@ -100,6 +100,15 @@ def test_what_is_saved_comes_back(folder):
     }
 
 
+def test_one_of_the_first_version_is_read(folder, tmp_path):
+    """It is TensorFlow's own checkpoint; its manifest names neither variables nor the data."""
+    written = tmp_path / "written"
+    tf.train.Checkpoint(variables=variables(1500)).write(str(written / "variables"))
+    uri = storage.join(storage.uri_of(folder), "step-00001500")
+    storage.publish(written, uri, kind="checkpoint", fields={"global_step": 1500})
+    assert restored(of(folder).newest())["model/dense/kernel"] == [1500.0] * 3
+
+
 def test_nothing_is_left_of_the_saving(folder):
     save(of(folder), 10)
     assert names(folder) == ["step-00000010"]

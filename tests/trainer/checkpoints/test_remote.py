@@ -273,13 +273,6 @@ def test_logs_keep_their_folders_and_only_what_has_grown_goes_again(tmp_path, mo
     assert sent == [("gs://b/logs/run/train/events.1", b"one, two")]
 
 
-@pytest.mark.usefixtures("blocked")
-def test_other_data_are_refused_here_too(of):
-    save(of(fingerprint="one"), 1)
-    with pytest.raises(UserError, match="trained on other data"):
-        of(fingerprint="two").newest()
-
-
 def test_a_bug_in_the_background_ends_training(of, monkeypatch):
     kept = of()
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
     opened,
-    room_for,
     saved,
     two_servers,
     variables,
@@ -23,7 +22,6 @@ from trainer.checkpoints import part_server, servers
 from trainer.checkpoints.checkpoints import restore
 from trainer.checkpoints.part_server import PartServer, Reply, Request
 from trainer.checkpoints.servers import PartServers
-from trainer.checkpoints.tensor_bundle import layout_of
 from trainer.errors import ClusterLostError, UserError
 from trainer.storage import retry
 from trainer.storage.errors import PASSING
@@ -223,14 +221,6 @@ def test_a_server_whose_folder_cannot_be_written_leaves_it_to_the_chief(tmp_path
 def test_what_is_no_word_of_a_server_is_no_server(tmp_path, text):
     (tmp_path / "servers" / part_server.READY).write_text(text)
     assert not PartServers(1, None).are_ready()
-
-
-def test_a_chief_whose_disk_is_full_says_so(tmp_path):
-    with (
-        room_for(0),
-        pytest.raises(UserError, match=r"^cannot write a checkpoint to /.*: File too"),
-    ):
-        layout_of(("model/table",), None, tmp_path)
 
 
 def test_what_a_server_cannot_do_is_an_error_here(two_servers):
