@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,9 @@ from pipelines.cli.options import Assignments, Run, Workdir, of_instance
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
 from trainer.errors import FAILED
-from trainer.events import StepResult
+
+if TYPE_CHECKING:
+    from trainer.events import StepResult
 
 _KILLED = "the process of the step was killed"
 

@@ -231,3 +231,14 @@ def test_where_nobody_hears_the_exit_code_still_arrives(tmp_path):
             check=False,
         )
     assert ended.returncode == 2
+
+
+def test_help_loads_nothing_heavy(tmp_path):
+    program = (
+        "import sys; from pipelines.cli.app import called; called(['--help']); "
+        "heavy = {'kfp', 'kubernetes', 'numpy', 'pyarrow', 'pydantic', 'tensorflow', 'yaml'}; "
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stderr == "[]\n"
