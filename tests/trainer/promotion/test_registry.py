@@ -16,7 +16,7 @@ from tests.stores.faults import Plan
 from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.errors import UserError
-from trainer.promotion import registry
+from trainer.promotion import kserve, registry
 from trainer.promotion.registry import opponent
 from trainer.storage.manifest import MANIFEST
 
@@ -488,3 +488,22 @@ def test_the_collection_of_garbage_leaves_what_was_agreed_on(
     assert len(before) == 2
     assert storage.collect_garbage(store_root) == []
     assert storage.names(claims) == before
+
+
+@pytest.mark.parametrize(
+    ("uri", "place"),
+    [
+        ("gs://bucket/run/model", "gs://bucket/run/model/serving/digits"),
+        ("s3://bucket/run/model", "s3://bucket/run/model/serving/digits"),
+        ("minio://bucket/run/model", "s3://bucket/run/model/serving/digits"),
+        (
+            "s3://bucket/run/model?endpoint=http://store:9000&disableSSL=true",
+            "s3://bucket/run/model/serving/digits",
+        ),
+        ("minio://bucket/50%25?region=eu", "s3://bucket/50%/serving/digits"),
+        ("file:///runs/a%20b/model", "file:///runs/a%20b/model/serving/digits"),
+    ],
+)
+def test_kserve_gets_a_uri_that_it_knows(uri, place):
+    service = yaml.safe_load(kserve.service("digits", uri))
+    assert service["spec"]["predictor"]["model"]["storageUri"] == place
