@@ -286,35 +286,9 @@ def trial_of_towers(strategy: str, problem: str, *, workers: int = 1, **training
 
 
 @pytest.fixture(scope="module")
-def alone_of_towers(tmp_path_factory) -> Callable[[str], Outcome]:
-    """`single` with the batch of two devices, once for each problem."""
-    known: dict[str, Outcome] = {}
-
-    def outcome(problem: str) -> Outcome:
-        if problem not in known:
-            arguments = {"batch_size": 2 * BATCH, "workers": 1}
-            config = {"training": {"strategy": "single"}}
-            whole = Trial(config, f"tests.cluster.problems:{problem}", RUNS, arguments)
-            with serving(tmp_path_factory.mktemp("single")) as nothing:
-                known[problem] = nothing.lead(whole)
-        return known[problem]
-
-    return outcome
-
-
-@pytest.fixture(scope="module")
 def two_devices(tmp_path_factory) -> Iterator[Servers]:
     with serving(tmp_path_factory.mktemp("two"), ps=2, workers=1, devices=2) as servers:
         yield servers
-
-
-def assert_same_of_towers(outcome: Outcome, other: Outcome) -> None:
-    losses, others = ([report["loss"] for report in each.reports] for each in (outcome, other))
-    np.testing.assert_allclose(losses, others, rtol=0, atol=NEAR)
-    assert outcome.global_step == other.global_step == sum(RUNS)
-    assert set(outcome.variables) == set(other.variables)
-    for path, value in other.variables.items():
-        np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
 @pytest.mark.slow
@@ -330,20 +304,20 @@ def assert_same_of_towers(outcome: Outcome, other: Outcome) -> None:
     ],
 )
 def test_two_devices_of_a_worker_equal_one_with_twice_the_batch(
-    alone_of_towers, two_devices, strategy, problem
+    alone, two_devices, strategy, problem
 ):
     outcome = two_devices.lead(trial_of_towers(strategy, problem))
-    assert_same_of_towers(outcome, alone_of_towers(problem))
+    assert_same(outcome, alone(problem))
     workers = outcome.reports[-1]["metrics"]["workers"]
     steps = sum(RUNS)
     assert workers == {"worker-0": {"local_steps": steps, "examples": steps * 2 * BATCH}}
 
 
 @pytest.mark.slow
-def test_gpus_that_tensorflow_finds_are_towers_and_no_replicas(alone_of_towers, two_devices):
-    assert_same_of_towers(
+def test_gpus_that_tensorflow_finds_are_towers_and_no_replicas(alone, two_devices):
+    assert_same(
         two_devices.lead(trial_of_towers("tests.cluster.problems:TwoGpus", "clipped")),
-        alone_of_towers("clipped"),
+        alone("clipped"),
     )
 
 
