@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,8 +35,8 @@ from trainer.errors import (
     TransientError,
     UserError,
 )
-from trainer.events import Event, StepBegin, StepEnd
-from trainer.run_state import INCIDENTS
+from trainer.events import StepBegin, StepEnd
+from trainer.run_state import RunState
 from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of
 
@@ -182,7 +181,7 @@ def _course_of(course: _Course) -> Iterator[_Course]:
             course.published.begin()
             course.note_call()
             course.report()
-            with events.heard_by(course.hear):
+            with events.heard_by(course.state.take):
                 yield course
     except UserError as error:
         course.fail(str(error), error.exit_code, traceback_of(error))
@@ -215,12 +214,7 @@ class _Course:
         self.name, self._inputs, self._began = name, dict(inputs), time.monotonic()
         self.output, self.published = StepOutput(), PublishedRecord(name, at, inputs)
         self.is_asked_to_end = False
-        self._incidents: deque[Event] = deque(maxlen=_MOST_INCIDENTS)
-
-    def hear(self, event: Event) -> None:
-        """Keep an event of which the report tells."""
-        if isinstance(event, INCIDENTS):
-            self._incidents.append(event)
+        self.state = RunState()
 
     def note_call(self) -> None:
         """Write what the step was given, so that it can be replayed."""
@@ -261,7 +255,7 @@ class _Course:
             ended,
             held=dict(self.output.held),
             displays=dict(self.output.displays),
-            incidents=tuple(events.to_tree(each) for each in self._incidents),
+            incidents=tuple(map(events.to_tree, self.state.incidents))[-_MOST_INCIDENTS:],
         )
         self.report(ended)
 
