@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from trainer import storage, user_code
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
-from trainer.data.files.recorded_columns import RecordedInput, inputs_of, recorded
-from trainer.data.spec import DatasetSpec
+from trainer.data.files.recorded_columns import RecordedInput, inputs_of
 from trainer.errors import UserError
 from trainer.evaluation.signature import LABELS, SERVING
 from trainer.models.registry import refused_input
@@ -78,6 +77,11 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: name a model")
     fields = manifest.fields
+    if "reads" not in fields:
+        raise UserError(
+            f"{uri} was exported by an earlier version and does not say how its inputs are read: "
+            "export it again"
+        )
     place = str(fields["saved_model"])
     few = {LABELS, "config.json"}
     storage.fetch(
@@ -96,7 +100,7 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     return ExportedModel(
         uri=uri,
         config=config,
-        inputs=inputs_of(_entries(uri, fields, config)),
+        inputs=inputs_of(fields["reads"]),
         # A model of an earlier version names its task alone.
         kinds=fields.get("kinds") or {"": fields.get("task", "classification")},
         labels=fields.get("labels")
@@ -105,21 +109,6 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
         signature=signature,
         names={each["feature"]: each["name"] for each in fields["inputs"]},
     )
-
-
-def _entries(uri: str, fields: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
-    if "reads" in fields:
-        return list(fields["reads"])
-    # A model of an earlier version: its dataset says how it was read.
-    dataset = str(fields.get("made_from", {}).get("dataset", ""))
-    try:
-        manifest = storage.read_manifest(dataset)
-    except storage.NotPublished:
-        raise UserError(
-            f"{uri} was exported by an earlier version and does not say how its inputs are read, "
-            f"and its dataset {dataset} is gone: train and export it again"
-        ) from None
-    return recorded(DatasetSpec.from_manifest(manifest), manifest, config.data)
 
 
 @contextmanager

@@ -254,6 +254,15 @@ def test_a_damaged_model_is_refused_before_it_is_asked(tmp_path):
         asked(other, [tmp_path / "in.csv"], tmp_path / "out.csv")
 
 
+def test_a_model_that_does_not_say_how_it_is_read_is_refused(tmp_path):
+    fields = dict(storage.read_manifest(made_model.sums(tmp_path / "m")).fields)
+    del fields["reads"]
+    old = storage.uri_of(tmp_path / "old")
+    storage.publish(tmp_path / "m-source", old, kind="model", fields=fields)
+    with pytest.raises(UserError, match=r"exported by an earlier version .*: export it again$"):
+        asked(old, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv")
+
+
 def test_a_model_without_a_valid_signature_is_not_asked(tmp_path, monkeypatch):
     private, public = key_pair(tmp_path)
     _, other = key_pair(tmp_path, "other")
