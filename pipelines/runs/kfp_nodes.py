@@ -44,7 +44,6 @@ _EXECUTOR = "executor"
 _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
 # Argo cuts the name of a pod, so that its hash has room.
 _MOST_PREFIX = 242
-_OLD_NAMES = "workflows.argoproj.io/pod-name-format"
 # What Argo says of a task between two of its tries.
 _PAUSE = "Backoff for "
 # A log is printed as it is, and an error has status 200: its header was sent before.
@@ -244,7 +243,7 @@ def _pod_name(workflow: Tree, node: Tree) -> str:
     """Return the name that Argo gives the pod of a node; its id ends with the same hash."""
     metadata, node_id = _inner(workflow, "metadata"), str(node["id"])
     name = str(metadata.get("name") or node_id.rpartition("-")[0])
-    if _inner(metadata, "annotations").get(_OLD_NAMES) == "v1" or node["name"] == name:
+    if node["name"] == name:
         return node_id
     prefix = f"{name}-{_template(node)}".rstrip("-")[:_MOST_PREFIX]
     return f"{prefix}-{node_id.rpartition('-')[2]}"

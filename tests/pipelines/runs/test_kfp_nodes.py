@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_nodes import Nodes, nodes_of
-from tests.kfp_instance.workflow import IMAGE, IMPLEMENTATION, WORKFLOW, Workflow, fnv, pod_name
+from tests.kfp_instance.workflow import IMAGE, WORKFLOW, Workflow, fnv, pod_name
 
 
 @pytest.fixture
@@ -87,16 +87,6 @@ def test_nodes_that_argo_has_compressed(workflow):
         tree["status"]["compressedNodes"] = base64.b64encode(packed).decode()
 
     assert read(changed(workflow, compress)) == read(workflow.manifest())
-
-
-def test_names_of_pods_as_older_argo_has_them(workflow):
-    workflow.begin("train_model")
-
-    def old(tree):
-        tree["metadata"]["annotations"] = {"workflows.argoproj.io/pod-name-format": "v1"}
-
-    [step] = read(changed(workflow, old)).steps
-    assert step.pod == workflow.pod("train_model").replace(f"-{IMPLEMENTATION}", "")
 
 
 def test_a_long_name_of_a_pod_is_cut_before_its_hash(workflow):
