@@ -10,7 +10,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -207,7 +207,8 @@ class Checkpoints:
     ) -> None:
         """Write all values on this machine, and publish them."""
         values = self._writer.read(variables, io_device)
-        _require_finite(values.not_finite, fields["global_step"], self.last)
+        for path in values.not_finite:
+            raise self.not_finite(path, fields["global_step"])
         stored = {path: StoredVariable.of(each) for path, each in variables.items()}
         self.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
@@ -222,7 +223,7 @@ class Checkpoints:
         self.lease.check()
 
     def not_finite(self, path: str, step: int) -> UserError:
-        """Return the error of a variable that is not finite; see `PartSaver`."""
+        """Return the error of a variable that is not finite."""
         last = next((uri for uri, _ in reversed(self._candidates())), "")
         return UserError(diverged(f"{path} is not finite", step, last))
 
@@ -398,8 +399,3 @@ def handed_on(
         averages[path] if averages[path] in there else path: each
         for path, each in variables.items()
     }
-
-
-def _require_finite(not_finite: Sequence[str], step: int, last: str) -> None:
-    for path in not_finite:
-        raise UserError(diverged(f"{path} is not finite", step, last))
