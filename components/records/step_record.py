@@ -155,8 +155,6 @@ def _summed(earlier: Sequence[StepRecord], last: Sequence[StepRecord]) -> tuple[
             before[each.step].append(each)
     return tuple(
         replace(each, earlier=tuple(_try(one, one.seconds) for one in before[name]))
-        if before[name]
-        else each
         for name, each in newest.items()
     )
 
@@ -185,20 +183,19 @@ class PublishedRecord:
             return
         with self._never_in_the_way():
             if self._record.step != EXIT_STEP.name:
-                self.reported = _read(_uri(self.at, EXIT_STEP.name))
-            if before := _read(_uri(self.at, self._record.step)):
-                ended = before if before.ended is not None else _killed(before)
-                last = _try(ended, max(self._seconds_of(before), 0.0))
+                self.reported = _read(file_of(self.at, STEPS, EXIT_STEP.name))
+            if before := _read(file_of(self.at, STEPS, self._record.step)):
+                last = _try(before, max(self._seconds_of(before), 0.0))
+                if before.ended is None:
+                    last = replace(last, status="failed", error=_KILLED_POD)
                 self._record = replace(self._record, earlier=(*before.earlier, last))
             self._write()
 
     def again(self, failed: StepResult) -> None:
         """Publish that the step has begun once more, after a try that ended like this."""
-        record = self._record
-        last = Try(
-            began=record.began, seconds=failed.seconds, status=failed.status, error=failed.error
-        )
-        self._record = replace(record, began=now(), earlier=(*record.earlier, last))
+        earlier = self._record.earlier
+        last = _try(record_of(failed, began=self._record.began), failed.seconds)
+        self._record = replace(self._record, began=now(), earlier=(*earlier, last))
         if self.at:
             with self._never_in_the_way():
                 self._write()
@@ -239,7 +236,7 @@ class PublishedRecord:
 
     def _write(self) -> None:
         text = masked(json.dumps(to_tree(self._record), indent=2, default=str))
-        storage.write_bytes(_uri(self.at, self._record.step), text.encode())
+        storage.write_bytes(file_of(self.at, STEPS, self._record.step), text.encode())
 
 
 def publish_config(at: str, text: str) -> None:
@@ -284,10 +281,6 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
     return ended
 
 
-def _killed(record: StepRecord) -> StepRecord:
-    return replace(record, status="failed", error=_KILLED_POD)
-
-
 def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
     """Return the record of a step that did not report its end; `error` where it was killed."""
     return replace(
@@ -300,10 +293,6 @@ def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
         uri="",
         ended=None,
     )
-
-
-def _uri(at: str, step: str) -> str:
-    return file_of(at, STEPS, step)
 
 
 def _read(uri: str) -> StepRecord | None:
