@@ -48,7 +48,6 @@ ELSEWHERE = {
     "tests/golden": ("tests/golden",),
     "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity.py",),
-    "trainer/data/files/recorded_columns.py": ("tests/trainer/prediction",),
     "trainer/prediction": ("tests/trainer/prediction",),
     "trainer/models/table_shard.py": ("tests/trainer/models/test_embedding_table.py",),
     "trainer/storage": ("tests/trainer/storage",),

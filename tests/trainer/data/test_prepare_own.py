@@ -175,19 +175,6 @@ def test_a_builder_without_training_split(prepared):
     assert "no split 'train' (it has test, extra)" in refusal(prepared, "NoTrain")
 
 
-def test_more_shards_than_examples(prepared):
-    assert "40 shards for 36 training examples" in refusal(prepared, "Small", shards=40)
-
-
-@pytest.mark.parametrize("shards", [1, 7, 36])
-def test_shards_differ_by_at_most_one(prepared, shards):
-    found = prepared("Small", shards=shards).manifest.fields["splits"]
-    assert len(found["train"]["shards"]) == shards
-    for split in found.values():
-        assert sum(split["shards"]) == split["examples"]
-        assert max(split["shards"]) - min(split["shards"]) <= 1
-
-
 def test_each_shard_has_some_of_everything(prepared):
     # A builder that keeps its order, as one sorted by class would: shards are dealt, not cut.
     dataset = prepared("InOrder", shards=3, validation=0)

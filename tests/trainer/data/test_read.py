@@ -457,20 +457,6 @@ def test_more_readers_than_shards(digits, tmp_path):
     assert not (tmp_path / "shards").exists()
 
 
-def test_a_split_that_is_not_there(digits, tmp_path):
-    with pytest.raises(UserError, match="no split 'tests'; did you mean 'test'"):
-        stage_shards(digits.uri, tmp_path, "tests")
-
-
-def test_what_is_no_dataset(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("")
-    uri = storage.uri_of(tmp_path / "published")
-    storage.publish(tmp_path / "there", uri, kind="model")
-    with pytest.raises(UserError, match="a model is published there"):
-        stage_shards(uri, tmp_path / "shards", "train")
-
-
 def test_nothing_published(tmp_path):
     with pytest.raises(storage.NotPublished):
         stage_shards(storage.uri_of(tmp_path / "nothing"), tmp_path / "shards", "train")
