@@ -47,6 +47,7 @@ ELSEWHERE = {
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
     "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),
+    "trainer/data/tfrecords.py": ("tests/trainer/data/preparation/test_parts.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity.py",),
     "trainer/prediction": ("tests/trainer/prediction",),
     "trainer/models/table_shard.py": ("tests/trainer/models/test_embedding_table.py",),
