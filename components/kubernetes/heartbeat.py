@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -20,6 +19,7 @@ from components.kubernetes.api.kinds import LEASES, JobKind
 from components.kubernetes.api.retry import deleted_by_another, refused, with_retry
 from components.kubernetes.names import Tree
 from components.kubernetes.owned_objects import own_labels
+from trainer.background import Loop
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 
@@ -36,8 +36,8 @@ class TakenOverError(UserError):
     """Another launcher holds the lease of the job, which is its own from then on."""
 
 
-class Heartbeat(threading.Thread):
-    """Renews the lease of a job until `stopped` is set."""
+class Heartbeat:
+    """Renews the lease of a job until `stop` is called."""
 
     def __init__(
         self,
@@ -51,17 +51,19 @@ class Heartbeat(threading.Thread):
         `on_refused` is called when half of them in a row were refused, or another launcher has
         taken the lease.
         """
-        super().__init__(name="heartbeat", daemon=True)
         self._api = api
         self._kind = kind
         self._limit = limit
-        self._interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
+        interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
+        self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
+        # So many refusals in a row are no passing ones.
+        self._most_refusals = limit / 2 / interval
+        self._refusals = 0
         self._on_refused = on_refused
         # Two launchers never hold the same.
         self._holder = f"flotilla-launcher-{secrets.token_hex(4)}"
         self._job: Tree = {}
         self.is_taken_over = False
-        self.stopped = threading.Event()
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
         """Take the lease of a job, and renew it: no guard relies on one that was never renewed.
@@ -87,32 +89,42 @@ class Heartbeat(threading.Thread):
                 "written: exempt it from what changes objects in this namespace"
             )
 
-    def run(self) -> None:
-        """Send heartbeats."""
-        refusals = 0
-        while not self.stopped.wait(self._interval):
-            try:
-                self._renew(self._own_version())
-                refusals = 0
-            except TakenOverError as error:
-                self.is_taken_over = True
-                self._on_refused(error)
-                return
-            except UnreachableError as error:
-                log.debug("a heartbeat was not sent: %s", error)
-            except RefusedError as error:
-                if error.is_missing:
-                    return
-                if error.code == HTTPStatus.CONFLICT:
-                    # Perhaps another launcher has taken it since it was read: the next one sees.
-                    continue
-                # Any other refusal may be temporary; without heartbeats the guard ends the job.
-                refusals += 1
-                if refusals * self._interval >= self._limit / 2:
-                    self._on_refused(error)
-                    return
-                if refusals == 1:
-                    log.warning("a heartbeat was refused, retrying: %s", error)
+    def start(self) -> None:
+        """Send heartbeats from now on."""
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Send no more heartbeats."""
+        self._loop.stop()
+
+    def _beat(self) -> bool:
+        """Send a heartbeat; say whether to go on."""
+        try:
+            self._renew(self._own_version())
+            self._refusals = 0
+        except TakenOverError as error:
+            self.is_taken_over = True
+            self._on_refused(error)
+            return False
+        except UnreachableError as error:
+            log.debug("a heartbeat was not sent: %s", error)
+        except RefusedError as error:
+            if error.is_missing:
+                return False
+            # Else perhaps another launcher has taken it since it was read: the next one sees.
+            if error.code != HTTPStatus.CONFLICT:
+                return self._was_refused(error)
+        return True
+
+    def _was_refused(self, error: RefusedError) -> bool:
+        # It may be temporary; without heartbeats the guard ends the job.
+        self._refusals += 1
+        if self._refusals >= self._most_refusals:
+            self._on_refused(error)
+            return False
+        if self._refusals == 1:
+            log.warning("a heartbeat was refused, retrying: %s", error)
+        return True
 
     def _own_version(self) -> str:
         """Return the version of the lease; empty where there is none.

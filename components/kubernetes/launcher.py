@@ -187,7 +187,7 @@ class _Launch:
                 while self._supervise(self._adopt_or_create()):
                     self._deadlines.begin_again()
             finally:
-                self._heartbeat.stopped.set()
+                self._heartbeat.stop()
                 self._await_stop()
                 self._delete()
 
@@ -272,7 +272,7 @@ class _Launch:
             lost = supervisor.run()
             if lost:
                 self._report(lost)
-            self._heartbeat.stopped.set()
+            self._heartbeat.stop()
             self._end(supervisor)
             logs.drain(DRAIN_SECONDS)
             self._message = supervisor.termination_message() or self._message

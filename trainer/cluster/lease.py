@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 
 from trainer import events, storage
+from trainer.background import Loop
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.json_records import record_in
@@ -174,6 +175,7 @@ class Lease(NoLease):
         )
         self._number = 0
         self._lost = ""
+        self._released = False
         self._mutex = threading.Lock()
 
     def acquire(self) -> None:
@@ -210,6 +212,17 @@ class Lease(NoLease):
             self._own = replace(self._own, renewed=self._now())
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
+    def renew_or_end(self) -> bool:
+        """Renew the lease; say whether it is still to be renewed."""
+        try:
+            self.renew()
+        except LeaseLostError as error:
+            # The thread that trains stops at its next barrier.
+            if not self._released:
+                log.warning("%s", error)
+            return False
+        return True
+
     def require(self) -> None:
         """Raise `LeaseLostError` if the lease is known to be lost; asks no store."""
         if self._lost:
@@ -229,6 +242,7 @@ class Lease(NoLease):
         with self._mutex:
             self._read_holder()
             self._lost = f"the lease of {self._uri} was released"
+            self._released = True
             self._own = replace(self._own, renewed=self._now(), released=True)
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
@@ -340,8 +354,10 @@ def held(uri: str, run: str) -> Iterator[Lease]:
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    ended = threading.Event()
-    threading.Thread(target=_keep_renewed, args=(lease, ended), name="lease", daemon=True).start()
+    # As long as this process trains, whatever a client may raise.
+    renewal = Loop(
+        lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease is not renewed"
+    ).start()
     is_over = True
     try:
         yield lease
@@ -349,7 +365,7 @@ def held(uri: str, run: str) -> Iterator[Lease]:
         is_over = False
         raise
     finally:
-        ended.set()
+        renewal.stop()
         if is_over:
             _release(lease)
 
@@ -358,20 +374,6 @@ def held(uri: str, run: str) -> Iterator[Lease]:
 def lease_environment() -> dict[str, str]:
     """Return the environment variables by which the tasks of this process share a lease."""
     return {VARIABLE: f"launch {secrets.token_hex(8)}"}
-
-
-def _keep_renewed(lease: Lease, ended: threading.Event) -> None:
-    while not ended.wait(RENEW_SECONDS):
-        try:
-            lease.renew()
-        except LeaseLostError as error:
-            # The thread that trains stops at its next barrier.
-            if not ended.is_set():
-                log.warning("%s", error)
-            return
-        # The lease has to be renewed as long as this process trains, whatever a client may raise.
-        except Exception as error:
-            log.warning("the lease is not renewed: %s", error)
 
 
 def _release(lease: Lease) -> None:

@@ -17,13 +17,12 @@ import errno
 import os
 import select
 import socket
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from trainer.background import Loop
 from trainer.topology import Cluster, Task
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
@@ -53,8 +52,9 @@ def begin() -> None:
     """Send heartbeats from now on, if the starter of this process has asked for them."""
     descriptor, _, seconds = os.environ.pop(VARIABLE, "").partition(":")
     if descriptor.isdigit():
-        arguments = (int(descriptor), float(seconds))
-        threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True).start()
+        beat = partial(_beat, int(descriptor))
+        beat()
+        Loop(beat, float(seconds), name="heartbeat", failing="no heartbeat").start()
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
@@ -72,12 +72,13 @@ def wait_until_silent(descriptor: int, timeout: float) -> bool:
     return True
 
 
-def _beat(descriptor: int, seconds: float) -> None:
-    # The reader is gone; what follows from that is not for this process to decide.
-    with suppress(OSError):
-        while True:
-            os.write(descriptor, b".")
-            time.sleep(seconds)
+def _beat(descriptor: int) -> bool:
+    try:
+        os.write(descriptor, b".")
+    except OSError:
+        # The reader is gone; what follows from that is not for this process to decide.
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

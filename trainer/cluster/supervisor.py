@@ -10,11 +10,9 @@ All that happens is a `TaskEvent` in one queue: the end of a task, or a request 
 - A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.
 - The evaluator (`EvaluatorSupervision`) is restarted by itself, and never ends a run.
 
-TensorFlow's servers outlive a chief and keep what its graphs needed: a parameter server tens of
-megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a server that has
-grown when a chief begins again, and loads TensorFlow as long as the server does. Where parameter
-servers keep the values that the chief goes on from, servers may grow more: training would wait for
-a restart of theirs, and TensorFlow frees what a dead chief has left after ten minutes.
+TensorFlow's servers outlive a chief and keep what its graphs needed, for ten minutes: a parameter
+server tens of megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a
+server that has grown to twice its size when a chief begins again.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from trainer.cluster import completion, liveness
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER, End, TaskProcess, report_failure
 from trainer.cluster.signals import on_interrupt
-from trainer.config.data import DYNAMIC
-from trainer.config.schema import Config
 from trainer.errors import (
     BEGIN_AGAIN,
     DONE,
@@ -43,17 +39,15 @@ from trainer.errors import (
     TransientError,
     UserError,
 )
-from trainer.topology import Task, topology_of
+from trainer.topology import Task
 
 # A leader that was asked to stop has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0
 # After training the evaluator has this long for each checkpoint, the last one included.
 EVALUATION_SECONDS = 600.0
-# Share by which a server's memory may grow over its size at the end of the first attempt.
-MAX_GROWTH = 0.25
-# The same where parameter servers have values that the next attempt would go on from: without one
-# of them it begins from a checkpoint, and without a worker it is slower for seconds.
-MAX_GROWTH_WITH_VALUES = 1.0
+# Share by which a server's memory may grow over its size at the end of the first attempt: a restart
+# loses the values of a parameter server, and TensorFlow frees what a dead chief has left in time.
+MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
@@ -66,9 +60,8 @@ TaskEvents = queue.SimpleQueue[TaskEvent]
 class ServerMemory:
     """The resident memory of servers at the end of each attempt of a chief."""
 
-    def __init__(self, *, keep_values: bool = False) -> None:
-        """Begin with the first attempt; values that parameter servers keep end with these."""
-        self._keep_values = keep_values
+    def __init__(self) -> None:
+        """Begin with the first attempt."""
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
 
@@ -77,35 +70,18 @@ class ServerMemory:
 
         The attempt of `chief` has ended; it is not restarted yet.
         """
-        grown, large = list[tuple[TaskProcess, int, int]](), set[TaskProcess]()
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
             # A server that was restarted meanwhile for another reason has served no whole attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
-            first = self._first[server.task] = self._first.get(server.task) or now
+            first = self._first.setdefault(server.task, now)
             growth = max(0, now - self._last.get(server.task, now))
             self._last[server.task] = now
             if now + growth > (1 + MAX_GROWTH) * first:
-                grown.append((server, first, now))
-            if now + growth > (1 + MAX_GROWTH_WITH_VALUES) * first:
-                large.add(server)
-        values_stay = self._keep_values and all(each.task.role != "ps" for each in large)
-        for server, first, now in grown:
-            if values_stay and server not in large:
-                continue
-            del self._last[server.task]
-            server.kill_grown(first, now)
-
-
-def _outlive_the_chief(config: Config) -> bool:
-    """Say whether the next attempt goes on with the variables that a chief leaves on servers."""
-    return (
-        topology_of(config.training.strategy).capabilities.mixes_steps
-        and config.cluster.recovery != "full"
-        and config.data.partition != DYNAMIC
-    )
+                del self._last[server.task]
+                server.kill_grown(first, now)
 
 
 class EvaluatorSupervision:
@@ -178,7 +154,7 @@ class Supervisor:
         self._others = others
         self._evaluator = evaluator
         self._events: TaskEvents = queue.SimpleQueue()
-        self._memory = ServerMemory(keep_values=_outlive_the_chief(job.config))
+        self._memory = ServerMemory()
         self._restarts = 0
         # The number of restarts at the time when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)

@@ -6,12 +6,12 @@ A task writes to a file in its folder, which is gone with the pod that it ran in
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer import events
+from trainer.background import Loop
 from trainer.cluster.event_lines import LogLines
 from trainer.cluster.process import LOG
 from trainer.errors import UserError
@@ -72,19 +72,14 @@ class TaskLogs:
 def relayed(workdir: Path, sink: LineSink) -> Iterator[None]:
     """Pass on the logs of the tasks below `workdir` until the block ends, to their last line."""
     logs = TaskLogs(workdir, sink)
-    ended = threading.Event()
-
-    def follow() -> None:
-        while not ended.wait(_LOOK_SECONDS):
-            logs.take()
-
-    follower = threading.Thread(target=follow, name="task logs", daemon=True)
-    follower.start()
+    follower = Loop(
+        logs.take, _LOOK_SECONDS, name="task logs", failing="logs of tasks are not followed"
+    ).start()
     try:
         try:
             yield
         finally:
-            ended.set()
+            follower.stop()
             follower.join()
             logs.take()
     except UserError as error:

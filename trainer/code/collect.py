@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.code.ignore import Rule, deciding, rules_of
+from pathspec import GitIgnoreSpec
+
 from trainer.errors import ConfigError, UserError
 
 IGNORE_FILE = ".flotillaignore"
@@ -36,6 +38,44 @@ _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"
 _DEFAULT = "default"
+
+
+class Rules:
+    """Rules as those of git, the last of which that matches decides, and who has written each."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._lines: list[str] = []
+        self._origins: list[str] = []
+        self._spec = GitIgnoreSpec.from_lines([])
+
+    def add(self, lines: Iterable[str], origin: str) -> None:
+        """Add lines; as with git, an empty one and one that is no pattern make no rule."""
+        for line in filter(_is_pattern, lines):
+            self._lines.append(line)
+            self._origins.append(origin)
+        self._spec = GitIgnoreSpec.from_lines(self._lines)
+
+    def leaving_out(self, path: str, *, is_folder: bool) -> str:
+        """Return who leaves out a path, empty where it is taken in.
+
+        What is in a folder that is left out is not asked for: no rule takes it in again.
+        """
+        found = self._spec.check_file(f"{path}/" if is_folder else path)
+        if not found.include or found.index is None:
+            return ""
+        # It matches what is in a folder, and not the folder itself.
+        if is_folder and self._lines[found.index].endswith("/**"):
+            return ""
+        return self._origins[found.index]
+
+
+def _is_pattern(line: str) -> bool:
+    try:
+        return bool(GitIgnoreSpec.from_lines([line]).patterns)
+    # A range such as [z-a] is no expression.
+    except (ValueError, re.error):
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +144,7 @@ def _left_out(collected: Collected) -> str:
     return f" but in {names}, left out by default" if names else ""
 
 
-def _rules(root: Path) -> list[Rule]:
+def _rules(root: Path) -> Rules:
     own = root / IGNORE_FILE
     lines: list[str] = []
     if os.path.lexists(own):
@@ -113,15 +153,15 @@ def _rules(root: Path) -> list[Rule]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8 text"
             raise ConfigError(f"--code: cannot read {own}: {reason}") from None
-    return [
-        *rules_of(DEFAULTS, _DEFAULT),
-        *rules_of(SECRETS, _SECRET),
-        *rules_of([f"/{IGNORE_FILE}"], _DEFAULT),
-        *rules_of(lines, IGNORE_FILE),
-    ]
+    rules = Rules()
+    rules.add(DEFAULTS, _DEFAULT)
+    rules.add(SECRETS, _SECRET)
+    rules.add([f"/{IGNORE_FILE}"], _DEFAULT)
+    rules.add(lines, IGNORE_FILE)
+    return rules
 
 
-def _walk(root: Path, rules: list[Rule], collected: Collected) -> Iterator[Found]:
+def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
     left, seen = [""], 0
     while left:
         above = left.pop()
@@ -134,9 +174,8 @@ def _walk(root: Path, rules: list[Rule], collected: Collected) -> Iterator[Found
         for entry in _entries(root / above):
             path = f"{above}/{entry.name}" if above else entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
-            rule = deciding(rules, path, is_folder=is_folder)
-            if rule and rule.leaves_out:
-                _note(collected, rule, path, Path(entry.path))
+            if origin := rules.leaving_out(path, is_folder=is_folder):
+                _note(collected, origin, path, Path(entry.path))
             elif is_folder:
                 left.append(path)
             else:
@@ -151,11 +190,11 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         raise UserError(f"--code: cannot read {folder}: {error.strerror}") from None
 
 
-def _note(collected: Collected, rule: Rule, path: str, place: Path) -> None:
-    if rule.origin == _SECRET:
+def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
+    if origin == _SECRET:
         collected.secrets.append(path)
     # Of a default that a package of the user's may be named like.
-    if rule.origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
+    if origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
         collected.modules_left_out.append(path)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import events
+from trainer.background import Loop
 from trainer.cluster import termination
 from trainer.cluster.liveness import STARTING_SECONDS, Peers
 from trainer.errors import BEGIN_AGAIN
@@ -40,6 +41,7 @@ class StallWatch:
         self._folder = folder
         self._began = time.monotonic()
         self._has_stepped = False
+        self._seen = -1
         # How often in a row there was no step although every task answered.
         self._waits = 0
         self._moved = threading.Event()
@@ -47,8 +49,9 @@ class StallWatch:
 
     def begin(self) -> None:
         """Watch from now on, until the process ends."""
-        for work in (self._read_counter, self._wait):
-            threading.Thread(target=work, name="stall", daemon=True).start()
+        threading.Thread(target=self._wait, name="stall", daemon=True).start()
+        pause = self._seconds / _READS
+        Loop(self._read_counter, pause, name="steps", failing="steps are not counted").start()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -63,15 +66,13 @@ class StallWatch:
             self._moved.set()
 
     def _read_counter(self) -> None:
-        seen, pause = -1, threading.Event()
-        while not pause.wait(self._seconds / _READS):
-            # Without a connected cluster there is no counter to read. On a stopped server the read
-            # does not return.
-            with suppress(Exception):
-                step = self._strategy.global_step()
-                if step != seen:
-                    self._moved.set()
-                seen = step
+        # Without a connected cluster there is no counter to read. On a stopped server the read does
+        # not return.
+        with suppress(Exception):
+            step = self._strategy.global_step()
+            if step != self._seen:
+                self._moved.set()
+            self._seen = step
 
     def _wait(self) -> None:
         while True:

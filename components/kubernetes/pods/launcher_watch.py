@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from components.kubernetes import names
 from components.kubernetes.names import Tree
+from trainer.background import Loop
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -86,7 +88,12 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
         log.warning("the launcher is not watched: %s", error)
         return
     _watch_for_stop(guard, api, watched["job"])
-    _watch_heartbeat(guard, api, watched["job"], float(watched["seconds"]))
+    limit = float(watched["seconds"])
+    look = partial(_look, guard, api, watched["job"], limit, HeartbeatAge())
+    if look():
+        pause = limit / READS_PER_LIMIT
+        failing = "the launcher's heartbeat is not read"
+        Loop(look, pause, name="launcher", failing=failing).start()
 
 
 def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
@@ -114,31 +121,29 @@ def is_stop_requested(lease: Tree) -> bool:
     return (metadata.get("annotations") or {}).get(names.STOP) in owners
 
 
-def _watch_heartbeat(guard: Ending, api: Any, job: str, limit: float) -> None:
-    """End the task when the launcher's heartbeat is older than the limit."""
+def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
+    """End the task when the launcher's heartbeat is older than the limit; say if to look again."""
     from components.kubernetes.api.client import RefusedError, UnreachableError
     from components.kubernetes.api.kinds import LEASES
     from components.kubernetes.heartbeat import heartbeat_of, is_renewed
 
-    age = HeartbeatAge()
-    while True:
-        try:
-            lease = api.get(LEASES, job)
-            if is_stop_requested(lease):
-                # The watch may have been refused.
-                guard.end_job("")
-                return
-            limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
-            if age.read(heartbeat_of(lease)) >= limits * limit:
-                reason = f"no heartbeat of the launcher for {limits * limit:g} s"
-                log.warning("%s: training ends", reason)
-                guard.end_job(reason)
-                return
-        except RefusedError as error:
-            if error.code == HTTPStatus.FORBIDDEN:
-                log.warning("the launcher is not watched: %s", error)
-                return
-            age.unreadable()
-        except UnreachableError:
-            age.unreadable()
-        time.sleep(limit / READS_PER_LIMIT)
+    try:
+        lease = api.get(LEASES, job)
+        if is_stop_requested(lease):
+            # The watch may have been refused.
+            guard.end_job("")
+            return False
+        limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
+        if age.read(heartbeat_of(lease)) >= limits * limit:
+            reason = f"no heartbeat of the launcher for {limits * limit:g} s"
+            log.warning("%s: training ends", reason)
+            guard.end_job(reason)
+            return False
+    except RefusedError as error:
+        if error.code == HTTPStatus.FORBIDDEN:
+            log.warning("the launcher is not watched: %s", error)
+            return False
+        age.unreadable()
+    except UnreachableError:
+        age.unreadable()
+    return True

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,16 +15,23 @@ import pytest
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace, FilePlace
-from trainer import storage
+from trainer import events, storage
 from trainer.cluster import lease
 from trainer.cluster.lease import (
     ABANDONED_SECONDS,
     LEASE_SECONDS,
+    POLL_SECONDS,
+    RENEW_SECONDS,
     Lease,
     LeaseHeldError,
     LeaseLostError,
+    acquire_waiting,
+    holders,
+    lease_uri,
     remove_expired,
 )
+from trainer.errors import ClusterLostError, UserError
+from trainer.storage import local
 
 
 @pytest.fixture(params=["file", "gs", "s3", "minio"])
@@ -298,3 +308,380 @@ def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
     removed = remove_expired(elsewhere)
     assert [storage.name_of(each) for each in removed] == ["000000.json", "000001.json"]
     assert leases(place, elsewhere) == {}
+
+
+def holders_by_name(uri):
+    """The holders by the names of their files."""
+    found = holders(uri)
+    return {f"{number:06d}.json": holder for number, holder in found.items()}
+
+
+def test_no_number_comes_twice(uri, clock):
+    """A write of the first holder that comes late replaces nothing, and gives it nothing back."""
+    first = clock.acquire("digits-1")
+    at = storage.join(uri, ".lock", "000001.json")
+    late = storage.read_bytes(at)
+    clock.time += LEASE_SECONDS
+    clock.acquire("digits-2").release()
+    third = clock.acquire("digits-3")
+    third.release()
+    clock.time += LEASE_SECONDS
+    fourth = clock.acquire("digits-4")
+    assert list(holders_by_name(uri)) == ["000004.json"]
+    storage.write_bytes(at, late)
+    lost(first.check)
+    fourth.check()
+    fourth.renew()
+    assert holders_by_name(uri)["000004.json"].run == "digits-4"
+
+
+def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, clock, monkeypatch):
+    """Between its look and its write two others came and went: what it wrote is too low."""
+    clock.acquire("digits-0").release()
+    create = storage.create_bytes
+
+    def late(at, data):
+        monkeypatch.setattr(storage, "create_bytes", create)
+        for run in ("digits-1", "digits-2"):
+            clock.acquire(run).release()
+        return create(at, data)
+
+    monkeypatch.setattr(storage, "create_bytes", late)
+    clock.acquire("digits-3").check()
+    assert {name: each.run for name, each in holders_by_name(uri).items()} == {
+        "000004.json": "digits-3"
+    }
+
+
+def test_what_was_given_back_stays_for_a_day(uri, clock):
+    clock.acquire("digits-1").release()
+    assert remove_expired(uri) == []
+    assert len(holders_by_name(uri)) == 1
+    old = Clock(storage.join(uri, "other"))
+    old.time -= LEASE_SECONDS + ABANDONED_SECONDS
+    old.acquire("digits-0").release()
+    removed = remove_expired(old.uri)
+    assert [storage.name_of(each) for each in removed] == ["000001.json"]
+
+
+HOLD = """
+import sys
+from trainer.cluster import lease
+with lease.held(sys.argv[1], "digits-1"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A folder on this machine, where no store is asked for."""
+    return storage.uri_of(tmp_path / "checkpoints")
+
+
+def require_released(uri):
+    """Require that the one lease of a folder is released, and can be acquired again."""
+    (left,) = holders(uri).values()
+    assert left.released
+    Lease(uri, "digits-next").acquire()
+
+
+def holding(uri, **variables):
+    """Start a process that holds a lease until its input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, uri],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_holder_that_was_killed_is_known_to_be_dead(here, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    with holding(here) as other:
+        assert other.stdout.readline() == "held\n"
+        line = refused(Lease(here, "digits-1").acquire)
+        assert f"run digits-1 (process {other.pid} on " in line
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        mine = Lease(here, "digits-1")
+        mine.acquire()
+    mine.check()
+    assert "which has ended" in caplog.text
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert isinstance(event, events.LeaseTakenOver)
+    assert event.reason == "has ended"
+
+
+def test_a_dead_process_of_another_machine_is_waited_for(here, monkeypatch):
+    monkeypatch.setattr(lease, "writer", lambda: "another-boot.4026531836/1/77")
+    Lease(here, "digits-1").acquire()
+    refused(Lease(here, "digits-2").acquire)
+
+
+def test_a_system_without_process_start_times_waits_too(here, monkeypatch):
+    monkeypatch.setattr(local, "_machine", lambda: "")
+    assert local.writer() == ""
+    Lease(here, "digits-1").acquire()
+    refused(Lease(here, "digits-2").acquire)
+
+
+def test_a_block_that_ends_releases_it(here):
+    with holding(here) as other:
+        assert other.stdout.readline() == "held\n"
+        other.communicate("")
+    require_released(here)
+
+
+@pytest.mark.parametrize("error", [UserError("no"), KeyboardInterrupt(), ZeroDivisionError()])
+def test_a_block_that_fails_releases_it(here, error):
+    with pytest.raises(type(error)), lease.held(here, "digits-1"):
+        raise error
+    require_released(here)
+
+
+def test_an_attempt_that_begins_again_leaves_it_to_the_next_one(here, monkeypatch):
+    monkeypatch.setenv(lease.VARIABLE, "job")
+    with pytest.raises(ClusterLostError), lease.held(here, "digits-1"):
+        raise ClusterLostError("a server is gone")
+    assert len(holders(here)) == 1
+    monkeypatch.setenv(lease.VARIABLE, "another")
+    refused(Lease(here, "digits-2").acquire)
+    monkeypatch.setenv(lease.VARIABLE, "job")
+    with lease.held(here, "digits-1") as mine:
+        mine.check()
+
+
+def test_it_is_renewed_while_it_is_held(here, monkeypatch):
+    written = threading.Event()
+    write = storage.write_bytes
+
+    def recorded(uri, data):
+        write(uri, data)
+        written.set()
+
+    monkeypatch.setattr(storage, "write_bytes", recorded)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    with lease.held(here, "digits-1"):
+        (began,) = holders(here).values()
+        assert written.wait(60)
+        (now,) = holders(here).values()
+        assert now.renewed > began.renewed
+        assert (now.token, now.started) == (began.token, began.started)
+
+
+def test_an_unavailable_store_loses_no_lease(here, monkeypatch, caplog):
+    tried = threading.Event()
+
+    def away(uri, _data):
+        if caplog.records:
+            tried.set()
+        raise storage.Unavailable(f"cannot write {uri}: away")
+
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    with lease.held(here, "digits-1") as mine:
+        monkeypatch.setattr(storage, "write_bytes", away)
+        assert tried.wait(60)
+        mine.require()
+    assert "the lease is not renewed: cannot write" in caplog.text
+
+
+def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
+    looked = threading.Event()
+    monkeypatch.setattr(lease.log, "warning", lambda *_: looked.set())
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    with lease.held(here, "digits-1") as mine:
+        # Between two renewals: one that has looked already would write it again.
+        with mine._mutex:
+            for number in holders(here):
+                storage.delete(lease_uri(here, number))
+        assert looked.wait(60)
+        assert "is gone; run digits-1 stops writing" in lost(mine.require)
+
+
+def test_leases_of_dead_processes_are_removed(here):
+    with holding(here) as other:
+        assert other.stdout.readline() == "held\n"
+        assert remove_expired(here) == []
+        other.kill()
+        other.wait()
+        assert len(remove_expired(here)) == 1
+    assert holders(here) == {}
+
+
+def test_leases_that_dead_processes_released_stay_for_a_while(here):
+    with holding(here) as other:
+        assert other.stdout.readline() == "held\n"
+        other.communicate("")
+    assert remove_expired(here) == []
+    assert len(holders(here)) == 1
+
+
+def test_all_tasks_that_a_process_starts_are_of_one_job():
+    assert lease.lease_environment() == lease.lease_environment()
+    assert list(lease.lease_environment()) == [lease.VARIABLE]
+    assert lease.lease_environment()[lease.VARIABLE].startswith("launch ")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(UserError, match="there is a file where a folder is needed"):
+        Lease(storage.uri_of(tmp_path / "checkpoints"), "digits-1").acquire()
+
+
+ELSEWHERE = "another-boot.4026531836/1/77"
+WAIT = """
+import sys
+from trainer.cluster import lease
+from trainer.errors import RunInterruptedError
+try:
+    with lease.held(sys.argv[1], "digits-2"):
+        print("held", flush=True)
+except RunInterruptedError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+class Time:
+    """A clock that waiting alone moves on; `then` is what happens meanwhile, by seconds."""
+
+    def __init__(self, uri):
+        self.uri = uri
+        self.began = self.now = 1_800_000_000.0
+        self.then = {}
+
+    @property
+    def waited(self):
+        return self.now - self.began
+
+    def lease(self, run, ahead=0.0):
+        return Lease(self.uri, run, lambda: self.now + ahead)
+
+    def pause(self, seconds):
+        self.now += seconds
+        for due in [each for each in self.then if each <= self.waited]:
+            self.then.pop(due)()
+
+    def acquired(self, run):
+        wanted = self.lease(run)
+        acquire_waiting(wanted.acquire, self.pause)
+        return wanted
+
+
+@pytest.fixture
+def time_(here):
+    return Time(here)
+
+
+@pytest.fixture
+def elsewhere(time_, monkeypatch):
+    """Acquire the lease on another machine, of whose processes nothing is known here."""
+
+    def take(run, ahead=0.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(lease, "writer", lambda: ELSEWHERE)
+            held = time_.lease(run, ahead)
+        held.acquire()
+        return held
+
+    return take
+
+
+@pytest.fixture
+def events_file(monkeypatch, tmp_path):
+    """The file of events."""
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    return tmp_path / "events.jsonl"
+
+
+def test_a_holder_killed_elsewhere_is_waited_for_until_it_expires(
+    time_, elsewhere, caplog, events_file
+):
+    dead = elsewhere("digits-1")
+    again = time_.acquired("digits-1")
+    assert LEASE_SECONDS <= time_.waited < LEASE_SECONDS + POLL_SECONDS
+    again.check()
+    (holder,) = holders(time_.uri).values()
+    assert holder.started == holder.renewed == time_.now
+    refused(time_.lease("digits-3").acquire)
+    assert "was taken over by run digits-1" in lost(dead.check)
+    until = "2027-01-15 08:02:00 UTC"
+    assert f"holds the lease of {time_.uri} until {until}: it may be dead" in caplog.text
+    awaited, taken = events.read(events_file)
+    assert isinstance(awaited, events.LeaseAwaited)
+    assert awaited.until == until
+    assert awaited.uri == time_.uri
+    assert isinstance(taken, events.LeaseTakenOver)
+
+
+def test_a_holder_that_renews_it_is_left_alone(time_, elsewhere):
+    living = elsewhere("digits-1")
+    time_.then[RENEW_SECONDS] = living.renew
+    assert "run digits-1" in refused(lambda: time_.acquired("digits-2"))
+    assert RENEW_SECONDS <= time_.waited <= RENEW_SECONDS + POLL_SECONDS
+    living.check()
+
+
+def test_a_living_holder_of_this_machine_is_not_waited_for(time_):
+    living = time_.lease("digits-1")
+    living.acquire()
+    refused(lambda: time_.acquired("digits-2"))
+    assert time_.waited == 0
+    living.check()
+
+
+def test_a_lease_that_is_released_meanwhile_is_acquired_at_once(time_, elsewhere):
+    time_.then[10] = elsewhere("digits-1").release
+    time_.acquired("digits-2").check()
+    assert [each.run for each in holders(time_.uri).values()] == ["digits-2"]
+    assert 10 <= time_.waited <= 10 + POLL_SECONDS
+
+
+def test_of_several_that_wait_one_acquires_it_and_the_others_fail(time_, elsewhere):
+    elsewhere("digits-1")
+    first = []
+    time_.then[LEASE_SECONDS] = lambda: first.append(elsewhere("digits-2"))
+    assert "run digits-2" in refused(lambda: time_.acquired("digits-3"))
+    first[0].check()
+
+
+def test_a_holder_with_a_wrong_clock_is_not_waited_for_for_ever(time_, elsewhere):
+    ahead = elsewhere("digits-1", ahead=3600.0)
+    refused(lambda: time_.acquired("digits-2"))
+    assert LEASE_SECONDS < time_.waited <= LEASE_SECONDS + 2 * POLL_SECONDS
+    ahead.check()
+
+
+def test_an_error_of_the_store_ends_the_wait(time_, elsewhere, monkeypatch):
+    elsewhere("digits-1")
+
+    def away(_uri):
+        raise storage.Unavailable("away")
+
+    time_.then[10] = lambda: monkeypatch.setattr(storage, "names", away)
+    with pytest.raises(storage.Unavailable, match="away"):
+        time_.acquired("digits-2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
+def test_a_wait_can_be_interrupted(here, elsewhere, time_, number):
+    time_.now = time.time()
+    elsewhere("digits-1")
+    before = [json.dumps(vars(each)) for each in holders(here).values()]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAIT, here],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as waiting:
+        assert "it may be dead" in waiting.stderr.readline()
+        waiting.send_signal(number)
+        out, err = waiting.communicate(timeout=300)
+    assert [json.dumps(vars(each)) for each in holders(here).values()] == before
+    assert (waiting.returncode, err) == (130, "")
+    assert out.startswith("interrupted, while run digits-1 (process ")
+    assert out.endswith(f" may still hold the lease of {here}\n")

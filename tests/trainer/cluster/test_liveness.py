@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 
 import pytest
 
 from trainer.cluster import liveness
+from trainer.cluster.liveness import Peers, probe_peers
+from trainer.topology import Cluster, Task
 
 BEAT = "from trainer.cluster import liveness; import signal; liveness.begin(); signal.pause()"
 
@@ -67,9 +73,83 @@ def test_no_heartbeats_without_a_reader(monkeypatch):
     liveness.begin()
 
 
-def test_a_reader_that_is_gone_is_no_error(pipe, monkeypatch):
+def test_a_reader_that_is_gone_ends_the_heartbeats(pipe):
     read, write = pipe
+    assert liveness._beat(write)
     os.close(read)
-    monkeypatch.setattr(liveness.time, "sleep", lambda _: None)
-    liveness._beat(write, 0)
+    assert not liveness._beat(write)
     os.dup2(write, read)
+
+
+THIS = Task(role="chief", index=0)
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as opened:
+        yield opened
+
+
+def listening(stack):
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    return server, f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_task_that_listens_and_sends_nothing_is_silent(stack):
+    _, stopped = listening(stack)
+    living, answers = listening(stack)
+    closed, gone = listening(stack)
+    closed.close()
+
+    def answer():
+        peer, _ = living.accept()
+        with peer:
+            assert peer.recv(24).startswith(b"PRI * HTTP/2.0")
+            peer.sendall(b"\0\0\0\4\0\0\0\0\0")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    workers = (answers, stopped, gone)
+    cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (stopped,), "worker": workers})
+    # Long enough for the thread above on a busy machine.
+    found = probe_peers(cluster, THIS, timeout=3)
+    thread.join()
+    assert [str(task) for task in found.silent] == ["ps-0", "worker-1"]
+    assert [str(task) for task in found.gone] == ["worker-2"]
+    assert found.cut_off == ()
+
+
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (errno.EHOSTUNREACH, ("silent", "cut_off")),
+        (errno.ENETUNREACH, ("silent", "cut_off")),
+        (errno.ETIMEDOUT, ("silent", "cut_off")),
+        (errno.ECONNREFUSED, ("gone",)),
+    ],
+)
+def test_a_machine_that_cannot_be_reached_has_not_ended_its_task(monkeypatch, number, found):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)})
+    assert probe_peers(cluster, THIS) == Peers(**dict.fromkeys(found, (Task(role="ps", index=0),)))
+
+
+def test_a_single_task_has_no_peers():
+    assert probe_peers(Cluster(addresses={"chief": ("127.0.0.1:1",)}), THIS) == Peers()
+
+
+def test_a_task_that_ends_during_the_probe_is_gone(stack):
+    server, address = listening(stack)
+
+    def hang_up():
+        peer, _ = server.accept()
+        peer.close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (address,)})
+    assert probe_peers(cluster, THIS, timeout=30) == Peers(gone=(Task(role="ps", index=0),))
+    thread.join()

@@ -17,10 +17,11 @@ import psutil
 import pytest
 
 from trainer.cluster import signals
+from trainer.cluster.signals import on_interrupt
 
 ROOT = Path(signals.__file__).parents[2]
 SECONDS = 120  # until a test gives up
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+
 
 # The last of the chain: says that it listens, then waits for ever.
 TASK = """
@@ -30,6 +31,8 @@ signals.end_with_parent()
 print(os.getpid(), os.getppid(), flush=True)
 signal.pause()
 """
+
+
 # The first of the chain: starts the rest of it and waits for ever, or until a line comes.
 STARTER = """
 import os, subprocess, sys
@@ -38,6 +41,8 @@ child = subprocess.Popen(sys.argv[1:], env={**os.environ, **signals.parent_envir
 sys.stdin.readline()
 """
 DIRECT = [sys.executable, "-c", TASK]
+
+
 # The shell stays: it has something to do after the task.
 BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh", *DIRECT]
 BEHIND_TWO = ["sh", "-c", '"$@"; true', "sh", *BEHIND_A_SHELL]
@@ -77,6 +82,7 @@ def is_gone(process):
         return bool(select.select([file], [], [], SECONDS)[0])
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 @pytest.mark.parametrize(
     ("command", "direct"),
     [(DIRECT, True), (BEHIND_A_SHELL, False), (BEHIND_TWO, False)],
@@ -96,6 +102,7 @@ def test_it_ends_with_its_starter(command, direct, end):
         assert starter.wait() == (-end if end else 0)
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 def test_it_ends_even_when_it_is_stopped():
     with started(*DIRECT) as (starter, task, _):
         task.suspend()
@@ -103,6 +110,7 @@ def test_it_ends_even_when_it_is_stopped():
         assert is_gone(task)
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 def test_the_shells_between_end_too():
     with started(*BEHIND_TWO) as (starter, task, _):
         shells = task.parents()[:2]
@@ -126,22 +134,26 @@ def run(name, code="print('on')"):
     return subprocess.run(command, **options, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 @pytest.mark.parametrize("name", [None, "", "nobody", "-1"])
 def test_it_goes_on_where_no_process_is_named(name):
     done = run(name)
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 def test_it_continues_while_its_parent_runs():
     done = run(str(os.getpid()))
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 def test_it_continues_while_a_process_that_is_not_its_parent_runs():
     done = run(str(os.getppid()))
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 def test_it_ends_at_once_where_the_named_one_is_gone():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -149,6 +161,7 @@ def test_it_ends_at_once_where_the_named_one_is_gone():
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 def test_a_process_names_itself():
     assert signals.parent_environment() == {signals.PARENT_VARIABLE: str(os.getpid())}
 
@@ -163,6 +176,7 @@ print(requested())
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_stop_signal_is_noted_and_ends_nothing(name):
     done = run(None, CATCHES.format(name=name))
@@ -183,7 +197,57 @@ print("not reached")
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_stop_signal_ends_what_has_nothing_to_save(name):
     done = run(None, ENDS_AT_ONCE.format(name=name))
     assert (done.returncode, done.stdout) == (-getattr(signal, name), "True\n")
+
+
+ROUNDS = 20
+
+
+# The other threads are awake, as those of a supervisor may be, and could receive a signal.
+WAITING = """
+import os, queue, select, threading
+from trainer.cluster.signals import on_interrupt
+
+def turn():
+    while True:
+        select.select([reader], [], [], 0.001)
+
+interrupts, (reader, _) = queue.SimpleQueue(), os.pipe()
+for _ in range(6):
+    threading.Thread(target=turn, daemon=True).start()
+with on_interrupt(lambda: interrupts.put(None)):
+    while True:
+        print("ready", flush=True)
+        interrupts.get()
+        interrupts.get()
+"""
+
+
+def test_both_of_two_signals_are_noticed():
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        cwd=Path(signals.__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            for _ in range(ROUNDS):
+                assert select.select([process.stdout], [], [], SECONDS)[0], "nothing was noticed"
+                assert process.stdout.readline() == "ready\n"
+                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
+        finally:
+            process.kill()
+
+
+def test_the_handlers_before_it_come_back():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGURG)
+    before = [signal.getsignal(number) for number in numbers]
+    with on_interrupt(list):
+        assert [signal.getsignal(number) for number in numbers] != before
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1

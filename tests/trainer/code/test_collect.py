@@ -138,3 +138,61 @@ def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
 def test_an_ignore_file_that_is_no_text_is_refused(folder):
     (folder / collect.IGNORE_FILE).write_bytes(b"\xff\xfe\xff")
     assert refusal(folder).endswith(".flotillaignore: not UTF-8 text")
+
+
+PATHS = ("a.py", "b/a.py", "b/c/a.py", "b/c", "data", "b/data", "b/x y", "[x].py", "!a", "#a", "b")
+LINES = (
+    ("*.py", "a.py", "b/a.py", "b/c/a.py", "[x].py"),
+    ("/a.py", "a.py"),
+    ("b/*.py", "b/a.py"),
+    ("b/**", "b/a.py", "b/c", "b/c/a.py", "b/data"),
+    ("**/c", "b/c"),
+    ("b/**/a.py", "b/a.py", "b/c/a.py"),
+    ("data", "data", "b/data"),
+    ("/data/",),
+    ("[a-c]", "b", "b/c"),
+    ("[!a-b]", "b/c"),
+    (r"\!a", "!a"),
+    (r"\#a", "#a"),
+    (r"\[x\].py", "[x].py"),
+    ("?.py", "a.py", "b/a.py", "b/c/a.py"),
+    ("x\\ y  ", "x y"),
+    ("# a comment",),
+    ("",),
+    ("/",),
+)
+
+
+def left_out(lines, path, *, is_folder=False):
+    rules = collect.Rules()
+    rules.add(lines, "here")
+    return bool(rules.leaving_out(path, is_folder=is_folder))
+
+
+@pytest.mark.parametrize(("line", *["paths"]), [(line, paths) for line, *paths in LINES])
+def test_a_line_leaves_out_what_git_leaves_out(line, paths):
+    assert {path for path in (*PATHS, "x y") if left_out([line], path)} - {"b/x y"} == set(paths)
+
+
+def test_a_slash_at_the_end_is_for_folders():
+    assert left_out(["data/"], "b/data", is_folder=True)
+    assert not left_out(["data/"], "b/data")
+
+
+def test_the_last_line_decides():
+    lines = ["*.pem", "!mine.pem"]
+    assert left_out(lines, "other.pem")
+    assert not left_out(lines, "mine.pem")
+    assert left_out([*lines, "mine.*"], "mine.pem")
+
+
+@pytest.mark.parametrize("line", ["!", "[z-a]", "\\", "a["])
+def test_a_line_that_is_no_pattern_leaves_out_nothing(line):
+    assert not left_out([line], "a")
+
+
+def test_what_is_in_a_folder_can_be_taken_in_again():
+    lines = ["b/**", "!b/a.py"]
+    assert not left_out(lines, "b", is_folder=True)
+    assert not left_out(lines, "b/a.py")
+    assert left_out(lines, "b/c")

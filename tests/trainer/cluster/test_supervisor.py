@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import create_autospec
+
 import pytest
 
 from tests.trainer.cluster.test_completion import job_of, publish
 from trainer.cluster import completion
 from trainer.cluster.process import TaskProcess
-from trainer.cluster.supervisor import EvaluatorSupervision, Supervisor
+from trainer.cluster.supervisor import (
+    EvaluatorSupervision,
+    ServerMemory,
+    Supervisor,
+)
 from trainer.errors import UserError
 from trainer.topology import Cluster, Task
 
@@ -74,3 +80,49 @@ def test_a_leader_that_dies_after_another_has_left_at_the_end_is_done(job, tmp_p
     monkeypatch.setattr(completion, "require", noted)
     leader = f"while ! test -e {left}; do sleep 0.01; done; kill -9 $$"
     supervise(job, leader, worker="exit 0")
+
+
+MB = 1 << 20
+
+
+def process(role, started_at):
+    made = create_autospec(TaskProcess, instance=True)
+    made.task = Task(role=role, index=0)
+    made.started_at = started_at
+    return made
+
+
+def restarted_after(sizes, *, started_at=1.0):
+    """Return after which attempts of a chief a server is restarted, by its size after each."""
+    memory = ServerMemory()
+    chief, server = process("chief", 2.0), process("worker", started_at)
+    restarted = []
+    for attempt, size in enumerate(sizes, start=1):
+        server.resident_bytes.return_value = size * MB
+        server.kill_grown.reset_mock()
+        memory.restart_grown(chief, [server])
+        if server.kill_grown.called:
+            assert server.kill_grown.call_args.args == (sizes[0] * MB, size * MB)
+            restarted.append(attempt)
+    return restarted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "restarted"),
+    [
+        ([400], []),
+        ([400, 400, 401, 399], []),
+        # Another attempt like the second one would exceed twice the size.
+        ([400, 610], [2]),
+        ([400, 900], [2]),
+        ([400, 500, 600, 710], [4]),
+        ([400, 700, 410, 700], [2, 4]),
+        ([0, 0], []),
+    ],
+)
+def test_a_server_that_another_attempt_would_make_too_large_is_restarted(sizes, restarted):
+    assert restarted_after(sizes) == restarted
+
+
+def test_a_server_without_a_whole_attempt_is_not_judged():
+    assert restarted_after([100, 400, 900], started_at=3.0) == []

@@ -1,0 +1,617 @@
+"""Outages at the level of connections: every operation waits until the store is there again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import requests
+from botocore import exceptions as boto
+
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.stores.link import FAULTS, PARTIAL, Link, link
+from tests.stores.s3_server import S3Server
+from trainer import storage
+from trainer.errors import ConfigError, UserError
+from trainer.storage import gcs, publishing, retry, s3
+from trainer.storage.bucket import PART_BYTES, Trouble
+from trainer.storage.s3_endpoint import Endpoint
+
+from .conftest import FILES, Make, content, left_over, path_of, start
+from .places import BucketPlace, Place, fetched
+
+VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
+
+
+# Of which there is enough that an answer is cut in the middle.
+LARGE = {**FILES, "large": bytes(range(256)) * 4096}
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are short."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.05)
+
+
+@pytest.fixture
+def wire(bucket: BucketPlace, hasty: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    """The wire to the server of `bucket`, with short timeouts and pauses."""
+    assert hasty is None
+    for module in (s3, gcs):
+        monkeypatch.setattr(module, "TIMEOUTS", (0.15, 0.15))
+    with link(int(bucket.server.url.rpartition(":")[2])) as made:
+        for name in VARIABLES.values():
+            monkeypatch.setenv(name, made.url)
+        yield made
+
+
+class _Mender(logging.Handler):
+    """Makes the wire whole at the third line of a retry."""
+
+    def __init__(self, wire: Link) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._wire = wire
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if len(self.lines) == 3:
+            self._wire.becomes("whole")
+
+
+@contextmanager
+def outage(wire: Link, fault: str) -> Iterator[None]:
+    mender = _Mender(wire)
+    logger = logging.getLogger(retry.__name__)
+    logger.addHandler(mender)
+    wire.becomes(fault)
+    try:
+        yield
+    finally:
+        logger.removeHandler(mender)
+        wire.becomes("whole")
+    # Where only long answers are cut, all of them may be short.
+    assert len(mender.lines) >= 3 or fault in PARTIAL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_operation_outlives_an_outage(
+    make: Make, bucket: BucketPlace, wire: Link, tmp_path: Path, fault: str
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    with outage(wire, fault):
+        manifest = storage.publish(make(files=LARGE), uri, kind="x")
+    with outage(wire, fault):
+        assert fetched(uri, tmp_path) == LARGE
+    with outage(wire, fault):
+        assert storage.published(bucket.root) == [(uri, manifest)]
+    with outage(wire, fault):
+        storage.delete(uri)
+    assert bucket.content(uri) == {}
+
+
+@pytest.mark.parametrize("fault", sorted(set(FAULTS) - set(PARTIAL)))
+def test_an_outage_that_lasts_is_one_line(
+    bucket: BucketPlace, wire: Link, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
+    wire.becomes(fault)
+    with pytest.raises(storage.Unavailable, match=r"has not been available for 0\.2 s") as error:
+        storage.names(bucket.root)
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_that_is_not_resolved_is_asked_again(
+    bucket: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
+    for name in VARIABLES.values():
+        monkeypatch.setenv(name, "http://no-such-host.invalid:9000")
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(storage.Unavailable):
+        storage.names(bucket.root)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "trouble"),
+    [
+        (ssl.SSLEOFError, "UNEXPECTED_EOF_WHILE_READING", Trouble.TRANSIENT),
+        (ssl.SSLError, "WRONG_VERSION_NUMBER", Trouble.NO_TLS),
+        (ssl.SSLCertVerificationError, "CERTIFICATE_VERIFY_FAILED", Trouble.NO_TLS),
+    ],
+)
+def test_tls_that_is_cut_is_an_outage_and_no_tls_is_none(
+    kind: type[ssl.SSLError], reason: str, trouble: Trouble
+) -> None:
+    cause = kind(1, f"[SSL: {reason}]")
+    cause.reason = reason
+    of_s3 = boto.SSLError(endpoint_url="https://store", error=cause)
+    of_gcs = requests.exceptions.SSLError(cause)
+    of_s3.__cause__ = of_gcs.__cause__ = cause
+    retrying = retry.Retry().call
+    assert s3.S3Bucket("bucket", Endpoint(), retrying).judge(of_s3) is trouble
+    assert gcs.GcsBucket("bucket", retrying).judge(of_gcs) is trouble
+    for remedies in (s3.S3Bucket.remedies, gcs.GcsBucket.remedies):
+        assert "CA_BUNDLE" in remedies[Trouble.NO_TLS]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b""), (200, b"[]"), (200, b"<html>log in</html>"), (200, b'{"na'), (204, b"")],
+)
+def test_an_answer_that_no_store_gives_is_asked_again(
+    make: Make, bucket: BucketPlace, tmp_path: Path, body: bytes, status: int
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    large = {**FILES, "large": bytes((8 << 20) + 1)}
+    bucket.plan.add(Fault(status, body=body, every=3, times=9))
+    manifest = storage.publish(make(files=large), uri, kind="x")
+    assert storage.published(bucket.root) == [(uri, manifest)]
+    assert fetched(uri, tmp_path) == large
+    assert storage.create_bytes(f"{uri}.json", b"1")
+    assert storage.collect_garbage(bucket.root) == []
+    storage.delete(uri)
+    assert bucket.content(uri) == {}
+    assert bucket.plan.faults[0].times == 0
+
+
+@pytest.mark.parametrize("text", ["no scheme:1", "http://a b", "http://host:99999", "ftp://host"])
+def test_an_address_that_is_none_is_one_line(
+    bucket: BucketPlace, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    for name in VARIABLES.values():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=r"is no address of a store: write it as http://host"):
+        storage.names(bucket.root)
+
+
+def test_a_redirection_without_end_is_one_line(bucket: BucketPlace) -> None:
+    bucket.plan.add(Fault(301, times=10**6, body=b""))
+    with pytest.raises(UserError, match="cannot list "):
+        storage.names(bucket.root)
+
+
+@pytest.mark.parametrize("size", [5, (8 << 20) + 1])
+def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
+    make: Make, bucket: BucketPlace, size: int
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    for method in ("PUT", "POST"):
+        bucket.plan.add(Fault(404, method=method, times=100))
+    for act in (
+        lambda: storage.publish(make(files={"a": bytes(size)}), uri, kind="x"),
+        lambda: storage.write_bytes(uri, b"1"),
+    ):
+        with pytest.raises(UserError, match=r"there is no bucket .*; create it, or name"):
+            act()
+
+
+PUBLISH_AT_A_LINE = """
+import sys
+from pathlib import Path
+from trainer import storage
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x")
+except storage.Conflict:
+    sys.exit(3)
+"""
+
+
+def at_once(tasks: int, act: Callable[[int], object]) -> list[str]:
+    barrier = threading.Barrier(tasks)
+
+    def run(number: int) -> str:
+        barrier.wait()
+        try:
+            act(number)
+        except storage.Conflict:
+            return "conflict"
+        return "done"
+
+    with ThreadPoolExecutor(tasks) as pool:
+        return list(pool.map(run, range(tasks)))
+
+
+def publisher(sources: list[Path], uri: str) -> Callable[[int], object]:
+    return lambda number: storage.publish(sources[number], uri, kind="x")
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_many_publish_the_same_at_once(make: Make, root: str, left: bool) -> None:
+    source = make()
+    for number in range(20):
+        uri = f"{root}/{number}"
+        if left:
+            make(str(path_of(uri)), {"left": b"half"})
+        assert at_once(6, publisher([source] * 6, uri)) == ["done"] * 6
+        storage.verify(uri)
+    assert left_over(path_of(root)) == []
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_many_publish_different_things_and_one_wins(make: Make, root: str, left: bool) -> None:
+    sources = [make(f"source-{n}", {"a": b"%d" % n, f"own-{n}": b""}) for n in range(6)]
+    for number in range(20):
+        uri = f"{root}/{number}"
+        if left:
+            make(str(path_of(uri)), {"left": b"half"})
+        ends = at_once(6, publisher(sources, uri))
+        assert sorted(ends) == ["conflict"] * 5 + ["done"]
+        storage.verify(uri)
+        assert content(path_of(uri))["a"] == b"%d" % ends.index("done")
+        assert len(content(path_of(uri))) == 3
+    assert left_over(path_of(root)) == []
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_two_processes_publish_at_once(make: Make, root: str, same: bool) -> None:
+    sources = [make("one", {"a": b"1"}), make("two", {"a": b"1" if same else b"2"})]
+    uri = storage.join(root, "a")
+    processes = [start(PUBLISH_AT_A_LINE, str(source), uri) for source in sources]
+    for process in processes:
+        assert process.stdout
+        process.stdout.readline()
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate()
+    assert sorted(process.returncode for process in processes) == ([0, 0] if same else [0, 3])
+    storage.verify(uri)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_another_publishes_between_the_look_and_the_rename(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    uri = storage.join(root, "a")
+    winner = make("winner", {"a": b"1"})
+    loser = make("loser", {"a": b"1" if same else b"2"})
+
+    def look(_: str) -> bool:
+        monkeypatch.undo()
+        storage.publish(winner, uri, kind="x")
+        return False
+
+    monkeypatch.setattr(publishing, "is_published", look)
+    if same:
+        assert storage.publish(loser, uri, kind="x") == storage.read_manifest(uri)
+    else:
+        with pytest.raises(storage.Conflict):
+            storage.publish(loser, uri, kind="x")
+    assert content(path_of(uri))["a"] == b"1"
+    assert left_over(path_of(root)) == []
+
+
+def test_publishing_and_deleting_at_once(make: Make, root: str) -> None:
+    source, uri = make(), storage.join(root, "a")
+
+    def act(number: int) -> None:
+        for _ in range(20):
+            if number % 2:
+                storage.delete(uri)
+            else:
+                try_to_publish(source, uri)
+
+    assert at_once(4, act) == ["done"] * 4
+    storage.publish(source, uri, kind="x")
+    storage.verify(uri)
+    assert left_over(path_of(root)) == []
+
+
+def try_to_publish(source: Path, uri: str) -> None:
+    try:
+        storage.publish(source, uri, kind="x")
+    except storage.NotPublished:
+        # The winner's directory was deleted before it could be compared.
+        return
+
+
+def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> None:
+    uri = storage.join(place.root, "a", "file")
+    barrier = threading.Barrier(6)
+
+    def create(number: int) -> bool:
+        barrier.wait()
+        return storage.create_bytes(uri, b"%d" % number)
+
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(create, range(6)))
+    assert made.count(True) == 1
+    assert place.get(uri) == b"%d" % made.index(True)
+    assert storage.names(storage.join(place.root, "a")) == ["file"]
+    assert storage.names(storage.join(place.root, "b")) == []
+    assert left_over(tmp_path) == []
+
+
+@pytest.fixture
+def bucket_unconditional(s3: S3Server) -> BucketPlace:
+    """A bucket_unconditional of S3; Google Cloud Storage has preconditions of its own."""
+    return BucketPlace(s3, f"s3://{bucket_name()}")
+
+
+@pytest.fixture
+def uri_unconditional(bucket_unconditional: BucketPlace) -> str:
+    """A place in a store that knows of no conditions."""
+    bucket_unconditional.plan.add(Fault(501, header="If-None-Match", times=-1))
+    return storage.join(bucket_unconditional.root, "a b")
+
+
+@pytest.mark.slow
+def test_a_publication_does_without(
+    make: Make, bucket_unconditional: BucketPlace, uri_unconditional: str, tmp_path: Path
+) -> None:
+    files = {"small": b"1", "large": os.urandom(PART_BYTES + 5)}
+    storage.publish(make(files=files), uri_unconditional, kind="x")
+    assert bucket_unconditional.plan.faults[0].seen == len(files) + 1
+    assert fetched(uri_unconditional, tmp_path) == files
+
+
+def test_what_is_there_is_not_replaced(make: Make, uri_unconditional: str, tmp_path: Path) -> None:
+    storage.publish(make("one", files={"a": b"1"}), uri_unconditional, kind="x")
+    with pytest.raises(storage.Conflict, match="published already, with other content"):
+        storage.publish(make("other", files={"a": b"2"}), uri_unconditional, kind="x")
+    assert fetched(uri_unconditional, tmp_path) == {"a": b"1"}
+
+
+def test_what_a_dead_writer_left_is_not_taken_for_ours(
+    make: Make, bucket_unconditional: BucketPlace, uri_unconditional: str, tmp_path: Path
+) -> None:
+    bucket_unconditional.put(storage.join(uri_unconditional, "a"), b"half of it")
+    storage.publish(make(files={"a": b"all of it"}), uri_unconditional, kind="x")
+    assert fetched(uri_unconditional, tmp_path) == {"a": b"all of it"}
+
+
+def test_what_another_writer_of_a_draft_added_is_not_overwritten(
+    bucket_unconditional: BucketPlace, uri_unconditional: str, tmp_path: Path
+) -> None:
+    bucket_unconditional.put(storage.join(uri_unconditional, "a"), b"of another attempt")
+    path = tmp_path / "a"
+    path.write_bytes(b"ours")
+    with storage.draft(uri_unconditional) as draft:
+        entry = storage.add_file(draft, path, "a")
+        assert (
+            bucket_unconditional.get(storage.join(uri_unconditional, "a")) == b"of another attempt"
+        )
+        storage.commit(draft, uri_unconditional, kind="x", files=[entry], fields={})
+    assert fetched(uri_unconditional, tmp_path / "there") == {"a": b"ours"}
+
+
+def test_another_refusal_stays_one(
+    make: Make, bucket_unconditional: BucketPlace, uri_unconditional: str
+) -> None:
+    bucket_unconditional.plan.clear()
+    bucket_unconditional.plan.add(Fault(501, method="PUT", times=-1))
+    with pytest.raises(UserError, match="501"):
+        storage.publish(make(files={"a": b"1"}), uri_unconditional, kind="x")
+    assert bucket_unconditional.content(uri_unconditional) == {}
+
+
+FAULTS = [
+    500,
+    "drop",
+    "lose",
+    "truncate",
+    *(pytest.param(status, marks=pytest.mark.slow) for status in (503, 429)),
+]
+
+
+@pytest.fixture
+def uri(bucket: BucketPlace) -> str:
+    """Where to publish."""
+    return storage.join(bucket.root, "a b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_publication_outlives_a_fault_of_every_request(
+    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
+) -> None:
+    files = {**FILES, "large": os.urandom((1 << 23) + 5)}
+    bucket.plan.add(Fault(kind, times=6, every=2))
+    manifest = storage.publish(make(files=files), uri, kind="x")
+    assert bucket.plan.faults[0].times == 0
+    assert storage.verify(uri) == manifest
+    assert len(bucket.content(uri)) == len(files) + 1
+    assert fetched(uri, tmp_path) == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fetch_outlives_faults(
+    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
+) -> None:
+    files = {**FILES, "large": os.urandom((1 << 23) + 5)}
+    storage.publish(make(files=files), uri, kind="x")
+    bucket.plan.add(Fault(kind, times=4, every=2))
+    assert fetched(uri, tmp_path) == files
+    assert bucket.plan.faults[0].times == 0
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "POST", "DELETE", "HEAD"])
+def test_each_kind_of_request_is_asked_again(
+    make: Make, bucket: BucketPlace, uri: str, method: str
+) -> None:
+    bucket.plan.add(Fault(503, method=method, times=3, every=2))
+    storage.write_bytes(uri + ".jsonl", b"1")
+    assert storage.read_bytes(uri + ".jsonl") == b"1"
+    storage.publish(make(), uri, kind="x")
+    assert storage.newest(bucket.root)
+    storage.delete(uri)
+    assert bucket.content(uri) == {}
+
+
+@pytest.mark.slow
+def test_silence_is_waited_for(make: Make, bucket: BucketPlace, uri: str) -> None:
+    bucket.plan.add(Fault("silence", seconds=1.0, times=2))
+    storage.publish(make(), uri, kind="x")
+    storage.verify(uri)
+
+
+def test_each_retry_is_a_line_of_log(
+    bucket: BucketPlace, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.plan.add(Fault(503, times=2))
+    with caplog.at_level(logging.WARNING, logger="trainer.storage"):
+        storage.write_bytes(uri, b"1")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(bucket.root.partition("/the ")[0])
+        assert "retrying in" in line
+        assert "\n" not in line
+
+
+def test_past_the_deadline_there_is_one_line(
+    make: Make,
+    bucket: BucketPlace,
+    uri: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
+    source = make()
+    bucket.plan.add(Fault(503, times=1000))
+    for action in (
+        lambda: storage.publish(source, uri, kind="x"),
+        lambda: storage.fetch(uri, tmp_path / "x"),
+        lambda: storage.write_bytes(uri, b""),
+        lambda: storage.published(uri),
+        lambda: storage.delete(uri),
+        lambda: storage.is_published(uri),
+    ):
+        with pytest.raises(storage.Unavailable) as error:
+            action()
+        line = str(error.value)
+        assert "has not been available for 0.3 s" in line
+        assert "try again when the store answers" in line
+        assert uri in line
+        assert "\n" not in line
+    bucket.plan.clear()
+    assert bucket.content(uri) == {}
+
+
+def test_a_store_that_takes_no_connection_is_asked_again(
+    uri: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
+    for name in ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+    with pytest.raises(storage.Unavailable, match=r"has not been available for 0\.3 s"):
+        storage.write_bytes(uri, b"")
+
+
+@pytest.mark.slow
+def test_what_goes_on_is_not_cut_off_by_the_deadline(
+    make: Make, bucket: BucketPlace, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "1")
+    bucket.plan.latency = 0.25
+    try:
+        storage.publish(make(files={f"{n:03d}": b"" for n in range(80)}), uri, kind="x")
+    finally:
+        bucket.plan.latency = 0.0
+    storage.verify(uri)
+
+
+def test_a_deadline_that_is_no_number(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "soon")
+    with pytest.raises(ConfigError, match="FLOTILLA_STORAGE_DEADLINE: 'soon' is not a number"):
+        storage.write_bytes(uri, b"")
+
+
+def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path: Path) -> None:
+    scheme = uri.partition(":")[0]
+    assert not storage.is_published(uri)
+    elsewhere = f"{scheme}://no-such-bucket/a"
+    source = make()
+    for action in (
+        lambda: storage.is_published(elsewhere),
+        lambda: storage.publish(source, elsewhere, kind="x"),
+        lambda: storage.fetch(elsewhere, tmp_path / "x"),
+        lambda: storage.published(elsewhere),
+        lambda: storage.read_bytes(elsewhere),
+        lambda: storage.write_bytes(elsewhere, b""),
+        lambda: storage.delete(elsewhere),
+    ):
+        with pytest.raises(UserError) as error:
+            action()
+        assert str(error.value).endswith(
+            f"there is no bucket {scheme}://no-such-bucket; create it, or name one that exists"
+        )
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(403, "no permission"), (401, "no credentials, or wrong ones")]
+)
+def test_a_refusal_names_the_missing_permission(
+    bucket: BucketPlace, uri: str, status: int, reason: str
+) -> None:
+    bucket.plan.add(Fault(status, times=10))
+    with pytest.raises(UserError) as error:
+        storage.write_bytes(uri, b"")
+    line = str(error.value)
+    assert line.startswith(f"cannot write {uri}: {uri.partition('/the ')[0]}")
+    if not (status == 401 and uri.startswith("s3")):
+        assert reason in line
+        assert ";" in line
+    assert len(bucket.plan.requests) < 10 or bucket.plan.faults[0].times == 9
+
+
+def test_a_download_that_is_damaged_on_the_way_is_fetched_again(
+    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path
+) -> None:
+    storage.publish(make(), uri, kind="x")
+    target = storage.join(uri, "a.bin")
+
+    def heal(request: str) -> None:
+        if "a.bin" in request:
+            seen.append(request)
+        if len(seen) > 1:
+            bucket.put(target, FILES["a.bin"])
+
+    seen: list[str] = []
+    bucket.put(target, FILES["a.bin"][:-1] + b"!")
+    bucket.plan.before = heal
+    try:
+        assert fetched(uri, tmp_path) == FILES
+    finally:
+        bucket.plan.before = None
+    assert len(seen) == 2
+
+
+def test_nothing_secret_is_said(
+    make: Make,
+    bucket: BucketPlace,
+    uri: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
+    bucket.plan.add(Fault(503, times=8), Fault(403, times=8))
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            with pytest.raises(UserError) as error:
+                storage.publish(make(), uri, kind="x")
+            assert "hush" not in str(error.value)
+    assert "hush" not in caplog.text
