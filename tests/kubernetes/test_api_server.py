@@ -324,11 +324,7 @@ NOTHING_SET = (
     'securityContext.runAsNonRoot=true), seccompProfile (pod or container "tensorflow" must set '
     'securityContext.seccompProfile.type to "RuntimeDefault" or "Localhost")'
 )
-
-
 CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
 POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
@@ -461,8 +457,6 @@ def test_a_dry_run_says_what_would_be_refused_and_leaves_nothing(kube, api, hard
 
 
 POD_PATH = f'cannot get resource "pods/log" in API group "" in the namespace "{NAMESPACE}"'
-
-
 JOB = f'in API group "kubeflow.org" in the namespace "{NAMESPACE}"'
 
 

@@ -13,8 +13,6 @@ from tests.kubernetes.conditions import is_true
 from tests.kubernetes.jobset_api import CRD
 
 ARGS = ("jobset.x-k8s.io", "v1alpha2", NAMESPACE, "jobsets")
-
-
 NEVER_AGAIN = {
     "rules": [
         {
@@ -31,8 +29,6 @@ NEVER_AGAIN = {
         },
     ]
 }
-
-
 POLICY = {"podFailurePolicy": NEVER_AGAIN, "backoffLimit": 20}
 
 
@@ -293,8 +289,6 @@ def test_without_its_controller_no_pod_comes_back(kube, jobsets):
 
 
 ABSENT = "the CRD of JobSet is absent: it is no part of Flotilla"
-
-
 with_schema = pytest.mark.skipif(not (crd.FOLDER / f"{CRD}.yaml").is_file(), reason=ABSENT)
 
 

@@ -33,14 +33,8 @@ from trainer.config.load import parse_config
 from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[3]
-
-
 CRD = ROOT / "../shared/schemas/kubeflow.org_tfjobs.yaml"
-
-
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("manifest-*.yaml"))
-
-
 PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
 
 
@@ -393,11 +387,7 @@ def test_the_image_is_that_of_the_run_unless_another_is_named():
 
 
 RESTRICTED = {ENFORCE: "restricted"}
-
-
 LEAST = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
 REQUIRED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
