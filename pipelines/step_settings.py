@@ -5,7 +5,7 @@ would repeat a failure that the user can see at once.
 
 Most of it is a run parameter. KFP's driver refuses an empty name of a secret or a claim, and has no
 value that means none: what most runs do without is compiled into the pods (`StepPods`), see
-`docs/decisions/0048-what-is-compiled-into-the-pods.md`.
+`docs/decisions/0009-pipeline.md`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`make scaling`: measure what an update costs, fit the constants, and write what follows.
 
 Writes `benchmarks/scaling/measured.json` (runs and constants), the measured part of
-docs/performance.md, and docs/scaling.md with its plots. A round takes some eight minutes on two
-idle cores. With `--rewrite` nothing is run: constants and pages are made from the runs in
+benchmarks/results/scaling.md, and docs/scaling.md with its plots. A round takes some eight minutes
+on two idle cores. With `--rewrite` nothing is run: constants and pages are made from the runs in
 measured.json.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.scaling.costs import MEASURED
 from benchmarks.scaling.fit import Point, fit
 from trainer.errors import RunInterruptedError, UserError
 
-PERFORMANCE, SCALING = Path("docs/performance.md"), Path("docs/scaling.md")
+MEASUREMENTS, SCALING = Path("benchmarks/results/scaling.md"), Path("docs/scaling.md")
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     }
     MEASURED.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     part = page.measured_part(points, costs, cores, rounds)
-    page.write(PERFORMANCE, part)
+    page.write(MEASUREMENTS, part)
     page.write(SCALING, fleets.simulated_part(costs, SCALING.parent, sys.stderr.write))
     sys.stdout.write(f"{part}\n")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scaling import fleets, gradient, measure
-from benchmarks.scaling.__main__ import PERFORMANCE, SCALING, main
+from benchmarks.scaling.__main__ import MEASUREMENTS, SCALING, main
 from benchmarks.scaling.costs import Costs, Model, measured, sharing_cache, work_of
 from benchmarks.scaling.fit import Point, fit, rate
 from benchmarks.scaling.gradient import MODELS, SERVERS
@@ -216,7 +216,7 @@ def test_a_page_without_its_place_is_left_alone(page):
         put_in(page, "new")
 
 
-@pytest.mark.parametrize("name", [PERFORMANCE, SCALING])
+@pytest.mark.parametrize("name", [MEASUREMENTS, SCALING])
 def test_the_documents_have_the_place(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     written = put_in(text, "| a |\n|---|\n| b |")

@@ -1,5 +1,6 @@
 """What is imported is declared, what is declared is imported, and all of it is pinned."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -13,13 +14,28 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 
-from tests.house_rules.source import PACKAGES, all_imports, project, python_files, text, tree
+from tests.house_rules.source import (
+    PACKAGES,
+    all_imports,
+    imported,
+    is_within,
+    project,
+    python_files,
+    text,
+    tree,
+)
 
 # Imported by TFDS, `tf.summary` and model_signing, which do not declare them.
 FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-cpu", "-gpu")]
 IMAGE = runpy.run_path(".ci/lock.py")
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)((?: --hash=sha256:[0-9a-f]{64})+)$")
+
+
+# Modules of TensorFlow and Keras that no version promises: each line has to be looked at when
+# TensorFlow is upgraded.
+MOST_PRIVATE_IMPORTS = 20
+PRIVATE = ("tensorflow.python", "tensorflow.core", "keras.src")
 
 
 def normal(name):
@@ -92,6 +108,18 @@ def wrong_pins_of_the_gpu_image():
     for name in cuda.keys() & pins.keys():
         if not cuda[name].specifier.contains(pins[name]):
             yield f"requirements-gpu.lock: {name}=={pins[name]} is not {cuda[name]}"
+
+
+def private_imports():
+    for path in python_files(*PACKAGES):
+        for node in ast.walk(tree(path)):
+            if any(is_within(name, *PRIVATE) for name in imported(node)):
+                yield f"{path}:{node.lineno}"
+
+
+def test_few_lines_import_what_tensorflow_and_keras_do_not_promise():
+    found = list(private_imports())
+    assert len(found) <= MOST_PRIVATE_IMPORTS, "\n".join(found)
 
 
 def test_what_is_imported_is_declared_and_locked():

@@ -2,8 +2,8 @@
 
 They are those of a checkpoint, of a `.keras` file, or of an exported model with one. Weights and
 other state of the model are loaded, all of them or those that are wanted. The global step and the
-optimizer are new; see `docs/decisions/0027-a-warm-start-takes-the-model.md` and
-`docs/decisions/0055-what-a-run-begins-with-and-hands-on.md`.
+optimizer are new; see `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md` and
+`docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`.
 
 Variables are found by their path. Keras leaves the name of a model around a layer out of some
 paths, by how the model was made or loaded: of a `.keras` file a path may lack such names, or have

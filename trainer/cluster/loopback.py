@@ -6,7 +6,7 @@ ours listens first, and makes the kernel choose between the two by a filter: a c
 loopback is the server's, any other is ours, which drops it. There is no moment in which the server
 listens and the filter is not in place. What comes over loopback before the server listens is ours
 too, and closed at once: who is dropped tries again after a second. See
-`docs/decisions/0046-ports-on-loopback.md`.
+`docs/decisions/0032-pods-and-networks.md`.
 """
 
 from __future__ import annotations

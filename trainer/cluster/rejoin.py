@@ -3,12 +3,12 @@
 On Kubernetes the pod of a lost task gets a new address under its old name. A channel of gRPC that
 cannot connect resolves its name again, but at most every 30 s, and waits 20 s for an address at
 which nobody answers any more. Every channel that TensorFlow opens, between all tasks, takes its
-settings from a variable. See `docs/decisions/0070-names-are-resolved-again-soon.md`.
+settings from a variable. See `docs/decisions/0021-liveness.md`.
 
 A machine that loses its power, or its network, closes no connection, and a call to it would never
 end. Here a channel asks its peer for a sign when nothing has come from it for minutes, and gives
 it up without an answer: what it had begun fails, as where a task is killed. See
-`docs/decisions/0013-liveness.md`.
+`docs/decisions/0021-liveness.md`.
 """
 
 from __future__ import annotations

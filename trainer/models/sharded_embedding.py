@@ -7,7 +7,7 @@ The rows are gathered on the server that holds them, and their gradient is
 
 What an optimizer makes of such a gradient runs on the server of the shard
 (`trainer/strategies/updates/touched_rows.py`; measured in
-`docs/decisions/0011-sharded-embeddings.md`):
+`docs/decisions/0017-tables-of-embeddings.md`):
 
 - Adam, AdamW, Adagrad, Ftrl and SGD are lazy: they move the touched rows and their slots only,
   unless `training.optimizer.dense_updates` is set.
