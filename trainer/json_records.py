@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 Record = TypeVar("Record")
+_ANY = TypeAdapter[Any](Any)
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 # An integer of more digits becomes a float, as in every other reader of JSON.
 _MOST_DIGITS = 19
@@ -35,7 +35,7 @@ def parse(text: str | bytes) -> Any:
     The value can be compared, printed, written again and converted to floats.
     """
     # The standard library takes half of a surrogate pair, which cannot be printed, and any depth.
-    from_json(text)
+    _ANY.validate_json(text)
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 
 

@@ -63,11 +63,18 @@ def pins_of(lock):
     return {normal(match[1]): match[2] for match in map(PIN.match, lines_of(lock)) if match}
 
 
+def loaded_by_name(module):
+    """Return what `importlib.import_module` gets as a constant: packages without types."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+
 def imported_distributions():
     tops = {
         name.partition(".")[0]
         for path in python_files(*PACKAGES)
-        for name in all_imports(tree(path))
+        for name in (*all_imports(tree(path)), *loaded_by_name(tree(path)))
     }
     owners = packages_distributions()
     foreign = tops - set(sys.stdlib_module_names) - set(PACKAGES)
