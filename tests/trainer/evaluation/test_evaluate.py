@@ -175,7 +175,7 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, value, monkeypat
     bias[3] = value
     model.variables[1].assign(bias)
     # A checkpoint refuses such weights; they may come from elsewhere.
-    monkeypatch.setattr("trainer.checkpoints.checkpoints._require_finite", lambda *_: None)
+    monkeypatch.setattr("trainer.checkpoints.tensor_bundle._is_finite", lambda _: tf.constant(True))
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     assert _refusal(run, tmp_path, checkpoint=checkpoint) == (
         f"the model of {checkpoint} gives no finite numbers for 97 of 97 test examples: training "
