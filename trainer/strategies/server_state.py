@@ -158,10 +158,10 @@ class ServerState:
     def reached(self) -> int:
         """Return the global step that the living servers have reached.
 
-        It is exact where `ps-0` lives, and otherwise what its last chief has noted.
+        It is exact where `ps-0` lives, and otherwise what its last chief has noted; -1: nothing.
         """
         if 0 not in self.living:
-            return max((self.found[number].reached for number in self.living), default=-1)
+            return max((each.reached for each in self.found.values()), default=-1)
         step = with_name([], tf.int64, server_device(0), self._name(self.found[0].token, 0))
         with operating_at(step.device):
             return int(fetched(step.read_value()))
@@ -272,7 +272,10 @@ class ServerState:
             OpError: as of `settle`.
         """
         if self._said and saved > self._said[0].saved:
-            self._change(saved=saved, noted=int(time.time()), back_to=-1)
+            self._change(saved=saved, noted=int(time.time()))
+            # Not of the checkpoint to which they went back, which was on its way then.
+            if told := [n for n, step in self.back_to().items() if step < saved]:
+                self._change(told, back_to=-1)
         # Of a single server nothing is left without its counter.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
@@ -287,6 +290,9 @@ class ServerState:
 
         def free() -> None:
             with suppress(tf.errors.OpError):
+                # The next chief, which has removed the permit, may have said nothing yet.
+                with operating_at(self.permit.device):
+                    fetched(self.permit.read_value())
                 self.found = self._find()
                 if 0 in self.found and self.found[0].writer == self._writer:
                     self._free(self.found)

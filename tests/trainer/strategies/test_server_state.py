@@ -224,10 +224,11 @@ def test_a_strategy_that_keeps_nothing_gives_no_names(uri):
 @pytest.mark.parametrize("steps", [(), (10,)])
 def test_values_that_the_chief_was_assigning_do_not_live(uri, steps):
     attempt = begun(uri, *steps)
+    attempt.state.note(5, 10)
     attempt.settle(is_whole=False)
     state = Attempt(uri).find_state(uri)
     assert set(state.found) == set(SERVERS)
-    assert (state.living, state.reached()) == (frozenset(), -1)
+    assert (state.living, state.reached()) == (frozenset(), 10)
 
 
 @pytest.mark.parametrize("lost", SERVERS)
@@ -275,6 +276,17 @@ def test_what_went_back_is_noted_until_a_checkpoint_is_published(uri):
     assert third.state.back_to() == {}
 
 
+def test_a_checkpoint_that_was_on_its_way_does_not_have_what_went_back_to_it(uri):
+    lose(begun(uri, 10), 1)
+    second = Attempt(uri)
+    second.begin()
+    second.state.went_back(5)
+    second.state.note(5, 12)
+    assert second.state.back_to() == {1: 5}
+    second.state.note(12, 14)
+    assert second.state.back_to() == {}
+
+
 def test_what_servers_have_of_different_runs_of_values_does_not_live(uri):
     first = begun(uri, 10)
     other = {**vars(first.state._said[1]), "token": 1}
@@ -320,6 +332,15 @@ def test_a_chief_that_was_taken_for_dead_changes_nothing_any_more(uri):
     stalled.state.forget()
     assert attempt.turns.look().taken == 0
     assert Attempt(uri).begin() == [0, 1]
+
+
+def test_a_chief_that_was_taken_for_dead_frees_nothing_before_the_next_takes_it(uri):
+    stalled = begun(uri, 10)
+    attempt = Attempt(uri)
+    attempt.find_state(uri)
+    stalled.state.forget()
+    assert attempt.begin() == [0, 1]
+    assert attempt.values() == {STEP: [10], "table": [10.0], "slot": [10.0]}
 
 
 def test_at_its_end_it_frees_all(uri):
