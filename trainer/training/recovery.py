@@ -91,9 +91,11 @@ class Recovery:
             "the chief was assigning values": not living,
             "no other server has variables": not any(each.held for each in living),
             # Who deletes a checkpoint does not want what came of it.
-            "a checkpoint that was published before is gone": any(
-                each.saved > self._checkpoints.newest_step() for each in living
-            ),
+            "a checkpoint that was published before is gone": max(
+                (each.saved for each in living), default=-1
+            )
+            > self._checkpoints.newest_step(),
+            "no server that lives has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
             # What the lost server held would end with fewer updates than it had.
             "cluster.recovery is auto, and fewer steps are left than its values go back": auto_loses
