@@ -274,8 +274,8 @@ class ServerState:
         if self._said and saved > self._said[0].saved:
             self._change(saved=saved, noted=int(time.time()))
             # Not of the checkpoint to which they went back, which was on its way then.
-            if told := [n for n, step in self.back_to().items() if step < saved]:
-                self._change(told, back_to=-1)
+            if known := [n for n, step in self.back_to().items() if step < saved]:
+                self._change(known, back_to=-1)
         # Of a single server nothing is left without its counter.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
