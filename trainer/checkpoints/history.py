@@ -3,8 +3,7 @@
 `history.jsonl` is the chief's: one row for each inner loop. A new attempt drops the rows after its
 checkpoint, as it repeats those steps. `validation.jsonl` is the evaluator's: one row a checkpoint,
 identified by its global step and the time at which it was published; of two of one step the later
-one counts. Where there is no evaluator, the chief writes to it what it measures of a checkpoint
-that is published already. So each file has one writer.
+one counts. So each file has one writer.
 
 A file of rows has one JSON object a line, and grows during training.
 

@@ -146,4 +146,8 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
         age.unreadable()
     except UnreachableError:
         age.unreadable()
+    except Exception:
+        # Such as the page of a proxy: the loop goes on, and the time does not count.
+        age.unreadable()
+        raise
     return True

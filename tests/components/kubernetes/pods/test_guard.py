@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import create_autospec
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.kubernetes import names
+from components.kubernetes.api.client import Api
 from components.kubernetes.pods.guard import Guard, _grace_seconds
-from components.kubernetes.pods.launcher_watch import HeartbeatAge
+from components.kubernetes.pods.launcher_watch import Ending, HeartbeatAge, _look
 from components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
 from components.kubernetes.pods.task_process import TaskProcess
 from tests.components.kubernetes.attempts import ROOT
@@ -382,6 +384,19 @@ def test_without_permission_the_launcher_is_not_watched_and_training_continues(
                 break
         process.send_signal(signal.SIGTERM)
         assert exit_code_of(process) == 130
+
+
+def test_time_in_which_an_answer_is_none_does_not_count():
+    guard, api = create_autospec(Ending, instance=True), create_autospec(Api, instance=True)
+    lease = {"metadata": {}, "spec": {"acquireTime": "0", "renewTime": "1"}}
+    api.get.side_effect = [lease, ValueError("the page of a proxy"), lease]
+    times = iter([0.0, 100.0])
+    look = partial(_look, guard, api, "job", 60, HeartbeatAge(lambda: next(times)))
+    assert look()
+    with pytest.raises(ValueError, match="proxy"):
+        look()
+    assert look()
+    guard.end_job.assert_not_called()
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["same", "new", "unreadable"]))))
