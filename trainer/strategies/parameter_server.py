@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer import user_code
 from trainer.errors import ConfigError
 from trainer.strategies import table_state
 from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
@@ -82,9 +83,16 @@ class Served(KerasStrategy):
     def build(self, problem: Problem) -> None:
         """Connect, and build model, optimizer and input, for what is on the servers if it fits."""
         self.connect()
-        with suppress(MisfitError):
+        try:
             self.build_on_servers(problem)
             return
+        except MisfitError:
+            pass
+        # Whatever it is, it must not come again and again: a large weight has no values yet.
+        except Exception as error:
+            if not (self.state and self.state.taken) or is_lost(error):
+                raise
+            self.state.remove(f"the model cannot be built for it: {user_code.message_of(error)}")
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from trainer.config.load import parse_config
+from trainer.errors import ConfigError
 from trainer.models.embedding_table import EmbeddingTable
 from trainer.strategies import server_state
 from trainer.strategies.parameter_server import Served
@@ -200,6 +201,23 @@ def test_what_is_of_other_variables_is_removed(uri, caplog, given):
     assert not any(map(is_there, names))
     assert attempt.places() == [-1, -1]
     assert Attempt(uri).begin() == []
+
+
+def test_a_model_that_cannot_be_built_for_what_is_there_is_built_anew(uri, caplog):
+    begun(uri, 10)
+    attempt, taken = Attempt(uri), []
+    state = attempt.find_state(uri)
+    state.go_on_with(state.living)
+
+    def build(_problem):
+        taken.append(sorted(state.taken))
+        if state.taken:
+            raise ConfigError("the weight is all zeros")
+
+    attempt.build_on_servers = build
+    attempt.build(None)
+    assert taken == [[0, 1], []]
+    assert "the weight is all zeros" in caplog.text
 
 
 def test_what_is_not_wanted_is_removed(uri, caplog):
