@@ -102,7 +102,8 @@ def index_of(uri: str) -> list[IndexEntry]:
     for at, step, manifest in _readable(uri):
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
         loss = measured.get(VALIDATION_LOSS) if isinstance(measured, dict) else None
-        loss = loss if is_number(loss) else None
+        # What nobody reads is not the best one, in place of which retention would delete another.
+        loss = loss if is_number(loss) and "base" not in manifest.fields else None
         found.append(IndexEntry(uri=at, global_step=step, loss=loss))
     return found
 

@@ -47,6 +47,13 @@ def test_the_evaluator_s_metrics_precede_those_of_the_manifest(tmp_path):
     assert best_first(index_of(uri))[0].global_step == 3
 
 
+def test_what_has_changed_rows_alone_is_not_the_best(tmp_path):
+    folder = tmp_path / "checkpoints"
+    publish(folder, 10, metrics={"validation_loss": 0.5})
+    publish(folder, 20, metrics={"validation_loss": 0.3}, base={"uri": "step-00000010"})
+    assert [each.global_step for each in best_first(index_of(storage.uri_of(folder)))] == [10]
+
+
 def test_a_checkpoint_that_was_made_again_is_another_one(tmp_path):
     folder = tmp_path / "checkpoints"
     at, old = publish(folder, 10)
