@@ -27,6 +27,11 @@ REMOVED: Mapping[str, str] = {
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
+# What a recorded configuration of an earlier version says of them where nobody has set them.
+_UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
+    "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
+    "cluster": (("snapshot_seconds", 0),),
+}
 # Of a message: it quotes the values that it is about.
 _MOST_LETTERS = 1000
 
@@ -86,6 +91,10 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
     """Check a nested mapping and return it as a `Config`; raises `ConfigError`."""
+    tree = {**tree}
+    for name, unset in _UNSET.items():
+        if isinstance(keys := tree.get(name), Mapping):
+            tree[name] = {key: keys[key] for key in keys if (key, keys[key]) not in unset}
     try:
         text = json.dumps(tree, default=str)
     except (ValueError, TypeError, RecursionError) as error:

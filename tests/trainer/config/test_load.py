@@ -250,6 +250,15 @@ def test_a_key_of_an_earlier_version_says_what_to_use(key):
     assert refused(load_config, None, [f"{key}=1"]) == f"{key}: removed in 0.2: {REMOVED[key]}"
 
 
+def test_a_configuration_that_an_earlier_version_recorded_is_read():
+    tree = Config().model_dump(mode="json")
+    tree["training"] |= {"cached_rows": 0, "cache_staleness": 16, "checkpoint_differences": 0.0}
+    tree["cluster"] |= {"snapshot_seconds": 0.0}
+    assert parse_config(tree) == Config()
+    tree["training"]["cached_rows"] = 100
+    assert refused(parse_config, tree).startswith("training.cached_rows: removed in 0.2")
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_wrong_type_names_the_key(key):
     assert refused(load_config, None, [f"{key}=[[1]]"]).startswith((f"{key}: ", f"{key}.0: "))
