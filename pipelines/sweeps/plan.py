@@ -17,6 +17,8 @@ from trainer.sweeps.space import MOST_TRIALS, Space, corners, drawn, grid, space
 from trainer.sweeps.sweep import Settings, Sweep, Trial, objective_of, rungs_of
 
 MOST_PARALLEL = 64
+# A generator of NumPy takes 32 bits; a sweep that is resumed adds its trials to the seed.
+MOST_SEED = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class SweepOptions:
             raise ConfigError(
                 f"--seed {self.seed} is for --random N and --tpe N; a grid draws none"
             )
+        if self.seed is not None and not 0 <= self.seed < MOST_SEED:
+            raise ConfigError(f"--seed {self.seed}: from 0 to {MOST_SEED - 1}")
         for name, count in (("--random", self.random), ("--tpe", self.tpe)):
             if count is not None and not 1 <= count <= MOST_TRIALS:
                 raise ConfigError(f"{name} {count}: draw from 1 to {MOST_TRIALS} trials")
