@@ -113,9 +113,12 @@ def require_arguments(given: Given) -> None:
     """Raise a `UserError` where the step of this version takes what it was not given then."""
     needed = contract.required(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
+        made_by = given.version
+        if made_by == version("flotilla") and given.commit:
+            made_by += f" at commit {given.commit[:12]}"
         raise UserError(
             f"{given.step} of Flotilla {version('flotilla')} also takes {', '.join(missing)}, and "
-            f"the run was made by {given.version}: replay it with the version of the run"
+            f"the run was made by {made_by}: replay it with the version of the run"
         )
 
 
