@@ -109,7 +109,7 @@ def test_each_worker_computes_its_own_gradients(two_workers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "problem", ["stateful:clipped", pytest.param("stateful:embedded", marks=pytest.mark.long)]
+    "problem", ["problems:clipped", pytest.param("problems:embedded", marks=pytest.mark.long)]
 )
 def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_workers, problem):
     runs = [7, 13]
