@@ -46,7 +46,11 @@ def work(step: Step) -> str:
         if version and not chosen:
             events.emit(events.NewestVersion(dataset=section.name, version=version))
         examples = {split: each["examples"] for split, each in fields["splits"].items()}
-        step.output.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
+        notes = list(fields.get("notes", ()))
+        for text in notes:
+            events.emit(events.DataNote(text=text))
+        made = {"reused": prepared.reused, "version": version, "notes": notes}
+        step.output.done(prepared.uri, {**examples, **made})
         origin = {"fingerprint": fields["fingerprint"], "version": version}
         descriptor.describe(step.dataset, prepared.uri, {**origin, **examples})
         return prepared.uri

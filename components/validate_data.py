@@ -8,6 +8,7 @@ from components import descriptor
 from components.image import component
 from components.records.record import Step
 from components.records.run_store import output_of
+from trainer import events
 from trainer.code.delivery import configured
 
 
@@ -41,6 +42,8 @@ def work(step: Step) -> str:
     uri = output_of(step.root, step.run_id, "validation", step.dataset, found.digest)
     validate.publish(found, uri)
     facts = found.facts
+    for line in facts["warnings"]:
+        events.emit(events.DataNote(text=line, is_warning=True))
     judged = {
         "decision": found.decision,
         "warned": len(facts["warnings"]),

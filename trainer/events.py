@@ -276,6 +276,18 @@ class NewestVersion(Event):
     version: str
 
 
+class DataNote(Event):
+    """What the preparation or the validation of the data says of them, in one line.
+
+    Attributes:
+        text: names the column or the file, and the key that answers it.
+        is_warning: whether a rule of the data gate warns of it.
+    """
+
+    text: str
+    is_warning: bool = False
+
+
 class WarmStart(Event):
     """Training begins with weights that were there already."""
 

@@ -96,6 +96,13 @@ class Source(ABC):
         """Say where an example of a part is, for messages; the first one is number 0."""
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
+    def notes(self) -> Sequence[str]:
+        """Return what a user should know of how the source was read, after all parts were read.
+
+        Each is one line that names the column or the file, and the key that changes it.
+        """
+        return ()
+
     def facts(self) -> Mapping[str, Any]:
         """Return what the manifest says of it besides, after all parts were read."""
         return {}

@@ -40,6 +40,7 @@ def render(
     order = sorted(features, key=lambda name: name not in found)
     text = _template().render(
         tree=facts,
+        notes=dataset.notes,
         findings=facts["findings"][:_MOST_FINDINGS],
         pictures=[
             _picture(name, features[name], known.get(name)) for name in order[:MOST_FEATURES]

@@ -62,6 +62,7 @@ class DatasetProfile:
     """A dataset: its splits, the types of its features, and their roles.
 
     `class_counts` are the examples of each class by label and split, in the order of the classes.
+    `notes` say how its source was read.
     """
 
     uri: str
@@ -70,6 +71,7 @@ class DatasetProfile:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     class_counts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def examples(self, split: str) -> int:
         """Return the number of examples of a split; 0 for one that there is not."""
@@ -96,7 +98,8 @@ def profile_of(uri: str) -> DatasetProfile:
     Raises:
         UserError: it is gone, damaged, or no dataset of this version.
     """
-    spec = DatasetSpec.from_manifest(storage.read_manifest(uri))
+    manifest = storage.read_manifest(uri)
+    spec = DatasetSpec.from_manifest(manifest)
     found = statistics.from_bytes(storage.read_file(uri, statistics.FILE), uri).splits
     data = storage.read_file(uri, statistics.EXAMPLES)
     sketches = statistics.sketches_from_bytes(data, uri)
@@ -110,6 +113,7 @@ def profile_of(uri: str) -> DatasetProfile:
             target: {split: tuple(counts) for split, counts in by_split.items()}
             for target, by_split in spec.target_counts.items()
         },
+        notes=tuple(manifest.fields.get("notes", ())),
     )
 
 

@@ -13,7 +13,6 @@ The validation is a published directory:
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +58,6 @@ _RULES: tuple[Rule, ...] = (
     drift.together,
     drift.between_splits,
 )
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +119,6 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
         dataset=found, champion=champion.profile, limits=rules, gate=config.gate, schema=schema
     )
     facts = _facts(findings_of(question), rules, found, champion)
-    for line in facts["warnings"]:
-        _log.warning("%s", line)
     return Validation(
         facts=facts,
         page=page.render(facts, found, champion.profile),

@@ -163,8 +163,13 @@ def reasons_of(facts: Facts) -> list[str]:
 
 
 def warnings_of(facts: Facts) -> list[str]:
-    """Return what the validation of the data warns of."""
-    return _of_data(facts, "warnings")
+    """Return what the validation of the data warns of, and what its preparation notes."""
+    noted = (
+        f"the data: {line}"
+        for step in _rows(facts, "steps")
+        for line in (step.get("metrics") or {}).get("notes") or ()
+    )
+    return [*_of_data(facts, "warnings"), *noted]
 
 
 def _of_data(facts: Facts, name: str) -> list[str]:

@@ -23,6 +23,7 @@ from trainer import storage
 from trainer.events import (
     AttemptBegin,
     CheckpointPassedOver,
+    DataNote,
     EvaluatorLeft,
     FromScratch,
     HandedOn,
@@ -428,6 +429,8 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
     held = {"uri": "file:///c", "holder": "run a (process 7 on h)"}
     assert lines_of(
         NewestVersion(dataset="digits", version="1.0.0"),
+        DataNote(text="'a' is text; set data.types: {a: class}"),
+        DataNote(text="constant: 'b' has one value", is_warning=True),
         FromScratch(reason="digits has no champion yet below file:///r"),
         WarmStart(uri="gs://b/step-00000005"),
         WarmStart(uri="gs://b/a.keras", taken=6, what="6 variables taken, 2 excluded (a, b)"),
@@ -437,6 +440,8 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
         LeaseTakenOver(**held, reason="has ended"),
     ) == [
         "digits 1.0.0 is its newest version",
+        "note: 'a' is text; set data.types: {a: class}",
+        "warning: constant: 'b' has one value",
         "training begins from scratch: digits has no champion yet below file:///r",
         "training begins with the weights of gs://b/step-00000005",
         "training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded (a, b)",

@@ -135,6 +135,7 @@ def test_broken_rows_are_counted_and_left_out_up_to_a_share(tmp_path: Path) -> N
     selection = made.select()
     assert len(read(made, selection)["a"]) == 96
     assert made.facts()["bad_rows"]["count"] == 4
+    assert "data.bad_rows: 4 of " in made.notes()[-1]
 
 
 def test_parquet_takes_types_from_the_schema(tmp_path: Path) -> None:

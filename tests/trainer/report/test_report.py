@@ -97,6 +97,11 @@ def test_every_verdict_has_its_headline(verdict: str) -> None:
     assert page.words[2] != "How the run ended is not known."
 
 
+def test_what_the_preparation_notes_is_among_the_warnings() -> None:
+    steps = [{"step": "prepare_data", "metrics": {"notes": ["'a' <b> is text"]}}]
+    assert "the data: 'a' <b> is text" in Page(report.render({"steps": steps})).text
+
+
 def test_nothing_is_known() -> None:
     page = Page(report.render({}))
     assert page.text == "run: unknown\nunknown\nHow the run ended is not known.\nrun"

@@ -138,6 +138,10 @@ class MappedSource(Source):
         """Say where an example of the source is."""
         return self._source.place(part, number)
 
+    def notes(self) -> Sequence[str]:
+        """Return those of the source."""
+        return self._source.notes()
+
     def facts(self) -> Mapping[str, Any]:
         """Return those of the source."""
         return self._source.facts()

@@ -121,6 +121,7 @@ class Column:
         stored: the form of an image.
         classes: texts of the classes, in order.
         hint: what is noteworthy, such as a column that is constant; may be empty.
+        note: what a user is told on the terminal, with the key that changes it; may be empty.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Column:
     stored: str = ""
     classes: tuple[str, ...] = ()
     hint: str = ""
+    note: str = ""
 
 
 def decide(  # noqa: PLR0913

@@ -39,6 +39,7 @@ class FilePieces:
     files: Sequence[Any]
     reader: Reader
     scratch: Path
+    notes: Sequence[str] = ()
 
     @property
     def is_listing(self) -> bool:

@@ -122,6 +122,18 @@ class FileSource(Source):
             number -= len(left)
         return f"part {part.number}"
 
+    def notes(self) -> Sequence[str]:
+        """Return what is noteworthy of files, columns and rows."""
+        said = [*self._files.notes, *(each.note for each in self._columns.values() if each.note)]
+        broken = self._scan.broken if self._scan else BrokenRows()
+        if broken.count:
+            where = "; ".join(broken.first(self._files.place))
+            said.append(
+                f"data.bad_rows: {broken.count} of {broken.rows} rows are broken and left out: "
+                f"{where}"
+            )
+        return said
+
     def facts(self) -> Mapping[str, Any]:
         """Return the columns with their types, and the rows that were left out."""
         broken = self._scan.broken if self._scan else BrokenRows()
@@ -209,12 +221,6 @@ class FileSource(Source):
                 total.merge(each)
             scan.broken = total
         scan.broken.check(self.name, self._config.bad_rows, self._files.place)
-        if scan.broken.count:
-            where = "; ".join(scan.broken.first(self._files.place))
-            _log.warning(
-                "%s: %d of %d rows are broken and left out: %s",
-                self.name, scan.broken.count, scan.broken.rows, where,
-            )  # fmt: skip
 
     def _broken_in(self, piece: Piece) -> BrokenRows:
         broken = BrokenRows()
