@@ -28,8 +28,7 @@ from trainer.statistics.statistics import (
 class FeatureProfile(FeatureStatistics):
     """A feature in one split; what there is no number of is NaN.
 
-    `numbers` are a sample of them, ascending; of a tensor the means of its examples. `distinct` is
-    of numbers how many values there are as the sample has it.
+    `numbers` are a sample of them, ascending; of a tensor the means of its examples.
     """
 
     mean: float = math.nan
@@ -130,8 +129,4 @@ def _feature(found: FeatureStatistics, sample: NDArray[np.float64]) -> FeaturePr
     known = {name: value for name, value in vars(found).items() if value is not None}
     if found.kind in (TEXT, CLASS):
         return FeatureProfile(**known)
-    numbers = np.sort(sample[np.isfinite(sample)])
-    if len(numbers):
-        unlike = np.count_nonzero(np.diff(numbers)) + 1
-        known["distinct"] = round(unlike / len(numbers) * (found.examples - found.missing))
-    return FeatureProfile(**known, numbers=numbers)
+    return FeatureProfile(**known, numbers=np.sort(sample[np.isfinite(sample)]))

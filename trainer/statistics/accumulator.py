@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from trainer.statistics.association import associated
 from trainer.statistics.hashing import hashes
 from trainer.statistics.one_pass import BoundedCounter, Moments
-from trainer.statistics.sampling import Hashes, Sample
+from trainer.statistics.sampling import MOST_EXAMPLES, Hashes, Sample
 from trainer.statistics.statistics import (
     CLASS,
     IMAGE,
@@ -31,6 +31,8 @@ STEPS = 1000
 # By which examples are told apart in another place than the draw of their split.
 _SALT = 0x5EED
 _PROJECTIONS = 4
+# Hashes of values, of all numbers together, and of one at least.
+_MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 # As Keras's TextVectorization leaves out: all of it, and what is between words.
 PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
 _PUNCTUATION = re.compile(PUNCTUATION.encode())
@@ -78,6 +80,9 @@ class Accumulator:
         self._counts = {name: BoundedCounter(vocabulary) for name in counted}
         texts = [name for name in inputs if self._kinds[name] == TEXT]
         self._words = {name: BoundedCounter(vocabulary) for name in texts}
+        numbers = [name for name, kind in self._kinds.items() if kind == NUMBER]
+        most = max(_LEAST_VALUES, min(MOST_EXAMPLES, _MOST_VALUES // max(1, len(numbers))))
+        self._values = {name: Hashes(most) for name in numbers}
         self._hashes = Hashes()
         self._sample = Sample([each for name in features for each in self._columns_of(name)], seed)
 
@@ -113,6 +118,8 @@ class Accumulator:
         for mine, others in ((self._counts, other._counts), (self._words, other._words)):
             for name, counter in mine.items():
                 counter.merge(others[name])
+        for name, values in self._values.items():
+            values.merge(other._values[name])
         self._hashes.merge(other._hashes)
         self._sample.merge(other._sample)
 
@@ -143,7 +150,9 @@ class Accumulator:
             "counts": {name: each.state() for name, each in self._counts.items()},
             "words": {name: each.state() for name, each in self._words.items()},
         }
+        values = [each.arrays(f"value/{name}/") for name, each in self._values.items()]
         return {
+            **{name: each for arrays in values for name, each in arrays.items()},
             "rest": np.array(json.dumps(rest)),
             **self._hashes.arrays(),
             **self._sample.arrays(),
@@ -157,6 +166,8 @@ class Accumulator:
         for counters, states in ((self._counts, rest["counts"]), (self._words, rest["words"])):
             for name, counter in counters.items():
                 counter.restore(states[name])
+        for name, values in self._values.items():
+            values.restore(arrays, f"value/{name}/")
         self._hashes.restore(arrays)
         self._sample.restore(arrays)
 
@@ -170,6 +181,9 @@ class Accumulator:
         present = wide[np.isfinite(wide)]
         self._missing[name] += len(wide) - len(present)
         self._moments[name].add(present)
+        if name in self._values and len(present):
+            # Of what was read: a float has not all digits of an integer.
+            self._values[name].add(hashes({"": np.asarray(values)[np.isfinite(wide)]}, 0))
         if name in self._counts:
             names = dict(enumerate(self._features[name].labels))
             found, counts = np.unique(present.astype(np.int64), return_counts=True)
@@ -231,7 +245,7 @@ class Accumulator:
             most=moments.most if is_number else None,
             quantiles=tuple(quantiles.tolist()) if is_number else (),
             counts=self._counts[name].counts() if name in self._counts else {},
-            distinct=self._counts[name].distinct if name in self._counts else 0,
+            distinct=self._distinct(name),
             words=self._words[name].counts() if name in self._words else {},
             association={
                 target: self._association(name, target, sample)
@@ -239,6 +253,12 @@ class Accumulator:
                 if target != name and self._kinds[target] in (NUMBER, CLASS)
             },
         )
+
+    def _distinct(self, name: str) -> int:
+        if name in self._counts:
+            return self._counts[name].distinct
+        present = self.examples - self._missing[name]
+        return self._values[name].distinct(present) if name in self._values else 0
 
     def _association(
         self, name: str, target: str, sample: Mapping[str, NDArray[np.float64]]

@@ -5,6 +5,7 @@ difference of two sums of squares would lose all digits of numbers with a large 
 
 Texts are counted, exactly up to `limit` different ones. Beyond it those seen least are left out
 ("Lossy counting", Manku and Motwani 2002): a text that comes again later is counted from then on.
+How many different ones there were, the smallest of their hashes say (`sampling.Hashes`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer.statistics.hashing import hashes
+from trainer.statistics.sampling import MOST_EXAMPLES, Hashes
 
 # Of the texts that are asked for, so many are counted: what is left out is far from being asked.
 _MARGIN = 4
@@ -69,7 +73,8 @@ class BoundedCounter:
         """Count so that the `most` frequent texts can be told."""
         self._most = most
         self._counts = Counter[bytes]()
-        self._left_out = 0
+        # Of all texts that were counted when some were left out; empty before.
+        self._seen = Hashes(MOST_EXAMPLES)
 
     def add(self, values: Iterable[bytes]) -> None:
         """Count some texts."""
@@ -84,13 +89,16 @@ class BoundedCounter:
     def merge(self, other: BoundedCounter) -> None:
         """Add the counts of further texts."""
         self._counts.update(other._counts)
-        self._left_out += other._left_out
+        self._seen.merge(other._seen)
         self._prune()
 
     @property
     def distinct(self) -> int:
-        """How many different texts there were; at most so many, where some were left out."""
-        return len(self._counts) + self._left_out
+        """How many different texts there were; about so many, where some were left out."""
+        if not self._seen.distinct():
+            return len(self._counts)
+        self._see()
+        return self._seen.distinct()
 
     def counts(self) -> dict[str, int]:
         """Return the most frequent texts with their counts, ties by value; UTF-8 alone."""
@@ -106,18 +114,25 @@ class BoundedCounter:
     def state(self) -> dict[str, Any]:
         """Return all counts, as JSON has them."""
         counts = {value.decode("latin-1"): count for value, count in self._counts.items()}
-        return {"counts": counts, "left_out": self._left_out}
+        seen = {name: each.tolist() for name, each in self._seen.arrays().items()}
+        return {"counts": counts, "seen": seen if self._seen.distinct() else {}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with the counts of `state()`."""
         counts = state["counts"].items()
         self._counts = Counter({value.encode("latin-1"): count for value, count in counts})
-        self._left_out = state["left_out"]
+        if seen := state["seen"]:
+            types = {"hashes": np.uint64, "copies": np.int64, "bound": np.uint64}
+            self._seen.restore({name: np.array(seen[name], each) for name, each in types.items()})
 
     def _prune(self) -> None:
         if len(self._counts) <= _MARGIN * self._most:
             return
+        self._see()
         kept = sorted(self._counts.items(), key=lambda each: (-each[1], each[0]))
-        half = kept[: _MARGIN * self._most // 2]
-        self._left_out += len(kept) - len(half)
-        self._counts = Counter(dict(half))
+        self._counts = Counter(dict(kept[: _MARGIN * self._most // 2]))
+
+    def _see(self) -> None:
+        texts = np.empty(len(self._counts), object)
+        texts[:] = list(self._counts)
+        self._seen.add(hashes({"": texts}, 0))

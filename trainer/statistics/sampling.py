@@ -86,10 +86,16 @@ class Sample:
 
 
 class Hashes:
-    """The smallest hashes, with how many examples have each."""
+    """The smallest hashes, with how many examples have each.
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    They say how many different ones there are, exactly up to `most`: of k hashes that are spread
+    evenly, the largest says how dense they are, with a standard error of 1 / sqrt(k - 2) ("On
+    synopses for distinct-value estimation", Beyer and others 2007).
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        """Begin with none; keep `most`, or as many as an even sample of examples needs."""
+        self._most = most or MOST_HASHES
         self._found = np.empty(0, np.uint64)
         self._copies = np.empty(0, np.int64)
         self._pending: list[NDArray[np.uint64]] = []
@@ -102,7 +108,7 @@ class Hashes:
         small = hashes[hashes <= self._bound]
         self._pending.append(small)
         self._pending_count += len(small)
-        if self._pending_count > MOST_HASHES:
+        if self._pending_count > self._most:
             self._settle()
 
     def merge(self, other: Hashes) -> None:
@@ -119,33 +125,43 @@ class Hashes:
         self._settle()
         return bool(self._bound == np.uint64(2**64 - 1))
 
+    def distinct(self, of: int | None = None) -> int:
+        """Return how many different hashes there were; `of` is how many were added, if known."""
+        if self.is_whole:
+            return len(self._found)
+        # Where about as many examples have each, their number says it with a smaller error.
+        if of is not None and self._copies.std() < self._copies.mean():
+            return round(of / float(self._copies.mean()))
+        found = round((len(self._found) - 1) / (float(self._bound) / 2.0**64))
+        return found if of is None else min(found, of)
+
     def smallest(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         """Return the smallest hashes, ascending, and the examples that have each."""
         self._settle()
         return self._found, self._copies
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return all that it holds."""
+    def arrays(self, prefix: str = "") -> dict[str, NDArray[Any]]:
+        """Return all that it holds; all names begin with `prefix`."""
         found, copies = self.smallest()
-        return {"hashes": found, "copies": copies, "bound": np.array(self._bound)}
+        arrays = {"hashes": found, "copies": copies, "bound": np.array(self._bound)}
+        return {f"{prefix}{name}": each for name, each in arrays.items()}
 
-    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def restore(self, arrays: Mapping[str, NDArray[Any]], prefix: str = "") -> None:
         """Continue with what `arrays` returned."""
-        self._found, self._copies = arrays["hashes"], arrays["copies"]
-        self._bound = np.uint64(arrays["bound"])
+        self._found, self._copies = arrays[f"{prefix}hashes"], arrays[f"{prefix}copies"]
+        self._bound = np.uint64(arrays[f"{prefix}bound"])
 
     def _settle(self) -> None:
         if self._pending:
-            found = np.concatenate([self._found, *self._pending])
+            found, copies = np.unique(np.concatenate(self._pending), return_counts=True)
             self._pending, self._pending_count = [], 0
-            ones = np.ones(len(found) - len(self._found), np.int64)
-            self._put(found, np.concatenate([self._copies, ones]))
+            self._put(np.concatenate([self._found, found]), np.concatenate([self._copies, copies]))
 
     def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
         """Hold these, equal ones together, as far as they are among the smallest."""
         unique, places = np.unique(found, return_inverse=True)
         total = np.bincount(places, copies, len(unique)).astype(np.int64)
-        if len(unique) > MOST_HASHES:
-            self._bound = min(self._bound, unique[MOST_HASHES - 1])
+        if len(unique) > self._most:
+            self._bound = min(self._bound, unique[self._most - 1])
         kept = unique <= self._bound
         self._found, self._copies = unique[kept], total[kept]

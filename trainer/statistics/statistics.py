@@ -67,7 +67,7 @@ class FeatureStatistics:
         quantiles: at even steps from the least to the most, by a sample of the examples; of a
             tensor those of the means of its examples.
         counts: examples by value, the most frequent first; of a class by its name.
-        distinct: how many values there are; at most so many, where it is more than `counts` has.
+        distinct: how many values a number, a text or a class has; of many, about so many.
         words: examples by word, of texts that are inputs; lower case, without punctuation.
         association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
             or Cramér's V.

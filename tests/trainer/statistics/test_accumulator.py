@@ -49,6 +49,7 @@ def test_numbers():
     assert (age.least, age.most) == (there.min(), there.max())
     assert age.quantiles[500] == pytest.approx(np.median(there))
     assert age.association["label"] == pytest.approx(0.7, abs=0.05)
+    assert age.distinct == len(np.unique(there))
 
 
 def test_texts():
@@ -125,6 +126,7 @@ def test_a_column_of_gaps_alone():
     columns["age"][:] = np.nan
     age = accumulated(columns).result().features["age"]
     assert (age.missing, age.mean, age.quantiles, age.association["label"]) == (50, None, (), 0)
+    assert age.distinct == 0
 
 
 def test_sequences_of_any_length():

@@ -50,6 +50,17 @@ def test_any_bytes_survive_the_state():
     assert again.state() == counter.state()
 
 
+def test_texts_that_come_again_after_they_were_left_out_count_once():
+    whole = BoundedCounter(10)
+    for _ in range(3):
+        part, again = BoundedCounter(10), BoundedCounter(10)
+        for number in range(5000):
+            part.add([b"%d" % number])
+        again.restore(part.state())
+        whole.merge(again)
+    assert whole.distinct == 5000
+
+
 @pytest.mark.parametrize("cuts", [(), (1,), (0, 500), (10, 11, 12)])
 def test_they_are_those_of_all_numbers(cuts):
     values = np.random.default_rng(0).normal(3, 2, 1000)

@@ -1,8 +1,10 @@
 """A sample stands for all examples, and the smallest hashes for all hashes."""
 
 import numpy as np
+import pytest
 
 from trainer.statistics import sampling
+from trainer.statistics.hashing import hashes
 from trainer.statistics.sampling import Hashes, Sample
 
 
@@ -63,3 +65,34 @@ def test_the_smallest_of_many_are_those_of_all_parts(monkeypatch):
     assert copies.tolist() == counts[: len(found)].tolist()
     assert not merged.is_whole
     assert len(found) <= 100
+
+
+def hashed(values, parts=5):
+    whole = Hashes(1000)
+    for part in np.array_split(values, parts):
+        one = Hashes(1000)
+        one.add(hashes({"": part}, 0))
+        again = Hashes(1000)
+        again.restore(one.arrays("x/"), "x/")
+        whole.merge(again)
+    return whole
+
+
+@pytest.mark.parametrize("rows", [500, 50_000])
+def test_few_values_are_counted_exactly_however_many_rows(rows):
+    values = np.random.default_rng(0).integers(18, 90, rows)
+    assert hashed(values).distinct(rows) == len(np.unique(values)) == 72
+
+
+@pytest.mark.parametrize("power", [1, 4], ids=["even", "skewed"])
+@pytest.mark.parametrize("values", [1001, 20_000, 10**9])
+def test_many_values_are_counted_within_a_few_percent(values, power):
+    drawn = (values * np.random.default_rng(1).random(100_000) ** power).astype(np.int64)
+    known = len(np.unique(drawn))
+    # Three standard errors of 1,000 hashes.
+    assert hashed(drawn).distinct(len(drawn)) == pytest.approx(known, rel=0.1)
+    assert hashed(drawn).distinct() == pytest.approx(known, rel=0.1)
+
+
+def test_values_that_are_all_different_are_as_many_as_the_rows():
+    assert hashed(np.arange(30_000)).distinct(30_000) == 30_000
