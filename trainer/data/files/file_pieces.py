@@ -51,8 +51,8 @@ class FilePieces:
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
-        """Return the URI of the folder of a file."""
-        return storage.parent_of(self.files[number].uri)
+        """Return the URI of the folder that paths in a file are below; empty for a listing."""
+        return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
     def names(self) -> tuple[str, ...]:
         """Return the columns of the first file."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,27 @@ from trainer.data.examples.images import MODES, ORIENTATION, UndecodableError, o
 from trainer.data.features import image_spec
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
-from trainer.storage.uri import is_uri
+from trainer.storage.uri import check_path, local_path
 
-_GREY = ("1", "L", "LA", "I", "I;16", "F")
+_GREY = ("1", "L", "LA")
 # Of the EXIF orientation.
 _TURNED = (5, 6, 7, 8)
+# Of Windows too.
+_ABSOLUTE = re.compile("/|[A-Za-z]:/")
+_ELSEWHERE = "it names a place outside the folder of its table; write paths below that folder"
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Finds and decodes the images that the rows of one file name."""
+    """Finds and decodes the images that the rows of one file name.
+
+    A cell of a table is data of anyone's, so that it names a file below the folder of its table,
+    and never a host, a scheme, or a place elsewhere.
+
+    Attributes:
+        config: how images are decoded.
+        folder: URI of the folder of a table; empty for a listing, which has URIs of its own.
+    """
 
     config: ImageConfig
     folder: str
@@ -41,8 +54,12 @@ class Pictures:
             return value
         if not value:
             raise UndecodableError("no image is named")
+        uri = self._below(str(value).strip()) if self.folder else str(value)
+        path, root = local_path(uri), self.folder and local_path(self.folder)
+        if path and root:
+            return _read_below(root, path)
         try:
-            return storage.read_bytes(self._uri(str(value)))
+            return storage.read_bytes(uri)
         except storage.Missing:
             raise UndecodableError("there is no such file") from None
         except storage.Corrupt:
@@ -54,7 +71,7 @@ class Pictures:
             width, height = image.size
             if image.getexif().get(ORIENTATION) in _TURNED:
                 width, height = height, width
-            return height, width, 1 if image.mode in _GREY else 3
+            return height, width, 1 if image.mode in _GREY or image.mode[0] == "I" else 3
 
     def decoded(
         self, spec: FeatureSpec, values: Sequence[Any]
@@ -77,12 +94,37 @@ class Pictures:
         encoded[:] = found
         return encoded, bad, reasons
 
-    def _uri(self, value: str) -> str:
-        if is_uri(value):
-            return value
-        if value.startswith("/"):
-            return storage.uri_of(value)
-        return storage.join(self.folder, value.removeprefix("./"))
+    def _below(self, value: str) -> str:
+        """Return the URI of a path in a cell; raises `UndecodableError` where it leads away."""
+        path = value.replace("\\", "/")
+        names = [name for name in path.split("/") if name not in ("", ".")]
+        if _ABSOLUTE.match(path) or "://" in path or ".." in names or not names:
+            raise UndecodableError(_ELSEWHERE)
+        try:
+            uri = storage.join(self.folder, *names)
+            check_path(uri)
+        except UserError:
+            raise UndecodableError("it is no path of a file") from None
+        return uri
+
+
+def _read_below(root: Path, path: Path) -> bytes:
+    """Return the content of a file of this machine; links do not lead out of `root`."""
+    try:
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(root.resolve()):
+            raise UndecodableError(_ELSEWHERE)
+        # A pipe would be waited for.
+        if not (real.is_file() or real.is_dir()):
+            raise UndecodableError("it is no file")
+        return real.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UndecodableError("there is no such file") from None
+    except IsADirectoryError:
+        raise UndecodableError("it is a folder") from None
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or "its links go in a circle"
+        raise UndecodableError(f"it cannot be read: {reason}") from None
 
 
 def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:

@@ -1,0 +1,93 @@
+"""Images that the cells of a table name."""
+
+import os
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from trainer import storage
+from trainer.config.data import ImageConfig
+from trainer.data.examples.images import UndecodableError
+from trainer.data.files.pictures import Pictures
+
+OUTSIDE = "outside the folder of its table"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """The folder of a table, with images in it, and a secret next to it."""
+    folder = tmp_path / "tables"
+    for path in (folder / "photos" / "ä b" / "1.png", tmp_path / "secret.png"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 3), (9, 8, 7)).save(path)
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "out.png").symlink_to(tmp_path / "secret.png")
+    (folder / "within.png").symlink_to(folder / "photos" / "ä b" / "1.png")
+    (folder / "round").symlink_to(folder / "round")
+    os.mkfifo(folder / "pipe.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["photos/ä b/1.png", "./photos/ä b/1.png", r"photos\ä b\1.png", r".\photos\\ä b\1.png",
+     " photos//ä b/./1.png ", "within.png"],
+)  # fmt: skip
+def test_a_cell_names_a_file_below_its_table(table: Path, cell: str) -> None:
+    found = Pictures(ImageConfig(), storage.uri_of(table))
+    with Image.open(BytesIO(found.data(cell))) as image:
+        assert image.size == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        ("s3://bucket/a.png?endpoint=127.0.0.1:1&disableSSL=true", OUTSIDE),
+        ("http://host/a.png", OUTSIDE),
+        ("file:///etc/hostname", OUTSIDE),
+        ("file://localhost/etc/hostname", OUTSIDE),
+        ("/etc/hostname", OUTSIDE),
+        (r"C:\photos\1.png", OUTSIDE),
+        (r"\\host\share\1.png", OUTSIDE),
+        ("//host/share/1.png", OUTSIDE),
+        ("../secret.png", OUTSIDE),
+        (r"photos\..\..\secret.png", OUTSIDE),
+        ("photos/../photos/ä b/1.png", OUTSIDE),
+        ("out/secret.png", OUTSIDE),
+        ("out.png", OUTSIDE),
+        ("round/1.png", "cannot be read"),
+        ("pipe.png", "no file"),
+        (".", OUTSIDE),
+        ("photos", "it is a folder"),
+        ("photos/ä b/1.png/2.png", "no such file"),
+        ("photos/2.png", "no such file"),
+        ("a\0b.png", "no path of a file"),
+        ("a\nb.png", "no such file"),
+        ("n" * 300, "no path of a file"),
+        ("a/" * 3000, "no path of a file"),
+        ("%2e%2e/secret.png", "no such file"),
+        ("1.png?endpoint=127.0.0.1:1", "no such file"),
+        ("  ", OUTSIDE),
+        ("", "no image is named"),
+        (None, "no image is named"),
+    ],
+)
+def test_a_cell_that_names_another_place_is_a_broken_row(
+    table: Path, cell: str | None, why: str
+) -> None:
+    with pytest.raises(UndecodableError, match=why):
+        Pictures(ImageConfig(), storage.uri_of(table)).data(cell)
+
+
+def test_a_cell_next_to_a_table_in_a_bucket_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(storage, "read_bytes", lambda uri: asked.append(uri) or b"x")
+    found = Pictures(ImageConfig(), "s3://bucket/tables?endpoint=localhost:9")
+    assert found.data(r"a\b?endpoint=evil.png") == b"x"
+    assert asked == ["s3://bucket/tables/a/b%3Fendpoint=evil.png?endpoint=localhost:9"]
+    for cell in ("s3://other/a.png", "../a.png", "/a.png", "a" * 2000):
+        with pytest.raises(UndecodableError):
+            found.data(cell)
+    assert len(asked) == 1
