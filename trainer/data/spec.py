@@ -19,7 +19,7 @@ from trainer.storage import Manifest
 
 KIND = "dataset"
 # Part of a dataset's key: a change of what is written has to raise it.
-SCHEMA = 3
+SCHEMA = 4
 SPLITS = ("train", "validation", "test")
 
 

@@ -7,8 +7,9 @@ examples stay in one split, and an example keeps its split when others come.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,7 +135,7 @@ def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> ND
     return splits
 
 
-def by_bounds(values: NDArray[np.float64], bounds: tuple[float, float]) -> NDArray[np.int8]:
+def by_bounds(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
     """Return the split of each time: from the first bound validation, from the second test."""
     splits = np.full(len(values), TRAIN, np.int8)
     splits[values >= bounds[0]] = VALIDATION
@@ -162,7 +163,7 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
 
 
 def bounds_of(
-    times: NDArray[np.float64], counts: NDArray[np.int64], *, validation: float, test: float
+    times: Sequence[float], counts: NDArray[np.int64], *, validation: float, test: float
 ) -> tuple[float, float]:
     """Return the times from which on examples are validation and test; equal ones stay together.
 
@@ -174,10 +175,10 @@ def bounds_of(
     """
     total = int(counts.sum())
     left = np.concatenate([counts[::-1].cumsum()[::-1], [0]])
-    ends = np.concatenate([times, [np.inf]])
+    ends = [*times, np.inf]
 
     def bound(share: float) -> float:
         # The first time from which on there are no more than that share.
-        return float(ends[int(np.argmax(left <= share * total + 0.5))]) if share else float(np.inf)
+        return ends[int(np.argmax(left <= share * total + 0.5))] if share else float(np.inf)
 
     return bound(validation + test), bound(test)

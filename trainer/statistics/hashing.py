@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -55,9 +56,13 @@ def _texts(values: Iterator[bytes]) -> NDArray[np.uint64]:
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
     # As a float, whatever the type, so that a column keeps its hashes when gaps make it a float.
-    wide = values.reshape(len(values), -1).astype(np.float64) + 0.0
+    given = values.reshape(len(values), -1)
+    wide = given.astype(np.float64) + 0.0
     wide[np.isnan(wide)] = np.nan
     bits = wide.view(np.uint64)
+    if given.dtype in (np.int64, np.uint64):
+        # Beyond it floats have no odd numbers.
+        bits = np.where(np.abs(wide) < _EXACT, bits, given.view(np.uint64))
     total = np.zeros(len(values), np.uint64)
     for place in range(bits.shape[1]):
         total = _mix(total + bits[:, place] + _GOLDEN)

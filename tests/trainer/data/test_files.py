@@ -241,8 +241,9 @@ def test_integers_keep_their_type_up_to_64_bits(tmp_path: Path) -> None:
     rows = [(most, most + 1, 0), (least, 7, 1), (1, 8, 0)] * 20
     write(tmp_path, "a,b,label\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
     selection, found = opened(tmp_path)
-    assert [selection.specs[each].dtype for each in "ab"] == ["int64", "float32"]
+    assert [selection.specs[each].dtype for each in "ab"] == ["int64", "string"]
     assert set(found["a"].tolist()) == {most, least, 1}
+    assert set(found["b"].tolist()) == {str(most + 1).encode(), b"7", b"8"}
 
 
 def write_json(folder: Path, records: list[Any], name: str = "a.jsonl") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,10 @@ from trainer.data.files import text_values
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
+#: Up to it each whole number is one of the type.
+EXACT = {"float32": 2**24, "float64": 2**53}
+# So many steps a range has to have.
+_STEPS = 4096
 _NAMED = 3
 
 
@@ -23,13 +28,17 @@ class ColumnScan:
     """Sums over the values of one column; those of two pieces are merged.
 
     Attributes:
-        kinds: values of each kind: int, code, float, bool, time, text, tensor, image.
+        kinds: values of each kind: int, huge (a whole number beyond 64 bits), code, float, bool,
+            time, text, tensor, image.
         empty: values that are null or an empty text.
         words: values that are a word for missing, as NA.
         texts: the first values that are texts, with file and row number.
         values: different values as texts; no longer gathered beyond `most`.
         gathers: whether those of numbers with a fraction are gathered too, as for classes.
         shapes: shapes of tensors.
+        lowest: of the finite numbers, also those in tensors; likewise `highest`. They are exact
+            where they are whole by their type.
+        whole: whether all of these are whole.
     """
 
     most: int = _SEEN
@@ -43,6 +52,9 @@ class ColumnScan:
     many: bool = False
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     tensor: str = ""
+    lowest: float = math.inf
+    highest: float = -math.inf
+    whole: bool = True
 
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
         """Add the values of some rows; texts are `parsed` where a format has nothing else."""
@@ -62,6 +74,7 @@ class ColumnScan:
             missing += pc.sum(pc.is_nan(array)).as_py() or 0
         self.empty += missing
         self._count(kind_of(kind), len(array) - missing)
+        self._measure(array)
         if kind_of(kind) == "tensor":
             self._add_shapes(array)
             if self.gathers:
@@ -93,7 +106,43 @@ class ColumnScan:
         self.texts = (self.texts + other.texts)[:_NAMED]
         self.shapes |= other.shapes
         self.tensor = _wider(self.tensor, other.tensor)
+        self._widen(other.lowest, other.highest, whole=other.whole)
         self._gather(other.values, many=other.many)
+
+    def fits(self, dtype: str) -> bool:
+        """Say whether a type of floats has all whole numbers, and a small part of the range."""
+        if self.lowest > self.highest:
+            return True
+        largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
+        # Of a constant there is nothing to tell apart.
+        fine = self.whole or range_ == 0 or range_ / largest >= _STEPS / EXACT[dtype]
+        return fine and largest <= EXACT[dtype]
+
+    def _measure(self, array: pa.Array) -> None:
+        """Note between which numbers the values are; of texts those that are numbers."""
+        while is_list(array.type):
+            array = pc.list_flatten(array)
+        if pa.types.is_integer(array.type):
+            found = pc.min_max(array)
+            if found["min"].is_valid:
+                self._widen(found["min"].as_py(), found["max"].as_py(), whole=True)
+            return
+        if pa.types.is_decimal(array.type):
+            array = pc.cast(array, pa.string())
+        if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+            array = pa.array(text_values.numbers(array)[0])
+        # What is a float32 in the file loses nothing as one.
+        if not pa.types.is_float64(array.type):
+            return
+        values = pc.cast(array.drop_null(), pa.float64()).to_numpy(zero_copy_only=False)
+        values = values[np.isfinite(values)]
+        if len(values):
+            whole = bool((values == np.floor(values)).all())
+            self._widen(float(values.min()), float(values.max()), whole=whole)
+
+    def _widen(self, least: float, most: float, *, whole: bool) -> None:
+        self.lowest, self.highest = min(self.lowest, least), max(self.highest, most)
+        self.whole = self.whole and whole
 
     def is_doubtful(self, kind: str, *, required: bool) -> bool:
         """Say whether some rows may be broken where the values are read as a type."""
@@ -138,11 +187,15 @@ class ColumnScan:
             return
         if text_values.are_numbers(known, pa.int64()):
             self._count("int", len(known))
+            self._measure(pc.cast(known, pa.int64()))
             return
         left = pa.array(np.ones(len(known), np.bool_))
         for kind, pattern in _PATTERNS.items():
             found = pc.and_(left, text_values.matches(known, pattern))
-            self._count(kind, pc.sum(found).as_py() or 0)
+            count = pc.sum(found).as_py() or 0
+            self._count(kind, count)
+            if count and kind in _NUMBERS:
+                self._measure(pc.filter(known, found))
             left = pc.and_not(left, found)
         self._count("text", pc.sum(left).as_py() or 0)
         if pc.any(left).as_py():
@@ -171,13 +224,15 @@ class ColumnScan:
 # Kinds of values that are of a type for certain.
 _FITTING = {
     "int": {"int"},
-    "float": {"int", "float"},
+    "float": {"int", "huge", "float"},
     "bool": {"bool"},
     "time": {"time"},
 }
+_NUMBERS = ("int", "huge", "float")
 _PATTERNS = {
     "code": text_values.CODE,
     "int": text_values.INT,
+    "huge": text_values.WHOLE,
     "float": text_values.NUMBER,
     "bool": text_values.BOOL,
     "time": text_values.TIME,
@@ -222,6 +277,7 @@ _ARROW = (
     (pa.types.is_boolean, "bool"),
     (pa.types.is_integer, "int"),
     (pa.types.is_floating, "float"),
+    (lambda kind: pa.types.is_decimal(kind) and kind.scale <= 0, "int"),
     (pa.types.is_decimal, "float"),
     (pa.types.is_timestamp, "time"),
     (pa.types.is_date, "time"),

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config.data import DataConfig
 from trainer.data.features import Roles, find, find_one, require_apart
 from trainer.data.files import text_values
-from trainer.data.files.column_scan import ColumnScan
+from trainer.data.files.column_scan import EXACT, ColumnScan
 from trainer.data.files.file_pieces import FilePieces
 from trainer.data.files.pictures import spec_for
 from trainer.data.shapes import named
@@ -103,7 +103,8 @@ FEW_VALUES = 20
 # From this share of numbers on, texts among them are taken for mistakes.
 _NEARLY_ALL = 0.9
 _FEWEST_IDS = 2
-_NUMBERS = ("int", "float")
+_NUMBERS = ("int", "huge", "float")
+_INT64 = 2**63
 _COMMA = re.compile(r"[+-]?\d+(\.\d{3})*,\d+(\.\d+)?$")
 _TENSORS = {"float": "float32", "int": "int64", "bool": "bool"}
 
@@ -117,7 +118,7 @@ class Column:
         why: how that is known.
         gaps: whether values are missing.
         shape: of one value; empty for a scalar.
-        dtype: of a tensor or an image.
+        dtype: of a tensor or an image; of a number only float64, where it loses digits else.
         stored: the form of an image.
         classes: texts of the classes, in order.
         hint: what is noteworthy, such as a column that is constant; may be empty.
@@ -144,19 +145,28 @@ def decide(  # noqa: PLR0913
     *,
     said: str,
     is_label: bool,
+    required: bool = False,
+    exact: bool = False,
 ) -> Column:
     """Return what a column holds; `said` is its type where that is not inferred, or empty.
+
+    A row without a value that is `required` is broken. Of an `exact` column all digits are kept, as
+    of one by which splits are drawn.
 
     Raises:
         UserError: the values are of several types or shapes, or too many for classes.
     """
-    kind, why = said, "data.types"
+    kind, why, note = said, "data.types", ""
     if not kind:
         kind, why = _inferred(name, scan, files, tolerates=config.bad_rows > 0)
     # A single value may be a list of one.
     single = files.reader.lists and kind == "tensor" and scan.shapes <= {(0,), (1,)}
     if single:
         kind = scan.tensor or "text"
+    missing = bool(scan.empty + scan.words) or (single and (0,) in scan.shapes)
+    gaps = missing and not (is_label or required)
+    if kind == "int" and not (is_label or required):
+        kind, why, note = _int_or_id(name, scan, said, why, gaps=gaps)
     if is_label:
         if not scan.kinds:
             raise UserError(f"data.label: {name!r} has no value in any row; name another column")
@@ -171,14 +181,47 @@ def decide(  # noqa: PLR0913
             f"data.types: {name!r} has more than {scan.most} different values, too many for "
             f"classes; set data.types: {{{name}: float}} if it is a number"
         )
-    missing = bool(scan.empty + scan.words) or (single and (0,) in scan.shapes)
-    column = Column(
-        name=name, type=kind, why=why, gaps=missing and not is_label, hint=_hint(scan, kind)
+    column = Column(name=name, type=kind, why=why, gaps=gaps, hint=_hint(scan, kind), note=note)
+    if kind == "class":
+        return replace(column, classes=sorted_classes(scan))
+    exact = exact or not (is_label or scan.fits("float32"))
+    return _with_dtype(config, column, scan, "float64" if exact else "")
+
+
+def _with_dtype(config: DataConfig, column: Column, scan: ColumnScan, wide: str) -> Column:
+    """Return a column with the shape of tensors, and a type that is `wide` where it is a float."""
+    if column.type == "tensor":
+        held = scan.tensor or "float"
+        given = config.shapes.get(column.name)
+        shape = given if given is not None else _shape(column.name, scan)
+        dtype = wide if wide and held == "float" else _TENSORS[held]
+        return replace(column, shape=shape, dtype=dtype)
+    is_float = column.type == "float" or (column.type == "int" and column.gaps)
+    return replace(column, dtype=wide if is_float else "")
+
+
+def _int_or_id(
+    name: str, scan: ColumnScan, said: str, why: str, *, gaps: bool
+) -> tuple[str, str, str]:
+    """Return type, reason and note of whole numbers: those that no number holds are texts."""
+    found = ""
+    if scan.highest >= _INT64 or scan.lowest < -_INT64:
+        found = "whole numbers beyond 64 bits"
+    elif gaps and max(scan.highest, -scan.lowest) > EXACT["float64"]:
+        # What is missing has no form but among floats.
+        found = "whole numbers beyond 2^53, and some are missing"
+    if not found:
+        return "int", why, ""
+    if said:
+        raise UserError(
+            f"data.types: {name!r} has {found}, which no type of numbers holds with all digits; "
+            f"set data.types: {{{name}: text}}"
+        )
+    note = (
+        f"data.types: {name!r} has {found}: it is read as a text, as an id; set data.types: "
+        f"{{{name}: float}} if it is a quantity"
     )
-    if kind == "tensor":
-        shape = config.shapes[name] if name in config.shapes else _shape(name, scan)
-        return replace(column, shape=shape, dtype=_TENSORS[scan.tensor or "float"])
-    return replace(column, classes=sorted_classes(scan)) if kind == "class" else column
+    return "text", found, note
 
 
 def _shape(name: str, scan: ColumnScan) -> tuple[int, ...]:
@@ -197,7 +240,7 @@ def _shape(name: str, scan: ColumnScan) -> tuple[int, ...]:
 
 def sorted_classes(scan: ColumnScan) -> tuple[str, ...]:
     """Return the texts of classes: numbers by size, all else by text."""
-    whole = set(scan.kinds) <= {"int"}
+    whole = set(scan.kinds) <= {"int", "huge"}
     values = {each.strip() if whole else each for each in scan.values} - {""}
     if whole:
         return tuple(sorted(values - set(text_values.MISSING), key=int))
@@ -211,8 +254,8 @@ def _inferred(
     total = sum(kinds.values())
     if not total:
         return "text", "no value in any row"
-    if len(kinds) == 1:
-        only = next(iter(kinds))
+    if len(kinds) == 1 or set(kinds) <= {"int", "huge"}:
+        only = "int" if "huge" in kinds else next(iter(kinds))
         return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
     if set(kinds) <= set(_NUMBERS):
         return "float", "numbers, some with a fraction or beyond 64 bits"

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trainer.data.files import text_values
-from trainer.data.files.column_scan import is_list
+from trainer.data.files.column_scan import EXACT, is_list
 from trainer.data.files.columns import Column
 from trainer.data.spec import FeatureSpec
 
@@ -23,8 +23,7 @@ _DTYPES = {
     "time": ("float64", "raw"),
 }
 _LARGEST = float(np.finfo(np.float32).max)
-_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 class Values(NamedTuple):
@@ -43,6 +42,8 @@ def spec_of(column: Column) -> FeatureSpec:
     # An int or a bool has no form for a missing value.
     kind = "float" if column.gaps and column.type in ("int", "bool") else column.type
     dtype, stored = _DTYPES[kind]
+    if column.dtype == "float64":
+        dtype, stored = _DTYPES["time"]
     return FeatureSpec(
         shape=(),
         dtype=dtype,
@@ -53,7 +54,7 @@ def spec_of(column: Column) -> FeatureSpec:
 
 
 def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
-    """Return the values of some rows.
+    """Return the values of some rows, each by itself.
 
     Args:
         column: what the values are.
@@ -68,95 +69,139 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
         array = _only_values(array)
     if column.type in ("text", "class"):
         return _texts(column, array, required=required)
-    values, bad = _numbers(column.type, array)
-    missing = np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), np.bool_)
+    numbers = numbers_of(column.type, array)
+    values, bad = numbers.values, numbers.bad
     dtype = spec_of(column).dtype
-    if required:
-        bad = bad | missing | (np.isinf(values) if dtype.startswith("float") else False)
-    if dtype == "float32":
-        large = np.abs(values) > _LARGEST
-        bad = bad | (large & np.isfinite(values))
-        values = np.where(large, np.nan, values)
-    elif dtype in ("int64", "bool"):
+    if dtype in ("int64", "bool"):
         # None of these is kept: the row is broken.
-        bad = bad | missing
-        values = np.where(missing, 0, values)
-    return Values(values.astype(dtype), bad, f"is no {column.type}")
+        return Values(values.astype(dtype), bad | numbers.missing, f"is no {column.type}")
+    wide = values.astype(np.float64)
+    wide[numbers.missing | bad] = np.nan
+    if required:
+        bad = bad | numbers.missing | np.isinf(wide)
+    if dtype == "float32":
+        large = np.abs(wide) > _LARGEST
+        bad = bad | (large & np.isfinite(wide))
+        wide[large] = np.nan
+    return Values(wide.astype(dtype), bad, f"is no {column.type}")
 
 
-def seconds_of(array: pa.Array) -> NDArray[np.float64]:
-    """Return times, or numbers, by which examples are put in order; NaN where missing."""
-    kind = "float"
+def times_of(array: pa.Array) -> list[int | float]:
+    """Return the times, or numbers, by which examples are put in order, in their own precision."""
+    kind = "int" if pa.types.is_integer(array.type) else "float"
     if _is_text(array.type):
         short = text_values.trimmed(array)
-        kind = "float" if not text_values.numbers(short)[1].any() else "time"
-    return _numbers(kind, array)[0].astype(np.float64)
+        tried = ("int", "float", "time")
+        kind = next((each for each in tried if not numbers_of(each, short).bad.any()), "time")
+    found = numbers_of(kind, array)
+    values = found.values[~(found.missing | found.bad)]
+    return values[np.isfinite(values)].tolist()  # type: ignore[no-any-return]
 
 
-def _numbers(kind: str, array: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return numbers, NaN where missing, and which of them are not of their kind."""
+class Numbers(NamedTuple):
+    """Numbers by row, int64 where all are whole by their type; which are missing, or are none."""
+
+    values: NDArray[Any]
+    missing: NDArray[np.bool_]
+    bad: NDArray[np.bool_]
+
+
+def numbers_of(kind: str, array: pa.Array) -> Numbers:
+    """Return the values of some rows as numbers of a kind: int, float, bool or time."""
+    if pa.types.is_decimal(array.type):
+        # Its text is exact, and read as that of any other format.
+        array = pc.cast(array, pa.string())
     if _is_text(array.type):
         return _parsed(kind, text_values.trimmed(array))
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
-        return _seconds(array), np.zeros(len(array), np.bool_)
+        return _known(kind, _seconds(array))
     if pa.types.is_boolean(array.type):
         array = pc.cast(array, pa.int8())
-    if pa.types.is_integer(array.type) and not array.null_count and kind == "int":
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(array.type) and kind == "int":
+        whole = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
         # Of an unsigned one that is too large the sign is what shows it.
-        whole = array.to_numpy(zero_copy_only=False).astype(np.int64)
-        return whole, (whole < 0) & pa.types.is_uint64(array.type)
-    if not any(test(array.type) for test in _NUMBERS):
-        return np.full(len(array), np.nan), pc.is_valid(array).to_numpy(zero_copy_only=False)
-    values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), np.nan)
-    found = values.to_numpy(zero_copy_only=False)
-    return found, _of_another_kind(kind, found)
+        return Numbers(whole, missing, (whole < 0) & pa.types.is_unsigned_integer(array.type))
+    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        return Numbers(np.full(len(array), np.nan), missing, ~missing)
+    wide = pc.fill_null(pc.cast(array, pa.float64(), safe=False), np.nan)
+    return _known(kind, wide.to_numpy(zero_copy_only=False))
 
 
-def _parsed(kind: str, short: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    if kind == "int" and not pc.any(text_values.is_missing(short)).as_py():
-        return text_values.ints(short)
-    parse = {"bool": text_values.bools, "time": text_values.times}.get(kind, text_values.numbers)
-    values, bad = parse(short)
-    return values, bad | _of_another_kind(kind, values)
+def _parsed(kind: str, short: pa.Array) -> Numbers:
+    if kind != "int":
+        parse = {"bool": text_values.bools, "time": text_values.times}
+        values, bad = parse.get(kind, text_values.numbers)(short)
+        return _known(kind, values, bad)
+    whole, wrong = text_values.ints(short)
+    missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
+    left = wrong & ~missing
+    if left.any():
+        # 30.0 and 3e1 are whole as well.
+        others = _known(kind, *text_values.numbers(short.filter(pa.array(left))))
+        whole[left], wrong[left] = others.values, others.bad
+    return Numbers(whole, missing, wrong & ~missing)
 
 
-def _of_another_kind(kind: str, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _known(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
+    """Return numbers in floats, NaN where missing, with those that are not of their kind."""
+    missing = np.isnan(values) & ~np.broadcast_to(bad, values.shape)
     known = ~np.isnan(values)
-    if kind == "int":
-        fractional: NDArray[np.bool_] = known & (values != np.floor(values))
-        return fractional
     if kind == "bool":
-        return known & ~np.isin(values, (0, 1))
-    return np.zeros(len(values), np.bool_)
+        bad = bad | (known & ~np.isin(values, (0, 1)))
+    if kind != "int":
+        return Numbers(values, missing, np.broadcast_to(bad, values.shape))
+    # A larger one may have lost digits where it became a float.
+    whole = known & (np.abs(values) < EXACT["float64"]) & (values == np.floor(values))
+    bad = bad | (known & ~whole)
+    return Numbers(np.where(whole, values, 0).astype(np.int64), missing, bad)
 
 
 def _seconds(array: pa.Array) -> NDArray[np.float64]:
     if pa.types.is_date(array.type):
         array = pc.cast(array, pa.timestamp("s"))
-    wide = pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False)
-    seconds = pc.fill_null(wide, np.nan).to_numpy(zero_copy_only=False)
-    found: NDArray[np.float64] = seconds / _PER_SECOND[array.type.unit]
-    return found
+    units = pc.cast(array, pa.int64())
+    known = pc.fill_null(units, 0).to_numpy(zero_copy_only=False)
+    # To the microsecond, as texts are read: a float of seconds tells no more apart.
+    if array.type.unit == "ns":
+        found = (known // 1000) / 10**6
+    else:
+        found = known / _PER_SECOND[array.type.unit]
+    return np.where(units.is_null().to_numpy(zero_copy_only=False), np.nan, found)
 
 
 def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
-    why = "is missing"
-    # Of bytes that are no texts in a column that is said to hold texts, all are broken.
-    try:
-        texts = array if _is_text(array.type) else pc.cast(array, pa.string())
-    except pa.ArrowInvalid:
-        texts, required = pa.nulls(len(array), pa.string()), True
-        why = "is neither a text nor an image"
-    texts = pc.fill_null(texts, "")
+    texts, broken = _as_texts(array)
+    texts = text_values.trimmed(texts)
     if column.type == "class":
-        found = pc.index_in(text_values.trimmed(texts), value_set=pa.array(column.classes))
+        found = pc.index_in(texts, value_set=pa.array(column.classes))
         ids = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
         return Values(ids, ids < 0, "is none of the classes, or missing")
-    bad = np.zeros(len(texts), np.bool_)
+    bad = broken
     if required:
-        bad = pc.equal(texts, "").to_numpy(zero_copy_only=False)
+        bad = bad | pc.equal(texts, "").to_numpy(zero_copy_only=False)
     values = texts.cast(pa.binary()).to_numpy(zero_copy_only=False)
+    why = "is neither a text nor an image" if broken.any() else "is missing"
     return Values(values.astype(object), bad, why)
+
+
+def _as_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Return values as texts, and which of them are bytes that are no UTF-8."""
+    good = np.zeros(len(array), np.bool_)
+    if _is_text(array.type):
+        return array, good
+    try:
+        return pc.cast(array, pa.string()), good
+    except pa.ArrowInvalid:
+        found = pa.array([_text(each) for each in array.to_pylist()], pa.string())
+        return found, pc.and_not(found.is_null(), array.is_null()).to_numpy(zero_copy_only=False)
+
+
+def _text(value: bytes | None) -> str | None:
+    try:
+        return value.decode() if value is not None else None
+    except UnicodeDecodeError:
+        return None
 
 
 def _tensor(column: Column, array: pa.Array) -> Values:

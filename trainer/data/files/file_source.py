@@ -73,6 +73,8 @@ class FileSource(Source):
                 name,
                 said=self._said.get(name, ""),
                 is_label=name in roles.targets,
+                required=name in self._needed(roles),
+                exact=name in (roles.time, roles.group, roles.split_group),
             )
             for name in roles.kept
         }
@@ -317,7 +319,7 @@ class FileSource(Source):
         )
 
     def _time_bounds(self, scan: Scan) -> tuple[float, float]:
-        times = np.array(sorted(scan.times), np.float64)
+        times = sorted(scan.times)
         counts = np.array([scan.times[each] for each in times], np.int64)
         validation, test = self._shares()
         return splits.bounds_of(times, counts, validation=validation, test=test)

@@ -66,7 +66,7 @@ def _column(name: str, spec: FeatureSpec, said: str) -> Column:
         why="the model",
         gaps=kind in ("int", "bool") and spec.dtype.startswith("float"),
         shape=spec.sizes,
-        dtype=spec.dtype,
+        dtype=spec.dtype if spec.shape or spec.dtype == "float64" else "",
         stored=spec.stored,
         classes=spec.labels if kind == "class" else (),
     )

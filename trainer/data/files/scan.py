@@ -5,17 +5,17 @@ What it found is remembered with the parts of a preparation, which goes on witho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from trainer.data.examples.images import UndecodableError
 from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, kind_of
-from trainer.data.files.conversion import seconds_of
+from trainer.data.files.conversion import times_of
 from trainer.data.files.formats.raw_rows import Piece, Reader, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.errors import UserError
@@ -78,7 +78,7 @@ class Scan:
     names: tuple[str, ...] = ()
     columns: dict[str, ColumnScan] = field(default_factory=dict)
     broken: BrokenRows = field(default_factory=BrokenRows)
-    times: dict[float, int] = field(default_factory=dict)
+    times: dict[int | float, int] = field(default_factory=dict)
 
     def merge(self, other: Scan) -> None:
         """Add the sums of a later piece."""
@@ -214,13 +214,12 @@ class PieceScan:
             )
 
 
-def _add_times(times: dict[float, int], array: pa.Array) -> None:
-    values = seconds_of(array)
-    for value, count in zip(*np.unique(values[~np.isnan(values)], return_counts=True), strict=True):
-        times[float(value)] = times.get(float(value), 0) + int(count)
+def _add_times(times: dict[int | float, int], array: pa.Array) -> None:
+    for value, count in Counter(times_of(array)).items():
+        times[value] = times.get(value, 0) + count
 
 
-def _thinned(times: dict[float, int]) -> dict[float, int]:
+def _thinned(times: dict[int | float, int]) -> dict[int | float, int]:
     order = sorted(times)
     return {
         first: sum(times[each] for each in order[place : place + 2])

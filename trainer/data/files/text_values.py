@@ -23,6 +23,7 @@ INT = rf"^([+-]?(\d{{1,{len(_MOST) - 1}}}|{_BELOW}|{_MOST})|-{2**63})$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^[+-]?inf$"
 # 007 is a code and not a number; Arrow reads 0x10 as one.
 _CODE = r"^[+-]?0[0-9xX]"
+WHOLE = r"^[+-]?\d+$"
 CODE = r"^0\d+$"
 BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
 TIME = r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}:?\d{2})?$"
