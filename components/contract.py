@@ -1,8 +1,7 @@
 """The contract of a compiled pipeline with the code in its image: the interface of its steps.
 
-KFP writes the source of each component into the YAML, and the code in the image gets what that
-source passes on. Both have to mean the same steps. What identifies them is a digest of their
-signatures and not the version: a release that changes no step goes with every schedule there is.
+The YAML holds the source of each component, and calls the code in the image. A digest of the
+signatures of the steps shows that both mean the same; a release that changes no step keeps it.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ def mark() -> str:
 
 
 def marked(component: Any) -> Any:
-    """Let a KFP component name the code that has compiled it.
-
-    Inside a running step it is a plain function, which is returned unchanged.
-    """
+    """Let a KFP component name the code that has compiled it; not inside a running step."""
     if hasattr(component, "component_spec"):
         component.component_spec.implementation.container.args += [OPTION, mark()]
     return component

@@ -1,9 +1,7 @@
 """The descriptor of what a step has published: the small file behind its typed KFP artifact.
 
-KFP copies every input artifact into the pod before the code of a step starts. What flows from step
-to step as an artifact is therefore this file of some hundred bytes, and never the data. It names
-the published directory and, by a digest of the content, what was in it; a step that takes one
-checks that its URI names the same.
+KFP copies every input artifact into the pod before a step starts. So the artifact is a file of some
+hundred bytes with the URI and a digest of the content, and never the data.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ class Descriptor:
 
 
 def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
-    """Let a KFP artifact describe what is published at `uri`, in its file and in its metadata.
-
-    Raises:
-        UserError: nothing is published there, or the file cannot be written.
-    """
+    """Let a KFP artifact describe what is published at `uri`; raises `UserError`."""
     manifest = storage.read_manifest(uri)
     write(
         artifact,
@@ -58,14 +52,7 @@ def write(artifact: Any, tree: Mapping[str, Any]) -> None:
 
 
 def check(artifact: Any, uri: str) -> None:
-    """Check that the artifact describes what is published at `uri`.
-
-    A step that is used alone has no artifact, and one that KFP's retention has deleted has no file:
-    then the URI has to do.
-
-    Raises:
-        UserError: they are not the same, or the artifact is no descriptor.
-    """
+    """Check that the artifact, if there is one, describes what is at `uri`; raises `UserError`."""
     if artifact is None or not Path(artifact.path).exists():
         return
     found = _read(artifact)

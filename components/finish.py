@@ -35,10 +35,7 @@ def finish(
 
 
 def work(step: Step) -> None:
-    """End what is left of the training cluster and report, whether the job could be ended or not.
-
-    `root`, `launcher` and `kubernetes` are run parameters; `status` is KFP's of the run.
-    """
+    """End what is left of the training cluster and report, whether it could be ended or not."""
     run_id, folder, found = run_id_of(step.kfp_run_id), folder_of_run(), step.root
     # Without a root the first step has failed, and its own error says so.
     with suppress(UserError):

@@ -1,7 +1,4 @@
-"""The container image of every component and of every task of a cluster.
-
-`PodDefaults` is what the pods of a training job get where the configuration sets nothing.
-"""
+"""The container image of every component and of every task of a cluster."""
 
 from __future__ import annotations
 
@@ -15,11 +12,7 @@ IMAGE = "flotilla-python:0.1.0"
 
 
 def component(function: Callable[..., Any]) -> Any:
-    """Make a KFP component of a function, on the image of all steps.
-
-    Inside a running step (`_KFP_RUNTIME`) `kfp.dsl` has no such decorator: there the file of a
-    component is imported for its `work`, and the function is returned unchanged.
-    """
+    """Make a KFP component of a function; inside a running step return the function."""
     from kfp import dsl
 
     if not hasattr(dsl, "component"):

@@ -1,9 +1,7 @@
 """Marks that a dataset or a bundle is in use, so that retention does not remove it under a run.
 
-A run that chooses a published dataset writes `<root>/in_use/NAME/used.json`, and then looks whether
-a removal has begun. A removal writes `removing-*.json` there, and then looks whether the dataset
-was used. Of two at the same time at least one sees the other, as every store shows what was
-written. Each removal has a mark of its own: one that has ended says nothing of another one.
+A run writes `<root>/in_use/NAME/used.json` and then looks for a removal. A removal writes
+`removing-*.json` there and then looks for a use. So at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ _ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
-    """Mark what is at `<root>/<folder>/<name>` as used; return whether it is published still.
+    """Mark what is at `<root>/<folder>/<name>` as used; return whether it is still published.
 
-    Where a removal has begun its end is waited for, so that nothing is published under it.
+    A removal that has begun is waited for, so that nothing is published under it.
     """
     root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
     _write(root, path, _USED)
@@ -42,13 +40,9 @@ def use(uri: str) -> bool:
 
 
 def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
-    """Publish a folder below `root`; return the configuration with it as `code`, and the bundle.
+    """Publish a folder below `root`; return the configuration with it, and the bundle.
 
-    It is marked as used: one that was published long ago is as young as this call, and stays until
-    the run, which may wait for days, has noted it.
-
-    Raises:
-        UserError: see `publish`.
+    It is marked as used, since the run may wait for days until it notes it. Raises `UserError`.
     """
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):

@@ -38,13 +38,7 @@ def engine(name: str) -> Engine:
 
 
 def document_of(config: Config) -> Tree:
-    """Return the job of a configuration, with placeholders for what only a run knows.
-
-    It is a JobSet where `cluster.launcher` says so, else a TFJob.
-
-    Raises:
-        ConfigError: the configuration has what the engine does not.
-    """
+    """Return the job of a configuration, with placeholders; raises `ConfigError`."""
     from components.kubernetes.engine import document
 
     found = engine(config.cluster.launcher)
@@ -53,11 +47,7 @@ def document_of(config: Config) -> Tree:
 
 
 def choose(job: Job) -> Launcher:
-    """Return the launcher of a job: for `auto` what there is, with a line of log that says why.
-
-    Raises:
-        UserError: the API does not answer, or serves none of the engines.
-    """
+    """Return the launcher of a job, for `auto` what there is; raises `UserError`."""
     launcher = job.config.cluster.launcher
     if launcher != "auto":
         return launcher
@@ -102,10 +92,7 @@ def _write(task: str, line: str) -> None:
 
 
 def end(launcher: str, kubernetes: str, run_id: str) -> None:
-    """Delete what a run has left on a cluster; raises `UserError`.
-
-    `launcher` and `kubernetes` are `cluster.launcher` and `cluster.kubernetes` as run parameters.
-    """
+    """Delete what a run has left on a cluster; raises `UserError`."""
     if launcher not in (*ENGINES, "auto"):
         return
     try:

@@ -1,10 +1,8 @@
 """The run parameters of the steps' pods: their types, defaults, meaning, and what they have to be.
 
-They are no part of the configuration: KFP writes them into the pods before any code of ours runs.
-Where it does so it takes texts only; a number would arrive as an empty value. A wrong one fails the
-driver of a step, which the KFP UI shows as running for ever. So the command line checks all of them
-before it sends them, and the first step those that can fail a driver. Its own pod depends on the
-image and the secret alone, of which a driver takes any text.
+They are no part of the configuration: KFP writes them into the pods before our code runs. A wrong
+one fails the driver of a step, which the KFP UI shows as running for ever: so the command line
+checks all of them, and the first step those that can fail a driver.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ _FORMS = {str: "a text: write it in quotes", list: "a list", dict: "a mapping"}
 class StepParameter:
     """One run parameter of the steps; `type` is its type for KFP.
 
-    `check` raises a `ValueError` for a value that is not allowed, which fails the driver of a step
-    where `fails_driver`.
+    `check` raises a `ValueError` for a value that is not allowed.
     """
 
     name: str

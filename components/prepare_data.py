@@ -25,8 +25,8 @@ def prepare_data(
 def work(step: Step) -> str:
     """Prepare the dataset with a bundle of code, or none.
 
-    The seal exists for KFP's cache alone: it differs in every run until the dataset is published,
-    and again when the dataset is gone or damaged, so that the cache never returns its URI then.
+    The seal is for KFP's cache alone: it differs in every run while the dataset is not there and
+    whole, so that the cache never returns its URI then.
     """
     with run_store.scratch_folder() as scratch:
         from trainer.data import prepare

@@ -114,10 +114,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
 
 
 def work(step: Step) -> Resolved:
-    """Check all run parameters; the data section alone is what preparing data depends on.
-
-    A pipeline of another version may pass other values: its refusal is recorded all the same.
-    """
+    """Check all run parameters, and record the refusal; return what the data section depends on."""
     contract.check()
     values = {name: each for name, each in vars(step).items() if name != "output"}
     check_parameters(values)
@@ -172,10 +169,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def with_champion(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's checkpoint for `champion` in its warm start.
-
-    Without a champion the checkpoint is empty, and an event says that training begins from scratch.
-    """
+    """Return the configuration with the champion's checkpoint, if any, in its warm start."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:
@@ -189,10 +183,7 @@ def with_champion(config: Config, root: str) -> Config:
 
 
 def with_version(data: DataConfig) -> DataConfig:
-    """Return the data section with the newest version if it names none.
-
-    KFP's cache compares the section: with an empty version it would hide a newer dataset.
-    """
+    """Return the data section with its newest version, which KFP's cache compares."""
     if data.version or data.source:
         return data
     from trainer.data import prepare
@@ -207,10 +198,7 @@ def with_listing(config: Config, root: str) -> Config:
     """Return the configuration with the digest of the chosen files as its `data.version`.
 
     The listing is kept below `root`, where preparing finds it: a file that comes meanwhile belongs
-    to the next run.
-
-    Raises:
-        UserError: the source cannot be listed.
+    to the next run. Raises `UserError`.
     """
     data = config.data
     if not data.source or data.version:
@@ -240,10 +228,7 @@ def _listed(config: Config, root: str) -> str:
 
 
 def finished_by(config: Config, root: str, run_id: str) -> str:
-    """Return the earlier run that has finished with what this one would do; empty for none.
-
-    Only files are compared: a dataset of TFDS changes with the image.
-    """
+    """Return the earlier run on files that has finished with the same work; empty for none."""
     if not config.data.source:
         return ""
     trained.begin(config, root, run_id)

@@ -128,11 +128,7 @@ RESOLVE, TRAIN, EVALUATE, REGISTER = (
 
 
 def step_of(name: str) -> StepSpec:
-    """Return the row of a step, by its own name or by the one that KFP gives it.
-
-    Raises:
-        LookupError: there is none.
-    """
+    """Return the row of a step, by its own name or KFP's; raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
             return step
@@ -140,22 +136,14 @@ def step_of(name: str) -> StepSpec:
 
 
 def ends_run(name: str, word: object) -> bool:
-    """Say whether no step but the exit step follows this one, which has left `word` if it judges.
-
-    Raises:
-        LookupError: there is no such step.
-    """
+    """Say whether only the exit step follows this one, given its word; raises `LookupError`."""
     row = step_of(name)
     is_last = row is [step for step in STEPS if not step.is_exit_step][-1]
     return is_last or ends_well(name, word) or bool(row.accepts and word != row.accepts)
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Say whether the run is done with this step, which has left `word`.
-
-    Raises:
-        LookupError: there is no such step.
-    """
+    """Say whether the run is done with this step, given its word; raises `LookupError`."""
     completes = step_of(name).completes
     return bool(completes) and word == completes
 

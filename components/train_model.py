@@ -37,10 +37,7 @@ def train_model(
 
 
 def work(step: Step) -> str:
-    """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard.
-
-    The pods of a TFJob get the image and the secret of the run where its settings name none.
-    """
+    """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = configured(step.config)
     from trainer.data.shards.shard_store import streaming_of

@@ -39,10 +39,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
 
 
 def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
-    """Log points of false positive rate, true positive rate, threshold, of an evaluation.
-
-    `roc` is KFP ClassificationMetrics.
-    """
+    """Log (false positive rate, true positive rate, threshold) to KFP's ClassificationMetrics."""
     if curve:
         columns = zip(*curve, strict=True)
         false, true, thresholds = ([float(value) for value in each] for each in columns)
@@ -53,10 +50,9 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
-    """Write the file by which the UI offers TensorBoard for the folder at the URI `logs`.
+    """Write the file by which the UI offers TensorBoard for the folder at `logs`.
 
-    The viewer needs the namespace of a profile. A UI without profiles has none, and answers the
-    whole file with "Namespace is required": there the file has the command line alone.
+    The viewer needs a profile's namespace; without one the file has the command line alone.
     """
     # The viewer gets its endpoint from KFP.
     source, _, _ = logs.partition("?")

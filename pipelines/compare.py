@@ -18,24 +18,14 @@ _PROGRESS = ("global_step", "loss", "validation_loss", "steps_per_second", "seco
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs side by side.
-
-    Attributes:
-        runs: their ids.
-        groups: by group (`verdict`, `test`, `training`, `cost`, `settings`) and name one value of
-            each run, in the order of `runs`; None where a run has none.
-    """
+    """Runs side by side: by group and name one value of each run, None where it has none."""
 
     runs: tuple[str, ...]
     groups: Mapping[str, Mapping[str, list[Any]]]
 
 
 def compare(runs: Sequence[str], workdir: Path) -> Comparison:
-    """Return verdict, metrics, progress, cost and differing settings of runs below `workdir`.
-
-    Raises:
-        ConfigError: there are fewer than two runs, or one does not exist.
-    """
+    """Return verdict, metrics, progress, cost and settings of runs; raises `ConfigError`."""
     if len(runs) < _FEWEST:
         raise ConfigError("name two runs or more to compare")
     for run in runs:

@@ -1,7 +1,7 @@
 """Compile the pipeline to one YAML file, and each component to one of its own.
 
-The file of the pipeline holds two documents: the pipeline spec and the platform spec, which has the
-settings of its pods on Kubernetes. A `Package` is such a file in memory.
+The file holds two documents: the pipeline spec, and the platform spec with the settings of its
+pods.
 """
 
 from __future__ import annotations
@@ -31,18 +31,8 @@ def compile_all(
 ) -> dict[str, str]:
     """Write the pipeline to `output`, and its components below a folder if one is given.
 
-    Args:
-        output: the file of the pipeline.
-        image: the default of the run parameter `image`; ours when empty.
-        components: the folder, or None.
-        pods: settings of the pods of the steps.
-
-    Returns:
-        The paths of the pipeline and of the components, by these names.
-
-    Raises:
-        ConfigError: `image` is not the name of an image.
-        UserError: a file cannot be written.
+    `image` is the default of the run parameter; ours when empty. Raises `ConfigError` and
+    `UserError`.
     """
     check_image(image)
     if components is not None:
@@ -118,13 +108,7 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A compiled pipeline.
-
-    Attributes:
-        name: the pipeline's name in its spec.
-        text: the YAML.
-        spec: the pipeline spec, which is the first document.
-    """
+    """A compiled pipeline; `spec` is the first document of the YAML `text`."""
 
     name: str
     text: str
@@ -156,13 +140,7 @@ class Package:
 
 
 def package_of(file: Path | None, image: str, pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the pipeline in `file`, or ours, compiled for `image` (the default when empty).
-
-    `pods` are settings of the pods of ours.
-
-    Raises:
-        ConfigError: both are given, or the file cannot be read, or it holds no compiled pipeline.
-    """
+    """Return the pipeline in `file`, or ours, compiled for `image`; raises `ConfigError`."""
     if file is None:
         check_image(image)
         return _package(_text_of_pipeline(image or IMAGE, pods), "the pipeline")
@@ -192,11 +170,7 @@ def compiled_by(spec: Mapping[str, Any] | None) -> str:
 
 
 def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
-    """Return the names of the run parameters; None where the spec has none of a pipeline.
-
-    Args:
-        spec: a pipeline spec; an instance may have wrapped it together with a platform spec.
-    """
+    """Return the names of the run parameters; None where the spec has none of a pipeline."""
     declared = _inputs(spec)
     return None if declared is None else set(declared)
 

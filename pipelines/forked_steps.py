@@ -1,8 +1,7 @@
 """The steps of a run on this machine as processes that are forked, in place of new ones.
 
-KFP's runner starts a shell and a Python for each step, which imports KFP, Flotilla and, for some,
-TensorFlow. Here a fork server does all of that once for a run, while the first steps work; see
-`trainer.cluster.forks.fork_server`. Where none can be forked the runner works as it always does.
+KFP's runner starts a Python for each step, which imports KFP and TensorFlow again. Here a fork
+server does so once for a run; where none can be forked the runner works as it always does.
 """
 
 from __future__ import annotations
@@ -57,14 +56,7 @@ class _Addresses:
 
 @contextmanager
 def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
-    """Start a fork server for this block, where that is possible.
-
-    Yields what lets KFP's runner fork the steps, once it is loaded.
-
-    Args:
-        folder: of the run, which is on the command line of each of its processes.
-        pipeline: a name of `pipelines.training.PIPELINES`.
-    """
+    """Start a fork server for this block, where that is possible; yield what lets KFP fork."""
     asked = os.environ.pop(forked.VARIABLE, "")
     if asked == forked.NONE or not _is_possible():
         yield lambda: None

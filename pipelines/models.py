@@ -44,11 +44,7 @@ class ModelDetails:
 
 
 def root_of(root: str, workdir: Path) -> str:
-    """Return the storage root that was named, or that of the runs on this machine.
-
-    Raises:
-        ConfigError: `root` is no URI.
-    """
+    """Return the storage root that was named, else that of the runs here; raises `ConfigError`."""
     if root:
         require_uri("--root", root)
     return root or storage.uri_of(workdir)

@@ -48,11 +48,7 @@ class Prediction:
 
 
 def model_uri(model: str, root: str) -> str:
-    """Return the URI of a model that is named by a URI, a folder, `NAME` or `NAME@VERSION`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the URI of a model: a URI, a folder or `NAME[@VERSION]`; raises `ConfigError`."""
     if "://" in model:
         require_uri("MODEL", model)
         return model.rstrip("/") if "?" not in model else model
@@ -72,11 +68,7 @@ def model_uri(model: str, root: str) -> str:
 
 
 def form_of(output: str, said: str) -> str:
-    """Return the form of the output, by what was said or by the ending of its name.
-
-    Raises:
-        ConfigError: it cannot be reported, or standard output cannot take it.
-    """
+    """Return the form of the output, by word or by the ending of its name; raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
             raise ConfigError("--to: parquet needs a file; name it by -o")
@@ -104,14 +96,10 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
 
 
 def predict(request: dict[str, Any], on_progress: OnProgress) -> Prediction:
-    """Answer a request (`trainer.prediction.request.Request` as JSON) in a process of its own.
+    """Answer a `Request` as JSON in a process of its own, which writes rows to standard output.
 
-    Rows that go to standard output are written there by that process. `on_progress` is called with
-    the rows so far and a line for the user, which may be empty.
-
-    Raises:
-        UserError: what is wrong, in one line.
-        RunInterruptedError: a signal came; no part of the output is left.
+    `on_progress` is called with the rows so far and a line for the user. Raises `UserError`, and
+    `RunInterruptedError` at a signal: no part of the output is left.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-predict-") as name:
         folder = Path(name)

@@ -1,11 +1,7 @@
 """What each step gets on a cluster: its image, resources, secret, deadline, retries and pods.
 
-A step on this machine is a process, and none of this applies: with retries, KFP's local runner
-would repeat a failure that the user can see at once.
-
-Most of it is a run parameter. KFP's driver refuses an empty name of a secret or a claim, and has no
-value that means none: what most runs do without is compiled into the pods (`StepPods`), see
-`docs/decisions/0009-pipeline.md`.
+Most of it is a run parameter. KFP's driver has no value that means no secret or claim: what most
+runs do without is compiled into the pods (`StepPods`), see `docs/decisions/0009-pipeline.md`.
 """
 
 from __future__ import annotations
@@ -55,11 +51,7 @@ def check_target(pipeline_root: str, service_account: str) -> None:
 
 
 def assigned(texts: Sequence[str]) -> dict[str, Default]:
-    """Return run parameters of the steps from `NAME=VALUE`; a list or a mapping is YAML or JSON.
-
-    Raises:
-        ConfigError: there is no such parameter, or its value is not allowed.
-    """
+    """Return run parameters of the steps from `NAME=VALUE`, where lists are YAML or JSON."""
     known = {each.name: each for each in step_parameters()}
     found: dict[str, Default] = {}
     for text in texts:
@@ -202,11 +194,10 @@ class StepPods:
     """Settings of the pods of the steps.
 
     Attributes:
-        pull_secrets: names of secrets of the registry of the image, for all steps.
+        pull_secrets: names of secrets of the registry of the image.
         mounts: folder by claim of a volume, for the step that prepares data.
         scratch: most bytes of the folder for temporary files, a quantity; empty: no limit.
-        labels: of the pods of all steps.
-        variables: of the environment of all steps; never a secret, as the pipeline shows them.
+        variables: of the environment; never a secret, as the pipeline shows them.
     """
 
     pull_secrets: Sequence[str] = ()
@@ -261,11 +252,7 @@ def step_pods(
     labels: Sequence[str] = (),
     variables: Sequence[str] = (),
 ) -> StepPods:
-    """Return the settings from texts: `CLAIM:FOLDER`, `KEY=VALUE`, `NAME=VALUE`.
-
-    Raises:
-        ConfigError: one of them has another form, is given twice, or is not allowed.
-    """
+    """Return the settings from `CLAIM:FOLDER`, `KEY=VALUE`, `NAME=VALUE`; raises `ConfigError`."""
     return StepPods(
         pull_secrets=tuple(dict.fromkeys(pull_secrets)),
         mounts=_pairs("--mount", mounts, ":", "CLAIM:FOLDER"),

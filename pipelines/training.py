@@ -1,7 +1,6 @@
 """The pipeline: wiring only; `components.table` has the properties of each step.
 
-The run parameters are generated from the configuration model: a key of the configuration is a field
-of the KFP UI's form without another line here.
+The run parameters are generated from the configuration model.
 """
 
 import inspect
@@ -124,14 +123,7 @@ def run_of(resolved: Any) -> dict[str, Any]:
 
 
 def flows(task: Any, output: Output, *, artifact: str = "", uri: str = "Output") -> dict[str, Any]:
-    """Return what a step publishes as inputs of others: its URI, and its descriptor next to it.
-
-    Args:
-        task: of the step.
-        output: what it publishes, which names the inputs.
-        artifact: name of its artifact, where that is another one.
-        uri: name of the output with the URI.
-    """
+    """Return what a step publishes as inputs of others: its URI, and its descriptor next to it."""
     made = {output: uri, f"{output}_descriptor": artifact or output}
     return {name: task.outputs[key] for name, key in made.items()}
 
@@ -233,10 +225,7 @@ def _offer_choices(spec: Any) -> None:
 
 
 def _name_artifacts(spec: Any) -> None:
-    """Give what enters a group of steps the name of the output that it is.
-
-    The graph of a group shows the names; KFP's compiler writes `pipelinechannel--STEP-OUTPUT`.
-    """
+    """Give what enters a group of steps the name of the output that it is, for the graph."""
     _name_below(spec, spec.root.dag)
 
 

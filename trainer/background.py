@@ -19,14 +19,7 @@ class Loop:
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Describe the loop.
-
-        Args:
-            work: what is called.
-            seconds: the pause before each call.
-            name: of its thread.
-            failing: what an error means, as in "the lease is not renewed".
-        """
+        """Describe a thread `name` with a pause before each call; `failing` says of an error."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -1,9 +1,7 @@
 """How many processors this process may use: those it may run on, and the limit of its container.
 
-TensorFlow and OpenBLAS start a thread for each processor that they may run on, which are all of a
-machine. A container that is limited to the time of one (`limits.cpu` of a pod) uses that up in a
-moment, with all threads at once, and then stands still for the rest of each tenth of a second: see
-"CFS Bandwidth Control" in the documents of Linux.
+Libraries start a thread for each processor of a machine. A container with a limit of one uses that
+up in a moment, and then stands still: see "CFS Bandwidth Control" in the documents of Linux.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ def present() -> int:
 
 
 def limit_threads() -> None:
-    """Let libraries that are loaded later start no more threads than `usable`, where it is less.
-
-    What the environment says already stays.
-    """
+    """Let libraries that are loaded later start no more threads than `usable`."""
     count = usable()
     if count == present():
         return

@@ -1,7 +1,6 @@
 """Errors that are reported as one line, and the exit codes of all processes.
 
-A `UserError` is shown as its message alone, without a traceback: one line with what is wrong,
-where, and the remedy. Any other exception is a bug.
+A `UserError` says what is wrong, where, and the remedy. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class UserError(Exception):
 
 
 class TransientError(UserError):
-    """What failed may succeed later without a change, such as a store that did not answer.
-
-    The code that raises it has tried for as long as its own deadline allows.
-    """
+    """What failed within a deadline may succeed later, such as a store that did not answer."""
 
 
 class ConfigError(UserError):

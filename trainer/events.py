@@ -86,9 +86,7 @@ class StepResult:
     """How a pipeline step ended.
 
     Attributes:
-        step: its name.
         status: `done`, `failed` or `interrupted`.
-        exit_code: see `trainer.errors`.
         error: one line, empty where there is none.
         traceback: of an error in the user's code, else empty.
         seconds, metrics: of this try; key values for the closing table.
@@ -125,11 +123,8 @@ class Progress(Event):
     Attributes:
         global_step: reached.
         steps: where training ends.
-        loss: mean over the stretch.
-        steps_per_second: over the stretch.
+        loss: mean over the stretch, as is `steps_per_second`.
         seconds: of training so far, over all attempts.
-        seconds_left: at this speed.
-        learning_rate: of the next update.
         metrics: further ones of the strategy.
     """
 
@@ -184,7 +179,6 @@ class ServersLost(Event):
     """Parameter servers are gone: what of the model goes back to an earlier global step.
 
     Attributes:
-        servers: their names, such as `ps-1`.
         recovery: `partial`: their values alone go back; `full`: those of all servers do.
         global_step: that training had reached, as far as the chief knows.
         back_to: the global step of the values that go back; -1 where it is not known.
@@ -228,13 +222,7 @@ class EvaluatorLeft(Event):
 
 
 class Validation(Event):
-    """The model was measured on the validation split.
-
-    Attributes:
-        global_step: of the model.
-        metrics: by name.
-        created: of the checkpoint that the evaluator measured; empty where the chief measured.
-    """
+    """The model was measured on the validation split; `created` is an evaluator's checkpoint."""
 
     global_step: int
     metrics: Mapping[str, Any]
@@ -298,12 +286,7 @@ class WarmStart(Event):
 
 
 class HandedOn(Event):
-    """Training is over, and this checkpoint goes on to the next steps.
-
-    Attributes:
-        global_step: its own.
-        trained: the global step that training has reached.
-    """
+    """Training is over, and this checkpoint goes on; `trained` is the last global step."""
 
     uri: str
     global_step: int
@@ -334,7 +317,7 @@ class UserCodeFailed(Event):
 def emit(event: Event) -> None:
     """Append one event to the file of the run, or write it to the log where there is none.
 
-    One `write` of one line in append mode, so that lines of several processes do not mix.
+    It is one `write` in append mode, so that lines of several processes do not mix.
     """
     for listener in _listeners:
         listener(event)
@@ -375,11 +358,7 @@ def append(path: Path, event: Event) -> None:
 
 
 def begin_again(path: Path, run_id: str) -> int:
-    """Append that a run begins to the events of its earlier starts; return where those end.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Append that a run begins; return where the events of earlier starts end."""
     if path.exists() and not path.is_file():
         # To open a pipe would wait for its reader.
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
@@ -398,11 +377,8 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
     """Yield the events of a file in order; none where there is no such file.
 
     Where `every` names kinds, only the newest event of each other kind is yielded for each start of
-    the run, after the events of that start. Most lines are then only looked at: a week of progress
-    is read in a second.
-
-    Raises:
-        OSError: the file cannot be read.
+    the run, after the events of that start: a week of progress is read in a second. Raises
+    `OSError`.
     """
     whole = {name_of(kind).encode() for kind in every}
     newest: dict[bytes, bytes] = {}
@@ -450,10 +426,7 @@ def _parsed(line: bytes) -> Event | None:
 
 
 def parse(line: str) -> Event | None:
-    """Return the event that a line of a file or of a log ends with, None where there is none.
-
-    A line that a full disk has cut short is followed by the next one on the same line.
-    """
+    """Return the event that a line, also one after a line cut short, ends with, if any."""
     at = line.rfind(MARK)
     if at < 0:
         return None

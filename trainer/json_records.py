@@ -1,8 +1,7 @@
 """Records in JSON, as another process wrote them: parsed and checked where they are read.
 
-A disk that was full or lost power, another version and a person with an editor all leave records
-that are no longer what was written. A record is a dataclass, and pydantic checks each of its fields
-strictly: what lacks one, or has one of another type, is no record; what is unknown is passed over.
+A full disk, another version or an editor leave other records than were written. A record is a
+dataclass, whose fields pydantic checks strictly; what is unknown is passed over.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raises `ValueError` where it is none, or nested too deep.
-
-    The value can be compared, printed, written again and converted to floats.
-    """
+    """Return the value of a JSON text; raises `ValueError` where it is none, or nested too deep."""
     # The standard library takes half of a surrogate pair, which cannot be printed, and any depth.
     _ANY.validate_json(text)
     return _DECODER.decode(text if isinstance(text, str) else text.decode())

@@ -1,7 +1,6 @@
 """What may not be shown: credentials in URIs, in headers and in the environment.
 
-A configuration and a command line with one are refused before anything is written. What gets into
-an error, an event, a log or the report in another way, as words of a library, is masked there.
+A configuration or a command line with one is refused. Words of a library are masked here.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ def masked(text: str) -> str:
 
 
 def is_sent_openly(url: str) -> bool:
-    """Return whether what is sent to a URL goes over plain http to another machine.
-
-    Names inside a cluster are left to its network policies and its mesh.
-    """
+    """Return whether what is sent to a URL goes over plain http out of the cluster."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""

@@ -1,8 +1,4 @@
-"""The state of a run: the one projection of its events, from which every reader takes its part.
-
-A reader gives it each event in order, whether it hears them, follows a file or reads one; what it
-holds is bounded. What is "newest" is of the newest start of the run.
-"""
+"""The state of a run: the one projection of its events, from which every reader takes its part."""
 
 from __future__ import annotations
 
@@ -37,18 +33,17 @@ class StepTry:
 
 @dataclass(kw_only=True)
 class RunState:
-    """A run so far.
+    """A run so far; what is "newest" is of its newest start.
 
     Attributes:
         start: how often it was started before, from 0 on.
         counts: of the events of each kind, over all starts.
         global_step: that training is at: where the newest attempt began, or what it reached.
         handed_on_step: of the checkpoint that went on to the next steps; 0 before that.
-        moved: when that was, in seconds since 1970; 0 before training.
+        moved: when `global_step` was reached, in seconds since 1970; 0 before training.
         seen_until: the time of the last event, of each start.
         tries: every try of every step, in the order in which they began.
         incidents: of the kinds of `INCIDENTS`, and attempts that resumed.
-        checkpoints: those that were published.
     """
 
     start: int = 0

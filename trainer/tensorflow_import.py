@@ -1,12 +1,8 @@
 """How a process imports TensorFlow, and Keras with it: at less cost, to share its GPUs.
 
-Keras 3 imports scikit-learn, matplotlib and pandas for wrappers and pictures of its own, which no
-process of a run uses: a third of the import. TensorBoard imports the client of S3, and is given
-local folders only. Both are let go on as where these packages are not installed.
-
-What modules make while they are imported stays: garbage collections find nothing among hundreds of
-thousands of objects, and take a fifth of the import. None is made meanwhile, and later ones pass
-over these objects.
+Keras 3 imports scikit-learn, matplotlib and pandas, a third of the import, and TensorBoard the
+client of S3: both go on as where these packages are not installed. Garbage collections take a fifth
+of the import: none is made meanwhile, and later ones pass over these objects.
 """
 
 from __future__ import annotations
@@ -95,11 +91,7 @@ class _Uncollected(MetaPathFinder):
 
 
 def prepare() -> None:
-    """Let this process import TensorFlow, later, at less cost, and share the GPUs that it sees.
-
-    TensorFlow takes all memory of a GPU otherwise, also of one that another run trains on. What the
-    environment says already stays.
-    """
+    """Let this process import TensorFlow, later, at less cost, and share its GPUs with others."""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):
         sys.meta_path[:0] = [_Absent(), _Uncollected()]

@@ -1,10 +1,8 @@
 """The cluster as data: its tasks with their addresses, and which of them a strategy needs.
 
-Launchers start what a `Topology` names; roles that a strategy does not use are never started.
-
 `TF_CONFIG` is TensorFlow's own format (https://www.tensorflow.org/guide/distributed_training,
-"Setting up the TF_CONFIG environment variable"), written by the local launcher and by the TFJob
-operator alike. The flags `--ps_hosts` and so on are those of TensorFlow's published examples.
+"Setting up the TF_CONFIG environment variable"). The flags `--ps_hosts` and so on are those of
+TensorFlow's published examples.
 """
 
 from __future__ import annotations
@@ -59,13 +57,9 @@ class Cluster:
 
 
 def from_tf_config(text: str) -> tuple[Cluster, Task]:
-    """Read TF_CONFIG into the cluster and this process's task.
+    """Read TF_CONFIG into the cluster and this process's task; raises `ConfigError`.
 
-    The evaluator is left out of the cluster: the TFJob operator writes it into every pod, and
-    TensorFlow's parameter-server strategy would wait for it for ever.
-
-    Raises:
-        ConfigError: TF_CONFIG is missing or wrong.
+    The evaluator is left out of the cluster: TensorFlow would wait for it for ever.
     """
     if not text.strip():
         raise ConfigError(
@@ -84,11 +78,7 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
 def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
     """Read the flags of TensorFlow's published examples into the cluster and this task.
 
-    `hosts` are `host:port,host:port` by role; a role with an empty text is not in the cluster.
-    `job_name` is the role of this process, `task_index` its number among the tasks of that role.
-
-    Raises:
-        ConfigError: the flags are wrong.
+    `hosts` are `host:port,host:port` by role. Raises `ConfigError`.
     """
     named = {role: text.split(",") for role, text in hosts.items() if text}
     task = {"type": job_name, "index": task_index}
@@ -245,10 +235,7 @@ OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
 
 
 def topology_of(strategy: str) -> Topology:
-    """Return the topology of a strategy; a user's own class gets chief, servers and workers.
-
-    What that may do is known once it is imported: `Strategy.capabilities`.
-    """
+    """Return the topology of a strategy; a user's own class gets chief, servers and workers."""
     return TOPOLOGIES.get(strategy) or Topology(implementation=strategy, capabilities=OWN)
 
 

@@ -1,7 +1,7 @@
 """The user's own modules: where Python finds them, and where in them an error was raised.
 
-The folder in which the command was given comes last on Python's path, in every process: a folder
-`components` or a file `json.py` there hides neither Flotilla's modules nor the standard library.
+The folder of the command comes last on Python's path, in every process: a file `json.py` there
+hides nothing else.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ def bundle() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which a child process finds modules in the same places.
-
-    Without `PYTHONSAFEPATH` Python itself would put the working directory first.
-    """
+    """Return the variables with which a child process finds modules in the same places."""
     return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
@@ -109,10 +106,7 @@ def hidden(name: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an error in one line: its type, what it says, and where in the user's code it arose.
-
-    Such as `ValueError: bad shape (blocks.py:14)`.
-    """
+    """Return an error in one line, such as `ValueError: bad shape (blocks.py:14)`."""
     name, text, place = type(error).__name__, message_of(error), place_of(error)
     return f"{name}{f': {text}' if text != name else ''}{f' ({place})' if place else ''}"
 
@@ -136,19 +130,13 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of the user's code, empty where there is none.
-
-    An error of a graph has no such frame: TensorFlow writes the stack of the node into its text.
-    """
+    """Return `file:line` of the innermost frame of the user's code, empty where there is none."""
     frames = next(filter(None, map(_frames, _chain(error))), [])
     return _short_path(*frames[-1]) if frames else ""
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error that arose in the user's code, or an empty text.
-
-    That of a `UserError` is the one of its cause: the error itself is raised by Flotilla.
-    """
+    """Return the traceback of an error, or its cause, in the user's code, or an empty text."""
     if isinstance(error, UserError):
         cause = error.__cause__
         return error.traceback or (traceback_of(cause) if cause else "")
@@ -163,10 +151,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Return frames and lines of an error from outside in, up to the innermost of the user's code.
-
-    All frames of the error where none is the user's; for a debugger.
-    """
+    """Return frames and lines of an error, up to the innermost of the user's code, if any."""
     for each in _chain(error):
         found = list(traceback.walk_tb(each.__traceback__))
         own = [
@@ -220,10 +205,8 @@ def _short_path(file: str, line: int) -> str:
 class _Finder(MetaPathFinder):
     """Looks into the user's folder for what is nowhere else.
 
-    An entry at the end of `sys.path` would come before the finder of an editable installation.
-
-    That of a bundle looks for what is neither Python's, nor ours, nor an installed package. It
-    comes before `PYTHONPATH`, on which an image may have the same modules as they were once.
+    An entry at the end of `sys.path` would come before the finder of an editable installation. That
+    of a bundle comes before `PYTHONPATH`, on which an image may have the same modules as they were.
     """
 
     def __init__(self, *, of_bundle: bool) -> None:
@@ -260,10 +243,7 @@ def function_for(what: str, name: str) -> Callable[..., Any]:
 def digest(what: str, module: str) -> str:
     """Return a digest of the source of a module, and of all that it imports of the user's.
 
-    Of packages that are installed only the import is part of it, and not their source.
-
-    Raises:
-        ConfigError: there is no such module, or it cannot be read.
+    Of installed packages only the import is part of it. Raises `ConfigError`.
     """
     _look_into_folder()
     if _source_file(module) is None:

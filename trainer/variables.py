@@ -1,8 +1,4 @@
-"""The environment variables of Flotilla, and what each may be.
-
-A program checks all of them once, before anything begins (`check`). The name of a variable is
-repeated only by the module that reads it; a house rule finds one that is not in the table.
-"""
+"""The environment variables of Flotilla, and what each may be, checked before anything begins."""
 
 from __future__ import annotations
 
@@ -70,11 +66,7 @@ VARIABLES: Mapping[str, Form] = {
 
 
 def checked(name: str) -> str:
-    """Return the value of a variable, empty where it is not set.
-
-    Raises:
-        ConfigError: it is not what the variable may be.
-    """
+    """Return the value of a variable, empty where it is not set; raises `ConfigError`."""
     form, is_right = VARIABLES[name]
     text = os.environ.get(name, "")
     if text and not is_right(text):

@@ -1,11 +1,8 @@
 """The JobSet of a training run: a pure function from the configuration to a Kubernetes object.
 
-One Job of Kubernetes for each task (`replicas: N`, one completion): a lost pod comes back at once
-when its Job is deleted, where the Job controller would wait 10 s, and up to 10 minutes. There is no
-failure policy, which would make parameter servers again. Codes from 1 to 127 are final, and those
-from 128 on begin a task again.
-
-Of JobSet 0.12: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2
+Each task is a replica with one completion: a lost pod comes back at once when its Job is deleted,
+where the Job controller would wait up to 10 minutes. Exit codes from 1 to 127 are final; those from
+128 on begin a task again. Of JobSet 0.12: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2
 """
 
 from __future__ import annotations

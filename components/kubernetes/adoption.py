@@ -28,11 +28,7 @@ POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Ensures that the job of a manifest exists.
-
-    Attributes:
-        is_adopted: whether it is the job of an earlier attempt, whose tasks may run already.
-    """
+    """Ensures that the job of a manifest exists; `is_adopted`: it is of an earlier attempt."""
 
     def __init__(
         self,
@@ -51,14 +47,8 @@ class Adoption:
     def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
         """Return the job as the API holds it.
 
-        Args:
-            manifest: the job as it should be.
-            own: metadata of this attempt: the owner reference.
-            delete_seconds: how long the deletion of another job of this name may take.
-
-        Raises:
-            UserError: the API refuses or does not answer, the other job is not deleted in time, or
-                it is none of Flotilla.
+        `own` is the owner reference of this attempt, and `delete_seconds` how long the deletion of
+        another job of this name may take. Raises `UserError`.
         """
         metadata = manifest["metadata"]
         name = metadata["name"]

@@ -22,20 +22,15 @@ RETRY_SECONDS = 60.0
 
 
 def is_on_a_cluster() -> bool:
-    """Return whether this process is in a pod, or KUBECONFIG names a cluster.
-
-    A `~/.kube/config` alone is no wish to train on the cluster that it happens to name.
-    """
+    """Return whether this process is in a pod, or KUBECONFIG names a cluster."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get("KUBECONFIG"))
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the name of the first engine that the cluster serves; `local` without a cluster.
+    """Return the first engine that the cluster serves; `local` without a cluster.
 
-    A retry of the step takes the engine of the job that an earlier attempt has left.
-
-    Raises:
-        UserError: the API does not answer, or serves none.
+    A retry of the step takes the engine of the job that an earlier attempt has left. Raises
+    `UserError`.
     """
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")

@@ -28,12 +28,8 @@ _REMEDIES = {
 class Deadlines:
     """The stage of a job as a whole, and how long it may last.
 
-    A job that has run once stays in the stage `running`: when a worker is lost and its replacement
-    waits for a node, training continues, and if it does not, it stalls. Only a job that is
-    suspended begins to queue again.
-
-    Attributes:
-        is_taken_up: whether the engine's controller has reacted to the job.
+    A job that has run once stays in the stage `running`, whatever its tasks do; only one that is
+    suspended queues again. `is_taken_up`: the engine's controller has reacted to the job.
     """
 
     def __init__(
@@ -43,14 +39,7 @@ class Deadlines:
         expected_pods: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin in the stage `queueing`.
-
-        Args:
-            engine: of the job.
-            config: in seconds, 0 for none.
-            expected_pods: number of tasks of the job, each with a pod.
-            clock: monotonic seconds.
-        """
+        """Begin in the stage `queueing`; `config` has seconds, 0 for none."""
         self._engine = engine
         self._config = config
         self._expected_pods = expected_pods

@@ -1,8 +1,4 @@
-"""The interface of an engine: what a kind of jobs on Kubernetes is made of, and what it says.
-
-All that engines share is in this package; an engine is a pure manifest, and the meaning of what the
-API says of its jobs. It knows nothing of the other engines.
-"""
+"""The interface of an engine: what a kind of jobs on Kubernetes is made of, and what it says."""
 
 from __future__ import annotations
 
@@ -34,14 +30,7 @@ _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job has ended, as its controller says.
-
-    Attributes:
-        is_done: whether it has succeeded.
-        message: of its controller.
-        is_past_deadline: whether it was active for longer than it may.
-        roles: of which the controller counts a task as failed.
-    """
+    """How a job has ended; `roles`: of which its controller counts a task as failed."""
 
     is_done: bool
     message: str = ""
@@ -119,11 +108,7 @@ class Engine(ABC):
 
 
 def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
-    """Return the job of `config`, with placeholders for what only a run knows.
-
-    Without a namespace where the configuration names none: that is what `kubectl apply -n` sets.
-    `defaults` are the image and the secret of pods for which the configuration names none.
-    """
+    """Return the job of `config`, with placeholders for what only a run knows."""
     root = config.storage.root or _ROOT
     job = Job(
         config=config,
@@ -137,9 +122,8 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
 def with_digest(tree: Tree) -> Tree:
     """Return a job with the digest of it: a retry adopts the job that has the same.
 
-    A label that only isolates its pods is no part of it: a launcher that may make network policies
-    adopts the job of one that may not. Nor are the variables of the tracker: a step that is retried
-    may have been given another run of MLflow, and training does not depend on it.
+    The label of isolated pods and the variables of the tracker are no part of it: they may differ
+    between two attempts of one step.
     """
     digest = hashlib.sha256(json.dumps(_without_tracker(tree), sort_keys=True).encode()).hexdigest()
     metadata = tree["metadata"]

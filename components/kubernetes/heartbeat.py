@@ -1,8 +1,7 @@
 """The heartbeat of a launcher: a lease of the job's name, which the job owns.
 
-It is no annotation of the job: with its controller away a job can be read, and not written, so that
-the guard of a healthy run would take its launcher for gone. A lease (coordination.k8s.io/v1) says
-who holds the job, since when, and when that was last renewed.
+It is no annotation of the job: while its controller is away a job can be read and not written, and
+the guard of a healthy run would take its launcher for gone.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Heartbeat:
         limit: float,
         on_refused: Callable[[RefusedError | TakenOverError], None],
     ) -> None:
-        """Renew `HEARTBEATS` times in the `limit` seconds after which the guard ends the job.
+        """Renew `HEARTBEATS` times in `limit` seconds, after which the guard ends the job.
 
-        `on_refused` is called when half of them in a row were refused, or another launcher has
-        taken the lease.
+        `on_refused` is called when half of them in a row were refused, or another launcher has the
+        lease.
         """
         self._api = api
         self._kind = kind
@@ -66,12 +65,7 @@ class Heartbeat:
         self.is_taken_over = False
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Take the lease of a job, and renew it: no guard relies on one that was never renewed.
-
-        Raises:
-            UserError: it is refused, or the API does not answer in the time after which a guard
-                may take the job for an orphan.
-        """
+        """Take the lease of a job, and renew it; raises `UserError` where that is not possible."""
         self._job = job
         seconds = min(limits.unreachable or self._limit, self._limit)
         try:
@@ -127,11 +121,7 @@ class Heartbeat:
         return True
 
     def _own_version(self) -> str:
-        """Return the version of the lease; empty where there is none.
-
-        Raises:
-            TakenOverError: another launcher holds the lease of this very job.
-        """
+        """Return the version of the lease, or an empty text; raises `TakenOverError`."""
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
         try:
             lease = self._api.get(LEASES, name)

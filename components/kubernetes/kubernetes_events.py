@@ -1,8 +1,7 @@
 """What Kubernetes writes about the job and its pods: its events, by the uid of their object.
 
-The training operator reports on the job, and the Job controller on the child Job of a JobSet, why a
-pod cannot be made. The job has no condition then. Events are optional: without the
-permission to list them a job goes on, and a report says that they are missing.
+They say why a pod cannot be made, which no condition of the job says. Without the permission to
+list them a job goes on.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class PodRefusals:
         deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the deadlines of the job, which learn that its controller is there.
-
-        `reporters` returns the uids of the objects on which the controllers report.
-        """
+        """Take the deadlines of the job, and what returns the uids of the reporting objects."""
         self._api, self._kind = api, kind
         self._reporters = reporters
         self._deadlines = deadlines
@@ -79,10 +75,7 @@ class PodRefusals:
         self._logged: set[str] = set()
 
     def final(self) -> str:
-        """Return why pods will never be made, or an empty string; log what may pass, once.
-
-        A job that has run is not ended for a lost pod that cannot be made again: the others train.
-        """
+        """Return why pods of a job that never ran will never be made, or an empty string."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS

@@ -98,8 +98,8 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
     """End the jobs of a run that are left, and return their names; raises `UserError`.
 
-    This process may have ten seconds: a job whose leading task runs is asked to end by itself, with
-    a last checkpoint, before it is waited for and deleted.
+    A job whose leading task runs is asked to end with a last checkpoint before it is deleted: this
+    process may have only ten seconds.
     """
     connection = connect()
     api = Api(connection, settings.namespace or connection.namespace)
@@ -370,11 +370,7 @@ class _Launch:
         return True
 
     def _find_earlier(self) -> None:
-        """Find the job while it is created or adopted, or an earlier one whose chief still saves.
-
-        Raises:
-            RefusedError, UnreachableError: there is none, or the API does not answer.
-        """
+        """Find the job that is made or adopted, or an earlier one whose chief still saves."""
         found = self._handler_api.get(self._kind.resource, self._name)
         if names.MANAGED in (found["metadata"].get("labels") or {}):
             self._uid, self._is_adopted = found["metadata"]["uid"], True

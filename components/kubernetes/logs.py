@@ -1,8 +1,7 @@
 """Follow the logs of all tasks: each line once, across broken connections, and progress in them.
 
-The API can repeat a log only from a whole second on. Lines that were read before are recognized by
-their time, and lines with the same time by their number. The leading task writes its events to its
-log: from there they reach the events of the run and the deadline for progress.
+The API can repeat a log only from a whole second on: lines that were read before are recognized by
+their time, and lines of the same time by their number.
 """
 
 from __future__ import annotations
@@ -182,11 +181,7 @@ class Logs:
 
 
 class EventRelay:
-    """Emits the events in the log of the leading task again, in this process.
-
-    Attributes:
-        traceback: of an error in the user's code that ended the task; empty where there is none.
-    """
+    """Emits the events in the leading task's log again; `traceback` is of the user's code."""
 
     def __init__(
         self, on_progress: Callable[[], None], on_published: Callable[[int], None]

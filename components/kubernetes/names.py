@@ -40,11 +40,7 @@ _DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
-    """Return the name of the job that trains to `checkpoints`: the same for every retry.
-
-    The URI of the checkpoints identifies the run, and only one step writes there: two runs, or two
-    steps, never share a name.
-    """
+    """Return the name of the job that trains to `checkpoints`: the same for every retry."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     # The name of a service has to begin with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"
@@ -53,10 +49,7 @@ def job_name(model: str, checkpoints: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Return a text, such as a run id, as the value of a label; one that does not fit is digested.
-
-    Different texts have different values.
-    """
+    """Return a text as the value of a label; one that does not fit is digested."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
@@ -64,12 +57,7 @@ def label_value(text: str) -> str:
 
 
 def app_labels(component: str, instance: str) -> dict[str, str]:
-    """Return the labels by which tools and policies recognize a part of a run.
-
-    Args:
-        component: what the part is for: the role of a task, or the step of a pipeline.
-        instance: the run, as the value of a label.
-    """
+    """Return the labels by which tools and policies recognize a part of a run."""
     values = {
         "name": "flotilla",
         "part-of": "flotilla",

@@ -13,8 +13,7 @@ from components.kubernetes.names import Tree
 def step_pod() -> Tree | None:
     """Return the owner reference to the pod of this step; None outside of one.
 
-    The deletion of that pod deletes the job. An owner in another namespace does not exist for
-    Kubernetes: it would collect the job.
+    An owner in another namespace does not exist for Kubernetes, which would collect the job.
     """
     name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
     if not name or not uid:
@@ -32,8 +31,8 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
     """Return the network policy of a job as the API holds it; None for one that is not isolated.
 
     Only the pods of the job reach each other, on every port: NCCL takes any. Any pod of the cluster
-    reaches the port of the metrics, where there is one. It is deleted with the job, and named for
-    this job alone: that of an earlier one of its name may still be deleted.
+    reaches the port of the metrics. It is named for this very job: an earlier one's may still be
+    there.
     """
     labels = [each.get("metadata", {}).get("labels") or {} for each in templates]
     if not all(names.NETWORK in each for each in labels):

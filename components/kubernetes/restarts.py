@@ -1,8 +1,4 @@
-"""The restarts of the tasks of a run, and the report of a task that has failed.
-
-Flotilla counts the restarts of all tasks itself, and ends the job past `cluster.max_restarts`: the
-counts of Kubernetes are those of one pod, or of the pods that run.
-"""
+"""The restarts of the tasks of a run, and the report of a task that has failed."""
 
 from __future__ import annotations
 
@@ -30,11 +26,10 @@ def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
 
 
 class Restarts:
-    """The restarts of all tasks of a run together.
+    """The restarts of all tasks of a run together; Kubernetes counts those of one pod.
 
     Pods that are taken away are no fault of training: they draw on `cluster.max_restarts` only
-    until training has published a newer checkpoint. So a job on machines that come and go trains
-    on, and one that never gets as far as a checkpoint ends.
+    until training has published a newer checkpoint.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:

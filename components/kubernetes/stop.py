@@ -1,9 +1,7 @@
 """The end of a job before its time, so that the chief can save what the servers hold.
 
-The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody behind
-a channel that it first opens then: after the restart of a worker or a server, the channels of the
-last checkpoint. So a cancelled job is not deleted first. It is asked to end, and deleted when its
-leading task has ended. Where nobody answers, the job is deleted at once.
+The names of pods vanish as soon as the job is deleted, and a channel that TensorFlow first opens
+then finds nobody. So a job is asked to end, and is deleted when its leading task has ended.
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ class Stop:
         api.patch(LEASES, self.name, patch, quick=True)
 
     def wait(self, api: Api, pause: Callable[[float], object]) -> None:
-        """Return once the leading task has ended, or as soon as nothing says that it will.
-
-        `pause` waits for so many seconds; if it returns true, this returns at once.
-        """
+        """Return once the leading task has ended, nothing says it will, or `pause` returns true."""
         began, limit = time.monotonic(), self.answer_seconds()
         while not pause(POLL_SECONDS):
             try:
@@ -109,8 +104,8 @@ class Stop:
 class SuspendingStop(Stop):
     """The stop of a job by its suspension: its tasks get their signal, and their names stay.
 
-    The guard is asked as well: it deletes the job, where the launcher is killed before it can. A
-    controller that is away lets nobody suspend a job; then it is the guard alone.
+    The guard is asked as well: it deletes the job where the launcher is killed or the controller
+    away.
     """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:

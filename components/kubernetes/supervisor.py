@@ -1,9 +1,7 @@
 """Watch one job to its end: handle its events and those of its pods, and report its failure.
 
-A task that dies is started again by the guard in its pod. A pod that is lost is made again by the
-engine's controller, which is asked to do so at once; or it costs the job, where the engine fails a
-job with its pod: `Supervisor.run` returns that loss then, and the launcher makes the job again. A
-failure is reported in one line: which task, how it ended, what it and Kubernetes wrote about it.
+A lost pod is made again by the engine's controller, or the engine fails the job with it: then
+`Supervisor.run` returns that loss, and the launcher makes the job again.
 """
 
 from __future__ import annotations
@@ -60,10 +58,7 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Take the engine, the run, the job as the API created it, and the queue of its events.
-
-        `deadlines` and `restarts` are those of the run, over all jobs that it needs.
-        """
+        """Take a job as the API created it, and the deadlines and restarts of the run."""
         self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
@@ -328,9 +323,7 @@ class Supervisor:
     def _lost(self, job: Tree) -> Loss | None:
         """Return the loss with which a job has failed; None where its leader was done before.
 
-        Raises:
-            TransientError: a task says that it may succeed later.
-            UserError: the job has failed for another reason.
+        Raises `TransientError` where a task says that it may succeed later, else `UserError`.
         """
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None

@@ -1,9 +1,4 @@
-"""The facts of a run for its report: from what is published and from the run's events.
-
-Where the steps share no folder there are no events, and their published records have to do.
-
-What a run has cost: the tasks and GPUs that training held, by the time it held them.
-"""
+"""The facts of a run for its report: from what is published and from the run's events."""
 
 from __future__ import annotations
 
@@ -52,12 +47,7 @@ def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
-    """Return the cost of a run by the records of its steps; nothing where it never trained.
-
-    Args:
-        config: the run's configuration; empty where it is not known.
-        steps: the records; that of training may say itself what it held.
-    """
+    """Return the tasks and GPUs that training held, by time; nothing where it never trained."""
     train = next((step for step in steps if step.step == maker_of("checkpoint").name), None)
     # One of another version may lack a section, or name another strategy.
     held: Mapping[str, Any] = {}
@@ -98,9 +88,8 @@ def write(
 ) -> dict[str, Any]:
     """Write `report.html` to `path` from whatever the run has left so far; return the facts.
 
-    `state` is KFP's final state of the pipeline, such as `SUCCEEDED`, and `words` what KFP says of
-    a failure. The run has published below the URI `root`; `folder`, on this machine, may hold its
-    events.
+    `state` is KFP's final state, such as `SUCCEEDED`, and `words` what KFP says of a failure.
+    `folder`, on this machine, may hold the events of the run.
     """
     facts = gathered(state, root, run_id, folder, words)
     report.write(facts, path)
@@ -108,10 +97,7 @@ def write(
 
 
 def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
-    """Write the report of the run at the URI `at` again; what cannot be written is one line.
-
-    `displays` are the URIs of the artifacts of the exit step, by the name of each.
-    """
+    """Write the report of the run at the URI `at` to the artifacts of its exit step again."""
     with harmless("the report"), tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         page = Path(folder, PAGE)
         uri = storage.join(at, PAGE)
@@ -262,10 +248,7 @@ def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
 
 
 class _Made:
-    """What the steps of this run have published, and not what an earlier try of one had.
-
-    Where not `every` step has left a record the newest of its kind has to do.
-    """
+    """What the steps of this run have published; else the newest of its kind has to do."""
 
     def __init__(self, steps: list[StepRecord], root: str, run_id: str, *, every: bool) -> None:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every

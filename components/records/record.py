@@ -1,9 +1,7 @@
 """The frame around the work of one step: its events, its published record, its tries, its exit.
 
-On a KFP instance a step that fails for a reason that may pass is tried again here, in its own pod:
-KFP itself starts only lost pods again, and never a step that ended with an error. What the step has
-published stays, and the next try finds it. On this machine a user sees the failure, and one try is
-enough.
+On a KFP instance a step that fails for a reason that may pass is tried again in its own pod, since
+KFP starts only lost pods again. On this machine the user sees the failure: one try is enough.
 """
 
 from __future__ import annotations
@@ -53,10 +51,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(kw_only=True)
 class StepOutput:
-    """What a step leaves for the closing table and the report.
-
-    For `held` and `displays` see `components.records.step_record.StepRecord`.
-    """
+    """What a step leaves for the closing table and the report; see `StepRecord`."""
 
     uri: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -73,12 +68,7 @@ class Step(SimpleNamespace):
 
 
 def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
-    """Return what the body of a step returns for its arguments; see `tried`.
-
-    Args:
-        work: the body: `work(step)` of the file of the step.
-        call: `locals()` of the component, whose imports are passed over.
-    """
+    """Return what a step's body returns for `locals()` of its component; see `tried`."""
     given = {name: value for name, value in call.items() if not callable(value)}
     name = work.__module__.rpartition(".")[2]
     dataset = given.get("dataset")
@@ -260,10 +250,7 @@ class _Course:
         self.report(ended)
 
     def report(self, ended: StepEnd | None = None) -> None:
-        """Write the report again where the exit step has written it: it will not run once more.
-
-        So it is in a run that a person retries in the KFP UI after its end.
-        """
+        """Write the report again where the exit step, which runs once, has written it before."""
         if not self.published.reported:
             return
         # The report takes a tenth of a second to load, which no other step needs.

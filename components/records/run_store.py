@@ -56,14 +56,8 @@ def is_local_run() -> bool:
 def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
     """Return `storage.root`, or the folder `flotilla` below the run's KFP pipeline root.
 
-    Args:
-        configured: `storage.root`.
-        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, with or
-            without the endpoint of its store after a question mark.
-        kfp_run_id: KFP's id of the run.
-
-    Raises:
-        UserError: `storage.root` is empty and the artifact shows no pipeline root.
+    `artifact` is the URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`. Raises
+    `UserError` where both are missing.
     """
     if configured:
         return configured
@@ -83,9 +77,8 @@ def pipeline_root_in(artifact: str, kfp_run_id: str) -> str:
 def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
     """Return the URI at which to publish what is made of `source`.
 
-    Its name is that of `source`, which has the global step, and a digest of all other origins: a
-    run that is resumed with another policy or other formats, or that trained a lost checkpoint
-    again, publishes next to what it published before.
+    Its name has that of `source` and a digest of all other origins: a run that is resumed with
+    another policy or format publishes next to what it published before.
     """
     name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
@@ -93,11 +86,7 @@ def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> s
 
 
 def run_at(root: str, run_id: str) -> str:
-    """Return the URI of a run whose steps share no folder.
-
-    Empty where they share one, and where the root is not known or is no URI: the code that needs
-    the URI reports that.
-    """
+    """Return the URI of a run whose steps share no folder; empty where there is none."""
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
     with suppress(UserError):
@@ -188,12 +177,8 @@ class Given:
     """What one step was given, at its last start.
 
     Attributes:
-        step: its name.
-        began: seconds since 1970.
         arguments: the plain ones, by name.
         artifacts: the others: `uri`, and of an input `tree`, what its file says.
-        version: of Flotilla.
-        commit: likewise, empty where it is not known.
         code: digest by name of each module of the user's that the configuration names.
     """
 
@@ -230,10 +215,7 @@ def _said(value: Any) -> dict[str, Any]:
 
 
 def digests(config: str) -> dict[str, str]:
-    """Return the digest of each module of the user's that a configuration, as JSON, names.
-
-    None where they are in a bundle: its URI has the digest of them all.
-    """
+    """Return the digest of each module that a configuration, as JSON, names; None in a bundle."""
     try:
         found = Config.model_validate_json(config)
     except ValueError:
@@ -254,11 +236,7 @@ def _digest(module: str) -> str:
 
 
 def write_given(given: Given, at: str) -> None:
-    """Write the record below the URI of the run, or in the run's folder where that is empty.
-
-    Raises:
-        UserError: the store cannot be written.
-    """
+    """Write the record below the URI of the run, else in its folder; raises `UserError`."""
     text = masked(json.dumps(to_tree(given), indent=2, default=str))
     folder = os.environ.get(RUN_FOLDER)
     if at or folder:
@@ -267,11 +245,7 @@ def write_given(given: Given, at: str) -> None:
 
 
 def read_given(at: str, step: str) -> Given:
-    """Return what a step of the run at a URI was given.
-
-    Raises:
-        UserError: it is not on record, the record is damaged, or the store cannot be read.
-    """
+    """Return what a step of the run at a URI was given; raises `UserError`."""
     uri = file_of(at, GIVEN, step)
     try:
         found = record_in(Given, storage.read_bytes(uri))

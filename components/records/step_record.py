@@ -1,10 +1,8 @@
 """The record of each step of a run: its last try, and the tries before it.
 
-Where the steps share a folder, records are made from their events. On a KFP instance every step is
-a pod of its own, and its disk goes with it: a step publishes its record when it begins and again
-when it ends, at `<root>/<run id>/steps/NAME.json`. A record without an end is that of a step that
-was killed. A step that is tried again replaces the record of its earlier try, and lists that one
-among its earlier tries: by itself (`components.records.record`), by KFP, or by a person in the UI.
+Where the steps share a folder, records are made from their events. On a KFP instance a step
+publishes its record when it begins and when it ends, at `<root>/<run id>/steps/NAME.json`. One
+without an end is that of a step that was killed.
 """
 
 from __future__ import annotations
@@ -65,13 +63,11 @@ class StepRecord(StepResult):
     """One step of a run; the fields of `StepResult` are those of its last try.
 
     Attributes:
-        began: seconds since 1970.
-        ended: the same, None until the step has ended.
+        began: seconds since 1970, as is `ended`.
         earlier: the tries before the last.
         held: what it holds of the cluster, see `components.records.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
         inputs: URIs that KFP may have taken from its cache, see `StepBegin`.
-        incidents: the newest of `trainer.run_state.INCIDENTS`, such as restarts.
     """
 
     began: float
@@ -108,16 +104,13 @@ def tries_of(state: RunState) -> tuple[StepRecord, ...]:
     """Return every try of every step, in the order in which they began.
 
     A try that began and did not end was killed: it lasted until the last event before the next
-    start of the run. Of the newest start it may still run.
+    start of the run.
     """
     return tuple(_record_of(each, state) for each in state.tries)
 
 
 def step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return the steps of the newest start of a run, in the order in which they began.
-
-    The tries of the same step in earlier starts count as its earlier tries.
-    """
+    """Return the steps of the newest start, with their tries in earlier starts."""
     return _summed(*_by_start(state))
 
 
@@ -225,10 +218,7 @@ class PublishedRecord:
         self._has_failed = self._has_failed or bool(failures)
 
     def _seconds_of(self, before: StepRecord) -> float:
-        """Return the seconds of an earlier try; one that was killed lasted until that was seen.
-
-        That is the next try, or the exit step where a failed run is tried again days later.
-        """
+        """Return the seconds of an earlier try; one that was killed lasted until that was seen."""
         if before.ended is not None:
             return before.ended - before.began
         seen = self.reported.began if self.reported else 0.0
@@ -247,25 +237,17 @@ def publish_config(at: str, text: str) -> None:
 
 
 def published_records(at: str) -> list[StepRecord]:
-    """Return the records of the run at the URI `at` as they are, in the order of their begin.
-
-    Raises:
-        UserError: the store cannot be read.
-    """
+    """Return the records of the run at `at`, in the order of their begin; raises `UserError`."""
     folder = storage.join(at, STEPS)
     found = in_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
     return sorted((each for each in found if each), key=lambda each: each.began)
 
 
 def read(at: str, *, well: bool) -> list[StepRecord]:
-    """Return the records of the run at the URI `at`, in the order in which its steps began.
+    """Return the records of the run at the URI `at`, in order; raises `UserError`.
 
-    The last one, where it has no end, was killed, unless the run ended `well`. A step that was
-    followed by another one was done, whatever its record says: that of its last try could not be
-    written.
-
-    Raises:
-        UserError: the store cannot be read.
+    A last one without an end was killed, unless the run ended `well`. A step that was followed by
+    another one was done: the record of its last try could not be written.
     """
     records = published_records(at)
     steps = [each for each in records if each.step != EXIT_STEP.name]

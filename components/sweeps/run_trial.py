@@ -49,10 +49,9 @@ def run_trial(
 
 
 def run_step(call: Mapping[str, Any]) -> str:
-    """Train a trial as a run of its own next to that of the sweep, from which a retry resumes.
+    """Train a trial as a run next to that of the sweep, from which a retry resumes.
 
-    `config` is what all trials share, `rung` to whose steps it is trained, and `place` which of the
-    trials of the rung is, from 0 on. `components.train_model` takes the rest.
+    `config` is what all trials share, `place` which trial of the `rung` it is, from 0 on.
     """
     root, run_id, rung = call["root"], call["run_id"], call["rung"]
     plan, began = sweep_of(call["sweep"]), time.monotonic()

@@ -1,7 +1,4 @@
-"""The TFJob of a training run: a pure function from the configuration to a Kubernetes object.
-
-What ends a job is in `spec.runPolicy`: outside of it the operator ignores it silently.
-"""
+"""The TFJob of a training run: a pure function from the configuration to a Kubernetes object."""
 
 from __future__ import annotations
 

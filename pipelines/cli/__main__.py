@@ -43,10 +43,7 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Discard what is written to a stream that was closed by `>&-`.
-
-    Python has None in its place, and the first file that is opened would get its number.
-    """
+    """Discard what is written to a closed stream (`>&-`), whose number a file would get."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

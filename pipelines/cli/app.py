@@ -244,10 +244,7 @@ def called(arguments: list[str]) -> int:
 
 
 def _argument_with_credentials(arguments: list[str]) -> str:
-    """Return a line that refuses an argument with credentials in it, or an empty text.
-
-    Before anything else: the process that does the work would have it on its command line.
-    """
+    """Return a line that refuses an argument with credentials in it, or an empty text."""
     for argument, before in zip(arguments, ["", *arguments], strict=False):
         if why := credentials_in(argument):
             name, equals, _ = argument.partition("=")

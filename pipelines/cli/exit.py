@@ -22,16 +22,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as t
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a command: the keys that scripts rely on, and what the command adds.
+    """The answer of a command: the keys that scripts rely on, and `more` that it adds.
 
     Attributes:
         status: see `docs/reference/command-line.md`.
-        code: the exit code.
-        run_id: the run, or empty.
         metrics: of the test split, where a model was evaluated.
-        artifacts: URI by name.
         message: why it failed or was refused, in one line, or empty.
-        more: further keys of this command.
         text: the document on standard output where the object was not asked for.
     """
 
@@ -165,11 +161,7 @@ def discard(stream: IO[str]) -> None:
 
 @contextmanager
 def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """End this block at once at SIGINT or SIGTERM; the run that it watches continues.
-
-    Raises:
-        DetachedError: with the line and the run id that `describe` returns then.
-    """
+    """End this block at once at SIGINT or SIGTERM by a `DetachedError`; the run continues."""
     try:
         with on_interrupt(_interrupt):
             yield

@@ -149,10 +149,7 @@ def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` by the options of what is compiled into the steps' pods.
-
-    `only` names some of them.
-    """
+    """Replace the parameter `pods` by options of the steps' pods, or `only` some of them."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:

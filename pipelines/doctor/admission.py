@@ -1,7 +1,4 @@
-"""Whether the namespace admits the job and its pods: each is tried (`dryRun`), and none is made.
-
-Quotas, Pod Security, service accounts, limits and policies give their own answer, in their words.
-"""
+"""Whether the namespace admits the job and its pods: each is tried by a dry run, none is made."""
 
 from __future__ import annotations
 

@@ -59,12 +59,8 @@ class DoctorOptions:
 
     Attributes:
         config: the configuration, or what is wrong with it.
-        workdir: of local runs.
-        instance: the KFP instance.
         kubernetes: whether to examine the cluster whatever the launcher is.
         service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
-        image: that of the steps, where it is not the default.
-        pods: what is compiled into the pods of the steps.
     """
 
     config: Config | UserError

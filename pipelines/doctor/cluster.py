@@ -1,7 +1,4 @@
-"""The cluster that the job would run on: its API, its namespace, and the engine.
-
-Whoever looks lets the errors of the API pass: `examination` makes a finding of them.
-"""
+"""The cluster that the job would run on: its API, its namespace, and the engine."""
 
 from __future__ import annotations
 
@@ -36,11 +33,9 @@ NODES = "/api/v1/nodes"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The API to which the configuration of this machine, or of this pod, leads.
+    """The API, with short timeouts, that the configuration of this machine or pod leads to.
 
     Attributes:
-        api: with short timeouts, in the namespace.
-        host: the address of the API.
         namespace: where the job is to run.
         is_named: whether the namespace was named, and not left to the context.
     """
@@ -141,13 +136,7 @@ def namespace(cluster: Cluster) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """The program that acts on the jobs of an engine.
-
-    Attributes:
-        part: it, with its versions.
-        install: the command that installs it.
-        marks: parts of the name, or of the image, of its deployment.
-    """
+    """The program that acts on the jobs of an engine; `marks` are parts of its name or image."""
 
     part: versions.Part
     install: str
@@ -187,10 +176,7 @@ def served(cluster: Cluster, of: Engine) -> Finding:
 
 
 def controller(cluster: Cluster, of: Engine) -> Finding:
-    """Look for the deployment of the controller.
-
-    That the API serves a kind says nothing of it: the kind stays when its controller is removed.
-    """
+    """Look for the deployment of the controller, which may be gone where its kind is served."""
     known = CONTROLLERS[of.name]
     try:
         every = cluster.api.read("/apis/apps/v1/deployments")["items"]

@@ -1,7 +1,4 @@
-"""What a configuration can be wrong about although each key is right; no TensorFlow is loaded.
-
-Whether the model takes what the dataset gives, the trainer tries in a process of its own.
-"""
+"""What a configuration can be wrong about although each key is right; no TensorFlow is loaded."""
 
 from __future__ import annotations
 
@@ -22,12 +19,7 @@ from trainer.errors import ConfigError
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
-    """Check what the keys say together.
-
-    Args:
-        config: the configuration, each key of which is right.
-        elsewhere: whether the steps may run in pods, which have folders of their own.
-    """
+    """Check what the keys say together; `elsewhere`: the steps may run in pods."""
     for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir

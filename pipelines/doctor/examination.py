@@ -1,7 +1,4 @@
-"""What a check is and what it finds; all checks run in parallel, each with a deadline.
-
-The deadline keeps a check that hangs from hiding or delaying the others.
-"""
+"""What a check is and what it finds; all checks run in parallel, each with a deadline."""
 
 from __future__ import annotations
 
@@ -23,14 +20,7 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
-
-    Attributes:
-        state: `ok`; `warn`: a run may still succeed; `fail`: it will not; `skipped`: not checked,
-            for the reason in `message`.
-        message: one line.
-        remedy: the command that fixes it, or shows more of it; empty where nothing is wrong.
-    """
+    """What one check found: `ok`, `warn` (a run may succeed), `fail` or `skipped`, and a remedy."""
 
     state: State
     message: str
@@ -42,10 +32,8 @@ class Check:
     """One thing to be checked.
 
     Attributes:
-        name: what it is called in the report.
-        look: looks; a `UserError`, and an error of the Kubernetes API, is a finding too.
+        look: a `UserError`, and an error of the Kubernetes API, is a finding too.
         needs: names of the checks without which there is nothing to look at.
-        seconds: how long it may take.
         trace: what it writes while it looks, and removes again.
         show: the command that shows more where it does not come to a finding of its own.
     """
@@ -68,13 +56,8 @@ OnFinding = Callable[[Check, Finding], None]
 def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ...]:
     """Run all checks and return what they found, in their order.
 
-    Args:
-        checks: those that others need come first.
-        on_finding: called with each check and its finding, in that order, as soon as both are
-            known.
-
-    Raises:
-        RunInterruptedError: SIGINT or SIGTERM came; what the checks had left is removed.
+    `on_finding` is called with each check in that order, where those that others need come first.
+    Raises `RunInterruptedError` at a signal; what the checks had left is removed.
     """
     found: dict[str, Finding] = {}
     reported = 0

@@ -1,7 +1,4 @@
-"""Whether what the job names is there: secrets with their keys, config maps, claims, classes.
-
-Whether the images that a job names are names of images, and can be found from a node.
-"""
+"""Whether what the job names is there: secrets, config maps, claims, classes and images."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Whether the permissions of the launcher, and of the guard of the leading task, are granted.
-
-The Kubernetes API itself reviews one permission at a time: for the caller, for the service accounts
-of steps and tasks, and for that of runs that are started from the KFP UI.
-"""
+"""Whether the permissions of the launcher, and of the guard of the leading task, are granted."""
 
 from __future__ import annotations
 

@@ -31,10 +31,7 @@ def written(number: Decimal) -> str:
 
 
 def room(cluster: Cluster, job: PlannedJob) -> Finding:
-    """Check the sum of all pods against every `ResourceQuota` and what is used of it.
-
-    What one pod is refused for, the dry run of it says.
-    """
+    """Check the sum of all pods against every `ResourceQuota` and what is used of it."""
     where = cluster.namespace
     quotas = cluster.api.read(f"/api/v1/namespaces/{where}/resourcequotas")["items"]
     if not quotas:
@@ -153,11 +150,7 @@ def _takes(node: Tree, role: Role) -> bool:
 
 
 def _tolerated(taint: Tree, role: Role) -> bool:
-    """Say whether a pod may run where a taint is.
-
-    A taint with the name of the resource itself is tolerated by pods that request it
-    (`ExtendedResourceToleration`).
-    """
+    """Say whether a pod may run where a taint is, also by `ExtendedResourceToleration`."""
     if taint["key"] in role.resources.get("limits", {}):
         return True
     return any(

@@ -1,7 +1,4 @@
-"""Whether `storage.root` can be written, read, listed and deleted from, with these credentials.
-
-The secret that opens the object store for the pods of a run: it may lack keys, or be absent.
-"""
+"""Whether the storage root, and the secret that opens it for the pods, can be used."""
 
 from __future__ import annotations
 
@@ -115,10 +112,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Say whether the secret holds a whole pair of keys for the store of the configuration.
-
-    Without one the pods rely on a role of their service account, which may well be meant.
-    """
+    """Say whether the secret holds a whole pair of keys; a role may stand for an absent one."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     if config.storage.root.startswith("minio://"):

@@ -1,7 +1,4 @@
-"""The versions with which Flotilla was run for real: the one table that doctor and documents have.
-
-`docs/reference/versions.md` shows it; a test compares the two.
-"""
+"""The versions with which Flotilla was run; `docs/reference/versions.md` shows this table."""
 
 from __future__ import annotations
 
@@ -15,13 +12,7 @@ _NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program that Flotilla runs with.
-
-    Attributes:
-        name: as a person calls it.
-        oldest: what it has to be at least, as its source says; empty: not known.
-        seen: the versions that were run for real, oldest first.
-    """
+    """A program that Flotilla runs with: the `oldest` version, if known, and those `seen`."""
 
     name: str
     oldest: str = ""
@@ -41,11 +32,7 @@ PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judged(part: Part, version: str, message: str, show: str = "") -> Finding:
-    """Return the finding for a part of this version, which the message names.
-
-    A version that is too old is a warning; one that was not run is said to be that, and one that
-    is no number is not judged.
-    """
+    """Return the finding for a part of this version; a version that is too old is a warning."""
     number = _NUMBER.match(version)
     if not number:
         return Finding("ok", message)

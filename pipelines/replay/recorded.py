@@ -19,12 +19,9 @@ from trainer.run_state import state_of
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A step of a run.
+    """A step of a run: how it ended, and what it was given.
 
     Attributes:
-        run_id: the run.
-        record: how the step ended.
-        given: what it was given.
         root: the storage root, as the run has known it.
         source: the storage root, as this machine reads it.
         pinned: the file with what a run on this machine has pinned; None where it has none.
@@ -48,15 +45,8 @@ def find(
 ) -> RecordedStep:
     """Return a step of a run: of this machine, of a storage root, or of a KFP instance.
 
-    Args:
-        run: its id; of a run on an instance also its name.
-        step: its name, or the one that KFP gives it.
-        settings: `storage.root=URI`, where a run of a cluster has published.
-        workdir: the folder of the runs on this machine.
-        instance: the KFP instance; from the environment when left out.
-
-    Raises:
-        UserError: there is no such run or step, it never began, or what it was given is not known.
+    `settings` may have `storage.root=URI`, where a run of a cluster has published. Raises
+    `UserError`.
     """
     name = _name_of(step)
     root = local.configuration(None, settings).storage.root if settings else ""

@@ -1,8 +1,8 @@
 """Replay a step: its body, with the arguments on record, in a process of its own.
 
-What it takes is read where it is; what it publishes goes to a storage root of its own, below
-`<workdir>/replays/`. It is a run of this machine with one step: no store of the run, no registry
-and no tracker is written to. `python -m pipelines.replay.replay FOLDER` is that process.
+What it takes is read where it is; what it publishes goes to a root below `<workdir>/replays/`. No
+store of the run, no registry and no tracker is written to. `python -m pipelines.replay.replay
+FOLDER` is that process.
 """
 
 from __future__ import annotations
@@ -53,13 +53,7 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """What was replayed.
-
-    Attributes:
-        replayed: how the replay ended; None where its process was killed.
-        folder: all that the replay has written.
-        remarks: what was not as it was.
-    """
+    """How a replay ended (None where it was killed), its folder, and what was not as it was."""
 
     replayed: StepEnd | None
     folder: Path
@@ -75,15 +69,8 @@ def replay(
 ) -> ReplayResult:
     """Run a step of a run again on this machine; nothing of the run is changed.
 
-    Args:
-        recorded: the step, see `pipelines.replay.recorded.find`.
-        workdir: the folder of the runs of this machine; replays are below it.
-        debug: stop in pdb where the step fails.
-        on_line: called with each remark before the step begins.
-
-    Raises:
-        UserError: it was made by another version, or the folder cannot be written.
-        RunInterruptedError: SIGINT or SIGTERM came; the step was ended.
+    `on_line` is called with each remark before the step begins; with `debug` pdb stops where it
+    fails. Raises `UserError`, and `RunInterruptedError` at a signal.
     """
     local.require_current_folder()
     require_arguments(recorded.given)
@@ -125,10 +112,7 @@ def require_arguments(given: Given) -> None:
 def arguments_of(
     recorded: RecordedStep, root: str, *, debug: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of the step for this machine, and a remark on each difference.
-
-    `root` is the storage root of the replay.
-    """
+    """Return the arguments of the step for this machine, and a remark on each difference."""
     arguments = _as_read_here(recorded)
     remarks = list[str]()
     if recorded.step == RESOLVE:
@@ -366,10 +350,7 @@ def _called(
 
 
 def post_mortem(error: BaseException) -> None:
-    """Open pdb at the innermost frame of the user's code in an error, or where it was raised.
-
-    `up` leads to what called it. The end of the input ends the debugger.
-    """
+    """Open pdb at the innermost frame of the user's code in an error, or where it was raised."""
     trace: TracebackType | None = None
     for frame, line in reversed(frames_of(error)):
         # What the user's code has called is left out: pdb begins at the last one.

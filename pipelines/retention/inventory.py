@@ -1,11 +1,8 @@
 """What is below a storage root, and what refers to what, found by one listing and the manifests.
 
 A reference is any text in a record that ends with the path of something below the root, or is the
-digest of a listing or of code: one that is found too many keeps too much, and loses nothing.
-
-The trials of a sweep are runs next to it, and stay as long as it does: it may go on with them. On
-this machine a sweep is a folder with its state, on a cluster the run with `trials/`, by whose name
-the names of its trials begin.
+digest of a listing or of code: one too many keeps too much, and loses nothing. The trials of a
+sweep are runs next to it, and stay as long as it does.
 """
 
 from __future__ import annotations
@@ -80,12 +77,7 @@ class _Folder:
 
 
 def read(root: str, workdir: Path) -> Inventory:
-    """Return what is below `root`; the local part of runs may be below `workdir`.
-
-    Raises:
-        ConfigError: it is no storage root.
-        UserError: the store fails.
-    """
+    """Return what is below `root`; raises `ConfigError` or `UserError`."""
     tops = _listed(root)
     if MANIFEST in tops:
         raise ConfigError(f"{root} is a published directory and no storage root: name that above")
@@ -423,14 +415,7 @@ def _is_locked(folder: Path) -> bool:
 def _with_sweeps(
     items: Mapping[str, Item], root: Path | None, workdir: Path, on_cluster: Iterable[str]
 ) -> dict[str, Item]:
-    """Return items with the sweeps of this machine, and each trial as young as its sweep.
-
-    Args:
-        items: what is below a root, by path.
-        root: folder of the root; None where it is a bucket.
-        workdir: the sweeps there may have published their trials below the root.
-        on_cluster: the runs below the root that are sweeps.
-    """
+    """Return items with the sweeps of this machine, and each trial as young as its sweep."""
     found = dict(items)
     for folder in dict.fromkeys([*filter(None, [root]), workdir]):
         for path in sorted([*folder.glob(f"*/{SWEEP_STATE}"), *folder.glob(f"*/{OLD_FILE}")]):

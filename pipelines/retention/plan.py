@@ -1,10 +1,8 @@
 """What may go: a pure function of what is there, what refers to what, and the time.
 
-What goes is old, and nothing that stays needs it. What stays for its own sake is the newest
-versions of each model, the champion with what a rollback and the gate fall back on, each run that
-is young or going on, and what was published or used lately. All else stays only where one of these
-names it: a model's dataset, checkpoint, evaluation, decision and code, the checkpoint that it began
-with, the version since which no gain was proved.
+These stay for their own sake: the newest versions of each model, the champion with what a rollback
+and the gate fall back on, runs that are young or going on, and what was used lately. All else stays
+only where one of these names it.
 """
 
 from __future__ import annotations
@@ -60,9 +58,7 @@ class Item:
     Attributes:
         path: below the root, such as `datasets/digits-1` or `RUN/checkpoints/step-00000100`.
         kind: `run`, `version`, `dataset`, ...; of what a run has published the manifest's.
-        bytes: of all files.
         last: when it was published, used, or did something last; None where nothing says so.
-        refs: paths of the items that it names.
         busy: of a run: it goes on, or may.
         damaged: why its manifest cannot be read; it stays.
     """
@@ -233,8 +229,8 @@ def reached(items: Mapping[str, Item], roots: list[Item]) -> set[str]:
 def _needs(origin: Item, target: Item) -> bool:
     """Say whether what stays needs what it names.
 
-    The versions that stay were chosen. A checkpoint that is only begun with holds all that it had
-    of the one before; else no chain of warm starts would ever end.
+    The versions that stay were chosen. A checkpoint holds all that it had of the one it began with;
+    else no chain of warm starts would end.
     """
     return target.kind != VERSION and not origin.kind == target.kind == CHECKPOINT
 

@@ -1,8 +1,8 @@
 """The removal of what a plan lists, one after the other, and of what dead writers left.
 
-What refers to something goes before it, and of each directory the manifest goes first: whatever
-ends the removal, nothing that is left reads as whole without its inputs. Each is looked at again
-just before it goes: it may be in use since the plan was made.
+What refers to something goes before it, and of each directory the manifest first: whatever ends the
+removal, nothing that is left reads as whole without its inputs. Each is looked at again just
+before.
 """
 
 from __future__ import annotations
@@ -51,16 +51,8 @@ def remove(
 ) -> tuple[Item, ...]:
     """Remove what is in `plan` and may still go; return what stays after all.
 
-    Args:
-        root: the storage root.
-        workdir: with the local part of runs.
-        plan: what was agreed to.
-        wanted: by which policy.
-        done: called with each item that is gone.
-
-    Raises:
-        UserError: the store does not answer, or something cannot be removed, in which case all that
-            it does not need was; what `done` was called with is gone, all else is whole.
+    `done` is called with each item that is gone. Raises `UserError` where something cannot be
+    removed; all else is whole.
     """
     # Time has passed since the plan was made, perhaps in front of a question.
     found = read(root, workdir)
@@ -194,8 +186,8 @@ def _parts_removed(root: str) -> list[str]:
 def collect(root: str) -> tuple[str, ...]:
     """Remove what dead writers left below `root`; return the URIs of what is gone.
 
-    That is expired leases, finished parts of a dataset to which none was added for a week, and
-    unpublished files.
+    That is expired leases, parts of a dataset to which none was added for a week, unpublished
+    files.
     """
     folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
     leases = chain.from_iterable(in_parallel(_leases_removed, folders))

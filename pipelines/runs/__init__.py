@@ -1,7 +1,6 @@
 """The Python API: runs on this machine and on a KFP instance. It returns values, prints nothing.
 
-On this machine `run`, `train` and `prepare`; on a KFP instance `submit` and `follow`; on both
-`status`, `logs` and `cancel`. See `docs/how-to/python-api.md`.
+See `docs/how-to/python-api.md`.
 """
 
 from importlib import import_module

@@ -1,8 +1,7 @@
 """A run by its id, on this machine or on a KFP instance: list, status, logs and cancel.
 
-A run below the workdir is one of this machine. Any other id or name is that of a run on the
-instance, which the options or the environment name. The client of KFP takes a second to load: only
-for a run of an instance.
+A run below the workdir is one of this machine; any other is one of the instance, for which alone
+the client of KFP is loaded: that takes a second.
 """
 
 from __future__ import annotations
@@ -166,11 +165,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
 
 
 def _interrupt(folder: Path) -> bool:
-    """Send SIGTERM to the run of a folder; return whether it was running.
-
-    The process group is that of KFP's runner and of the step that is running: the step ends its
-    cluster (see `trainer.cluster.signals`), and the runner starts no step but the exit step.
-    """
+    """Send SIGTERM to the process group of a run; return whether it was running."""
     process = local_status.process_of(folder)
     if not process:
         return False

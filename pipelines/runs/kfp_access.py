@@ -1,7 +1,6 @@
 """Access to a KFP instance: endpoint, namespace, credentials.
 
-Secrets come from files or from the environment, never from the command line, where every user of
-the machine can read them.
+Secrets come from files or the environment, never from the command line, which every user can read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The client of a KFP instance: bounded requests, and every failure as one line with its remedy.
 
-The SDK's own client does more than it is asked for: it reads and writes files in the home folder,
-looks for clusters, opens a browser for a login, prints links, waits without a limit, and takes a
-login page for an empty list. Here it does none of that.
+The SDK's own client also writes to the home folder, looks for clusters, opens a browser, prints
+links, waits without a limit, and takes a login page for an empty list.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ _SERVER = 500
 
 
 class InstanceError(UserError):
-    """A KFP instance refused a request, or did not answer.
-
-    Attributes:
-        status: the HTTP status, or 0 where there was no readable response.
-    """
+    """A KFP instance refused a request (the HTTP `status`), or did not answer (0)."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         """Keep the line and the status."""
@@ -235,10 +230,7 @@ class Client(sdk.Client):  # type: ignore[misc]
 
     @functools.cached_property
     def _ui(self) -> str:
-        """The address of the user interface: the one that is named, else the endpoint if it is one.
-
-        The API server alone answers every page with 404.
-        """
+        """The address of the user interface: the one named, else the endpoint if it is one."""
         if self.access.ui:
             return self.access.ui
         with suppress(InstanceError):
@@ -317,10 +309,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 
 
 def _in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """Return what `call` returns; raises `TimeoutError` when it takes longer.
-
-    Timeouts of sockets bound silence only, and do not cover the look-up of the host.
-    """
+    """Return what `call` returns; raises `TimeoutError` when it takes longer, look-up included."""
     answer: Future[Any] = Future()
 
     def work() -> None:
@@ -356,15 +345,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 def pages(
     call: Callable[..., Any], items: str, *, size: int = _PAGE, most: int = 0, **named: Any
 ) -> Iterator[Any]:
-    """Yield the items of a list call, page after page, as they are consumed.
-
-    Args:
-        call: a method of the client.
-        items: the attribute of its answer.
-        size: of a page.
-        most: how many items to fetch at most; all when 0.
-        named: further arguments of the call.
-    """
+    """Yield the items of a list call, at most `most` (0: all), page after page."""
     token, seen, left = "", set[str](), most or sys.maxsize
     while token not in seen:
         seen.add(token)
@@ -384,23 +365,14 @@ def is_id(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Version and mode of an instance.
-
-    Attributes:
-        version: empty where the instance does not give it.
-        is_shared: whether it is in multi-user mode.
-    """
+    """Version of an instance, if it gives one, and whether it is in multi-user mode."""
 
     version: str
     is_shared: bool
 
 
 def health(access: Access) -> Health:
-    """Return version and mode; in multi-user mode also read the namespace, to check the access.
-
-    Raises:
-        UserError: the instance cannot be reached, or refuses the credentials.
-    """
+    """Return version and mode, and check the access to the namespace; raises `UserError`."""
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):

@@ -1,15 +1,11 @@
 """The nodes of a run, their logs and the UI's store: all that depends on the version of KFP's API.
 
-A run of KFP 2 is an Argo workflow. `GET /apis/v1beta1/runs/RUN` returns it whole, from a database:
-also when the workflow and its pods are gone, and through the address of the user interface. The
-newer list of nodes (v2beta1) has neither their messages nor the names of their pods. KFP 3 drops
-this path and that of the logs: a run has no steps here then, and no log.
-
-KFP's configuration of Argo gives every template a retry strategy: a task `x` is a node `x`, and a
-node `x(0)` is its first try. The name of a node is made of those of the tasks around it, with their
-tries, joined by dots. A step `train-model` is a task of this name next to `train-model-driver`,
-which is KFP's own; its pod is the task `executor` in it, which is skipped where KFP takes the
-outputs of the step from its cache. Groups of steps have drivers too.
+A run of KFP 2 is an Argo workflow, which `GET /apis/v1beta1/runs/RUN` returns whole from a
+database, also when its pods are gone. The newer list of nodes (v2beta1) has neither messages nor
+names of pods. KFP 3 drops this path: a run has no steps and no log here then.
+A task `x` is a node `x`, and a node `x(0)` is its first try. The name of a node is made of those of
+the tasks around it, joined by dots. A step `train-model` is next to `train-model-driver`, which is
+KFP's own; its pod is the task `executor` in it, which is skipped where the cache has the outputs.
 """
 
 from __future__ import annotations
@@ -57,14 +53,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run.
-
-    Attributes:
-        state: KFP's own word; PENDING also where its pod does not start.
-        pod: the name of the pod of its last try, or that of its driver where that failed; empty
-            where there is none.
-        cached: whether KFP took its outputs from the cache, so that none of its code ran.
-    """
+    """One step of a run; `state` is KFP's own word, `cached`: none of its code ran."""
 
     name: str
     state: str
@@ -83,16 +72,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last try of a pod of a run.
-
-    Attributes:
-        name: in the cluster.
-        step: whose it is; empty for a driver of the run or of a group of steps.
-        is_driver: whether it is KFP's own.
-        state: KFP's word.
-        message: Argo's words, one line; empty where it has none.
-        image: that of the step; empty for a driver.
-    """
+    """The last try of a pod of a run; `message` is Argo's, `step` is empty for a group's driver."""
 
     name: str
     step: str
@@ -107,8 +87,6 @@ class Nodes:
     """What the instance knows of the nodes of a run; nothing before Argo has begun.
 
     Attributes:
-        steps: those that have begun, in this order.
-        pods: in the order in which they began.
         artifact: URI of an output of a step, in which the pipeline root is; empty where none began.
         message: why the workflow failed as a whole, or empty.
         is_pausing: whether Argo waits before it makes a pod that was lost once more.
@@ -295,9 +273,8 @@ def _moment(text: object) -> datetime | None:
 def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
     """Return the log of a pod so far; raises `InstanceError` where there is none.
 
-    The API server returns it as a whole and does not follow it, from the archive where the pod is
-    gone. The user interface has another path, answers this one with its start page, and has no log
-    of a pod that is gone.
+    The API server returns it as a whole, from the archive where the pod is gone. The user interface
+    has another path for it, and none for a pod that is gone.
     """
     refused: InstanceError | None = None
     for path in _paths(client, run_id, created, pod):
@@ -311,12 +288,7 @@ def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> s
 
 
 def object_at(client: Client, uri: str) -> bytes:
-    """Return an object of a store that the user interface reads for its pages, with its own keys.
-
-    Raises:
-        InstanceError: there is no such object, or the endpoint is not that of a user interface, or
-            it does not serve the object, as where several users share it.
-    """
+    """Return an object that the user interface reads with its own keys; raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)
     if not source or "?" in path:

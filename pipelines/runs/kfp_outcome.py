@@ -1,13 +1,9 @@
 """The result of a run on a KFP instance: from the records of its steps, else from its nodes.
 
-KFP says whether a run has ended. What its steps say, they publish below the root of the run: how
-they ended, metrics, reasons, URIs. The store outlasts the pods and their logs. It is read with the
-keys of this machine, else by way of the user interface. Where neither can be, the states and
-messages of the nodes have to do: they show which step failed and a gate that refused, but not
-whether the registry promoted the model.
-
-What is outside our code has no record. Argo's messages of the nodes have it: why a pod failed or
-does not start, and so what to do.
+KFP says whether a run has ended; the records below its root say how its steps ended. They are read
+with the keys of this machine, else by way of the user interface. Without them the states of the
+nodes show which step failed, but not whether the model was promoted. Argo's messages say why a pod
+failed or does not start.
 """
 
 from __future__ import annotations
@@ -241,8 +237,6 @@ class Cause:
     """What a message of Argo means.
 
     Attributes:
-        pattern: found in the message.
-        remedy: what to do.
         blocks: whether a pod that waits for this does not start by itself as a rule.
         at_once: whether that is certain, so that nobody has to wait for it.
         of_image: whether it is the image that cannot be had.

@@ -23,13 +23,11 @@ _FOLDER = "flotilla"
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRun:
-    """One run.
+    """One run; one in a list has no nodes.
 
     Attributes:
         state: KFP's own word; CANCELED also of a run that was terminated, which KFP calls FAILED.
-        error: one line, empty where the instance gives none.
         at: URI below which its steps publish; empty where that is not known.
-        nodes: of its workflow; of a run in a list it has none.
         impasse: why it cannot continue although it has not ended, or empty.
     """
 
@@ -91,10 +89,7 @@ def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
 
 
 def _state(state: str, history: Iterable[Any]) -> str:
-    """Return the state; CANCELED where the last one before the end of a failed run is CANCELING.
-
-    A run that was tried again after it was terminated was RUNNING in between.
-    """
+    """Return the state; CANCELED where a failed run was CANCELING just before its end."""
     before = [str(each.state) for each in history if str(each.state) not in ENDED]
     if state == "FAILED" and before[-1:] == ["CANCELING"]:
         return "CANCELED"
@@ -103,10 +98,7 @@ def _state(state: str, history: Iterable[Any]) -> str:
 
 
 def _published_at(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which a run publishes, as its steps find it; empty where unknown.
-
-    The instance's own pipeline root is only in the URIs of what the steps put out.
-    """
+    """Return the URI below which a run publishes, as its steps find it; empty where unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
     root = str(given.get("storage_root") or "")

@@ -1,7 +1,4 @@
-"""Follow a run on a KFP instance: its steps and its logs, until it ends.
-
-The instance returns a log as a whole: each look reads it again and passes on what is new.
-"""
+"""Follow a run on a KFP instance: its steps and its logs, until it ends."""
 
 from __future__ import annotations
 
@@ -66,11 +63,7 @@ def follow(
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
-    """Return the run once it has ended or cannot go on; `on_change` and `on_note` as in `follow`.
-
-    Raises:
-        UserError: the instance did not answer for `RETRY_SECONDS`, or refused for good.
-    """
+    """Return the run once it has ended or cannot go on, as `follow` does; raises `UserError`."""
     failing: float | None = None
     obstacles = _Obstacles(on_note)
     while True:
@@ -201,18 +194,10 @@ class LogFollower:
 def follow_logs(
     client: Client, run: RemoteRun, only: str, *, wait: bool, on_text: OnText, on_note: OnNote
 ) -> RemoteRun:
-    """Pass on the logs of a run; return the run as it was seen last.
+    """Pass on the logs of a run, or `only` of one step; return the run as it was seen last.
 
-    Args:
-        client: of the instance.
-        run: the run.
-        only: the one step to read, or empty.
-        wait: whether to continue until the run has ended.
-        on_text: called with the name of a step and new whole lines of its log.
-        on_note: called with a line on what has no log.
-
-    Raises:
-        UserError: there is no such step, or the instance gives no log at all.
+    `on_text` is called with the name of a step and new whole lines, `on_note` with what has no log.
+    Raises `UserError`.
     """
     names = [step.name for step in run.steps]
     if only and only not in names and (run.has_ended or not wait):

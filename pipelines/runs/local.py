@@ -168,11 +168,7 @@ def configuration(config: Config | str | Path | None, settings: Sequence[str]) -
 
 
 def begun(workdir: Path) -> dict[str, float]:
-    """Return the runs below `workdir`, and when each was begun or resumed, by its files.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+    """Return the runs below `workdir`, and when each was begun or resumed; raises `UserError`."""
     try:
         folders = os.listdir(workdir)
     except (FileNotFoundError, NotADirectoryError):
@@ -194,13 +190,11 @@ class LocalRun:
     """One run on this machine.
 
     Attributes:
-        folder: all of it that is on this machine.
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.
         begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
         bundle: of the user's modules, where this start has published one.
-        saved: what `config.json` says once training has begun; a resume that is refused before
-            leaves the configuration of the run as it was.
+        saved: what `config.json` says once training has begun; a refused resume changes nothing.
     """
 
     run_id: str
@@ -304,10 +298,8 @@ def execute(
 ) -> RunResult:
     """Run `pipeline` (a name of `pipelines.training.PIPELINES`) to its end.
 
-    In the main thread SIGINT and SIGTERM end it with a last checkpoint; a second one ends it at
-    once. Python delivers signals to no other thread.
-
-    `extra` are further arguments of the pipeline; `on_event` is called with every event.
+    In the main thread, where Python delivers signals, SIGINT and SIGTERM end it with a last
+    checkpoint; a second one ends it at once. `extra` are further arguments of the pipeline.
     """
     tracked = tracker.LocalRun(run.config, run.run_id, run.folder / EVENTS, on_event)
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})

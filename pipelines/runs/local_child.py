@@ -1,8 +1,4 @@
-"""The process of a run: KFP's local runner runs one pipeline in it.
-
-The runner has a process of its own because it changes that process: it patches `print`, leaves a
-step running when it is interrupted, and prints the whole input of every step.
-"""
+"""The process of a run: KFP's local runner, which patches `print`, runs one pipeline in it."""
 
 from __future__ import annotations
 

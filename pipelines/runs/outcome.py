@@ -96,11 +96,7 @@ def outcome_of(state: RunState, returncode: int, *, interrupted: bool) -> RunRes
 
 
 def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
-    """Judge a run without a failure by the steps that judge the data and the model.
-
-    After a step that accepted the model, every later step has to have a record; after one that
-    accepted the data, where it is a whole run, which has an exit step.
-    """
+    """Judge a run without a failure by the steps that judge the data and the model."""
     by_name = {step.step: step for step in steps}
     of_model = (maker_of("decision"), maker_of("registration"))
     is_whole = EXIT_STEP.name in by_name
@@ -127,10 +123,7 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
 
 
 def with_full_disk(result: RunResult, folder: Path) -> RunResult:
-    """Add to the message of a failed run that the disk is full.
-
-    The steps may have had no space left to write that themselves.
-    """
+    """Add to the message of a failed run that the disk is full."""
     if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
         return result
     message = f"{result.message}; there is no space left at {folder}"

@@ -1,8 +1,7 @@
 """Recurring runs on a KFP instance, one schedule for each name.
 
-KFP reads cron expressions with six fields, seconds first. It accepts five fields too and reads the
-first one as seconds: `10 10 * * *` would run every hour. Here five fields mean what they mean
-everywhere else, and the second 0 is added.
+KFP reads cron expressions with six fields, seconds first, and the first of five fields as seconds
+too. Here five fields mean what they mean everywhere else, and the second 0 is added.
 """
 
 from __future__ import annotations
@@ -56,12 +55,7 @@ _PART = re.compile(r"(?P<from>[*?]|\d+|[a-z]{3})(?P<to>-(\d+|[a-z]{3}))?(?P<step
 
 @dataclass(frozen=True, kw_only=True)
 class Cron:
-    """A schedule.
-
-    Attributes:
-        text: the six fields, as KFP gets them.
-        known: the same schedule as cronsim reads it.
-    """
+    """A schedule: the six fields as KFP gets them, and as cronsim reads them."""
 
     text: str
     known: str
@@ -132,10 +126,8 @@ class Timing:
     """When runs start.
 
     Attributes:
-        cron: a schedule by the clock, or None.
         interval: seconds from one start to the next, or 0; one of the two is given.
-        zone: the time zone in which the instance reads `cron`. The API takes none: it is set for
-            the whole instance, by CRON_SCHEDULE_TIMEZONE of its ml-pipeline-scheduledworkflow.
+        zone: the time zone in which the instance reads `cron`; it is set for the whole instance.
         catch_up: whether missed runs are started later.
         at_once: how many runs there may be at a time.
         latest: whether each run takes the newest version at its time, not one for all.
@@ -182,10 +174,8 @@ class Scheduled:
 
     Attributes:
         action: what was done, such as `was created` or `is there already`.
-        timing: when it runs, in words.
         next: the next time in UTC; empty for an interval.
         removed: how many others of this name were removed.
-        existed: whether it was there already.
         version: the one of all its runs; with `Timing.latest` the newest as it is now.
     """
 

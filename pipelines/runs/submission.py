@@ -31,19 +31,7 @@ PIPELINE = "flotilla-training"
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What is to be run.
-
-    Attributes:
-        config: the configuration.
-        package: a compiled pipeline to send along, or None for an uploaded version.
-        pipeline: name of the uploaded pipeline.
-        version: of it; the newest when empty.
-        experiment: the group of runs, which is created where it does not exist.
-        name: of the run; from the configuration and the time when empty.
-        pipeline_root: where KFP keeps artifacts; the instance's default when empty.
-        service_account: of the pods; the instance's default when empty.
-        parameters: run parameters of the steps, as `NAME=VALUE`; their defaults when left out.
-    """
+    """What is to be run; see `submit` for the fields."""
 
     config: Config
     package: Package | None = None
@@ -68,12 +56,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A run that was started.
-
-    Attributes:
-        page: it in the KFP user interface; empty without one.
-        version: of the uploaded pipeline that it runs; None for one that was sent along.
-    """
+    """A run that was started; `version` is None for a pipeline that was sent along."""
 
     run_id: str
     page: str
@@ -132,12 +115,7 @@ def submit(
 
 
 def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bundle]:
-    """Publish a folder of the user's modules where the steps find it; see `bundle.publish`.
-
-    Raises:
-        ConfigError: it is not known where the run publishes.
-        UserError: the folder holds what no bundle may hold, or the store refuses.
-    """
+    """Publish a folder of the user's modules where the steps find it; see `bundle.publish`."""
     config, root = submission.config, submission.config.storage.root
     if not root and submission.pipeline_root:
         root = storage.join(submission.pipeline_root, FLOTILLA)
@@ -175,11 +153,7 @@ def start(client: Client, submission: Submission) -> Submitted:
 def run_parameters(
     config: Config, given: Mapping[str, Any], spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
-    """Return the typed run parameters of `config`, and those of the steps, that a pipeline has.
-
-    Raises:
-        ConfigError: the configuration sets a parameter that the pipeline does not have.
-    """
+    """Return the typed run parameters of `config` and of the steps; raises `ConfigError`."""
     values, known = {**to_parameters(config), **given}, parameters_of(spec)
     if known is None:
         return values

@@ -26,11 +26,7 @@ _SOME = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline on an instance.
-
-    Attributes:
-        remark: what a person should know who did not choose it by its name, or empty.
-    """
+    """A version of a pipeline; `remark` is for a person who did not choose it by its name."""
 
     pipeline: str
     pipeline_id: str
@@ -63,16 +59,7 @@ class Upload:
 
 
 def upload(access: Access, package: Package, name: str = "") -> Upload:
-    """Upload a pipeline, as a new version where it exists; the same content is uploaded once.
-
-    Args:
-        access: to the instance.
-        package: the compiled pipeline.
-        name: of the pipeline; its own when empty.
-
-    Raises:
-        UserError: the instance refuses, or cannot be reached.
-    """
+    """Upload a pipeline, as a new version where it exists; the same content is uploaded once."""
     if name and not name.strip():
         raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
@@ -82,10 +69,7 @@ def upload(access: Access, package: Package, name: str = "") -> Upload:
 
 
 def default_of(access: Access, version: Version) -> Version:
-    """Return the version of the same pipeline that `submit` and `schedule` take by default.
-
-    The instance decides which is newer: it knows times to the second only, and others upload too.
-    """
+    """Return the version of the same pipeline that `submit` and `schedule` take by default."""
     return _default(connect(access), version.pipeline, version.pipeline_id) or version
 
 
@@ -206,11 +190,7 @@ def equals(key: str, value: str) -> str:
 
 
 def containing(key: str, value: str) -> str:
-    """Return a filter of the API for texts that contain `value`.
-
-    For pipelines and versions: an instance that keeps them in Kubernetes has no other filter. It
-    lets through more than it should: `%` and `_` match anything there.
-    """
+    """Return a filter for texts that contain `value`, and, as `%` and `_` match any, for more."""
     # A backslash would take the meaning of the letter after it.
     return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
 

@@ -1,11 +1,8 @@
 """A sweep on this machine: each trial is a run, of which only the best is promoted.
 
-A sweep is a folder with the journal of a study and a lock. Its trials are ordinary runs next to it,
-which train and validate. Of the best the same run goes on: through evaluation on the test split,
-gate, export and registry.
-
-All that is known of a sweep is changed in one thread; the threads of the trials only wait for
-their runs.
+A sweep is a folder with the journal of a study and a lock. Its trials are runs next to it, which
+train and validate; the best goes on to the registry. All that is known of a sweep is changed in one
+thread.
 """
 
 from __future__ import annotations
@@ -51,11 +48,7 @@ def start(options: SweepOptions, workdir: Path) -> Study:
 
 
 def resumed(sweep_id: str, workdir: Path) -> Study:
-    """Return a sweep that is to go on where it was; what failed is tried again.
-
-    Raises:
-        ConfigError: there is no such sweep, or it is still running.
-    """
+    """Return a sweep that is to go on where it was; raises `ConfigError`."""
     local.require_current_folder()
     known = sorted(
         {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
@@ -72,15 +65,7 @@ def execute(begun: Study, parallel: int, on_trial: OnTrial | None = None) -> Run
     """Train all trials, and promote the best one; return how its run ended.
 
     In the main thread SIGINT and SIGTERM end it: each run that trains publishes a last checkpoint.
-    A second one ends them at once.
-
-    Args:
-        begun: the sweep.
-        parallel: trials at a time.
-        on_trial: called with each trial that begins or ends, in this thread.
-
-    Raises:
-        UserError: what is known of the sweep cannot be kept, or its metric is not measured.
+    A second one ends them at once. `on_trial` is called here with each trial. Raises `UserError`.
     """
     sweep = begun.sweep
     if sweep.verdict in _CODES:

@@ -1,10 +1,8 @@
 """A sweep as one pipeline on a KFP instance.
 
-    resolve_config -> prepare_data -> validate_data -> run_trial (a loop, so many at a time)
-    -> choose_trial -> evaluate_model -> check_gate -> export_model -> register_model
-
-The dataset is prepared once. A trial that fails is a result of its step, so that the loop goes on;
-its steps return what became of them, and no artifact leaves the loop. With halving there is a loop
+resolve_config -> prepare_data -> validate_data -> run_trial (a loop, so many at a time) ->
+choose_trial -> evaluate_model -> check_gate -> export_model -> register_model
+A trial that fails is a result of its step, so that the loop goes on. With halving there is a loop
 and a choice a rung, and the trials of the next rung continue from their own checkpoints. A place on
 a rung that no trial takes, since some failed, is a step that ends at once.
 """
@@ -41,12 +39,7 @@ PARAMETER = "sweep"
 def compile_sweep(
     options: SweepOptions, output: Path, image: str = "", pods: StepPods = NO_SETTINGS
 ) -> Sweep:
-    """Write the pipeline of a sweep; return the sweep.
-
-    Raises:
-        ConfigError: the search space, or the name of the image, is wrong.
-        UserError: the file cannot be written.
-    """
+    """Write the pipeline of a sweep; return it; raises `ConfigError` or `UserError`."""
     check_image(image)
     if options.tpe is not None:
         raise ConfigError(
@@ -110,7 +103,7 @@ def _trained(
 ) -> Any:
     """Train all rungs; return the step that chose the best trial.
 
-    A loop is over places, and what is chosen comes by the store. KFP's local runner gives a loop in
+    A loop is over places, and what is chosen comes by the store: KFP's local runner gives a loop in
     place of every output of the steps before it the item of the loop.
     """
     chosen: Any = None

@@ -26,15 +26,12 @@ class SweepOptions:
     """A search.
 
     Attributes:
-        config: a configuration, its YAML file, or None for the default.
         settings: `section.key=value` texts; with several values or a range it is searched.
         random: how many random draws; None for the whole grid, or for `tpe`.
         tpe: how many trials that TPE samples, each by what those before have reached.
-        seed: of both; 0 when None.
         halving: whether a third of the trials goes on from each rung.
         metric: of validation; empty for the loss.
         better: `higher` or `lower`; empty where the name of the metric says it.
-        parallel: trials at a time.
     """
 
     config: Config | str | Path | None = None

@@ -1,7 +1,6 @@
 """Checkpoints: published directories `step-00001500` that every strategy can read.
 
-A checkpoint holds TensorFlow's own checkpoint files, with each variable under its path in the
-model, so that it does not matter which strategy wrote it or on which device a variable was.
+The variables are under their paths in the model, whichever strategy and device had them.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ class RestoredCheckpoint:
     """The newest valid checkpoint, fetched and verified.
 
     Attributes:
-        uri: where it is published.
-        global_step: its own.
         folder: its files on this machine.
         fields: of its manifest.
         apart: whether the values are not in the folder: the servers fetch what each needs.
@@ -70,11 +67,7 @@ class RestoredCheckpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run below one URI: saving, retention and restoring.
-
-    Nothing is written to the URI unless `lease` is held. What the model has `learnt` from its data
-    is part of each checkpoint.
-    """
+    """The checkpoints of one run below one URI; nothing is written unless `lease` is held."""
 
     lease = NoLease()
     learnt = NOTHING
@@ -88,9 +81,9 @@ class Checkpoints:
     ) -> None:
         """Keep the newest `keep` checkpoints below `uri`, and the best; `scratch` is for copies.
 
-        `fingerprint` is that of the dataset: no attempt may continue with other data than the one
-        before, whose training examples could be test examples by now. `awaited` says whether an
-        evaluator measures each checkpoint.
+        `fingerprint` is that of the dataset: no attempt may continue with other data, whose
+        training examples could be test examples by now. `awaited`: an evaluator measures each
+        checkpoint.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -104,9 +97,8 @@ class Checkpoints:
     def newest(self) -> RestoredCheckpoint | None:
         """Fetch the newest valid checkpoint, and log which newer ones were passed over, and why.
 
-        Raises:
-            UserError: it was trained on other data; or another error, such as a full disk: a fresh
-                start would then throw away a good checkpoint.
+        Raises `UserError` for other data, and for an error such as a full disk: a fresh start would
+        then throw away a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -170,15 +162,10 @@ class Checkpoints:
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
     ) -> str:
-        """Publish all `variables` and return the URI.
+        """Publish `variables` by path, `global_step` among them; return the URI.
 
-        Args:
-            variables: by path, `global_step` among them.
-            io_device: the device whose file system is written, which is that of this process.
-            fields: fields of the manifest, next to the global step.
-
-        Raises:
-            UserError: a variable is not finite, or the checkpoint cannot be written.
+        The file system of `io_device` is that of this process. Raises `UserError` where a variable
+        is not finite, or the checkpoint cannot be written.
         """
         step = int(variables["global_step"].numpy())
         if (uri := self.uri_of(variables)) == self.last:
@@ -258,12 +245,9 @@ class Checkpoints:
 
     @contextmanager
     def flushed(self) -> Iterator[None]:
-        """Wait at the end until all that was saved in this block is published.
+        """Wait at the end until all that was saved in this block is published; raises `UserError`.
 
         An attempt that ends by `ClusterLostError` does not wait: the next one finds what it left.
-
-        Raises:
-            UserError: the last checkpoint could not be published.
         """
         try:
             yield
@@ -306,8 +290,7 @@ def restore(
 ) -> None:
     """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit.
 
-    Every value of every checkpoint is assigned here, whichever way: on the `servers` where it is
-    apart and they can, and by this process otherwise. What a checkpoint may lack stays as it is.
+    The `servers` assign where the values are apart. What a checkpoint may lack stays as it is.
     """
     try:
         layout = Layout.read(found.folder / PREFIX)
@@ -329,14 +312,11 @@ def restore(
 def resumed(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], training: TrainingConfig
 ) -> dict[str, tf.Variable]:
-    """Return those of `variables` that are restored when a run is resumed: all of them.
+    """Return those of `variables` that are restored when a run is resumed.
 
-    A loss scale and averages that the checkpoint has not, as they are new in the configuration,
-    begin with this attempt.
-
-    Where `training.freeze` is another one than that of the checkpoint, a variable that was frozen
-    has no slots of the optimizer there, and begins with new ones. So do slots that are told apart
-    by a number alone (those of Adafactor): with other variables a number means another slot.
+    New averages and a new loss scale begin with this attempt. With another `training.freeze` a
+    variable that was frozen has no slots in the checkpoint, and begins with new ones; so do slots
+    that only a number tells apart (those of Adafactor), since the number means another variable.
     """
     if any(path.startswith(_OPTIONAL) for path in variables):
         found_there = shapes(found)
@@ -377,11 +357,7 @@ def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
 
 
 def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckpoint:
-    """Assign the values of the checkpoint at `uri` to the variables of a model.
-
-    Raises:
-        UserError: the checkpoint is missing or damaged, or does not fit the model.
-    """
+    """Assign the checkpoint at `uri` to the variables of a model; raises `UserError`."""
     found = fetch(uri, scratch / "checkpoint")
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
     restore(found, handed_on(found, named), io_device=None)

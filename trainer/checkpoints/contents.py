@@ -1,8 +1,6 @@
 """What a checkpoint holds, as its manifest says it: variables by path, and in how many parts.
 
-A checkpoint is one of TensorFlow's own, with one file of data for each part. The field `variables`
-of its manifest has the variables; one that was written before there was such a field holds one
-part, of which its index knows more.
+An old manifest without the field `variables` has one part, of which its index knows more.
 """
 
 from __future__ import annotations
@@ -62,12 +60,10 @@ class StoredVariable:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What one checkpoint holds; `bytes` are those of its files, on all of its parts.
+    """What one checkpoint holds.
 
     Attributes:
-        uri: where it is.
-        global_step: its own.
-        created: when it was published.
+        bytes: of all its files.
         parts: the bytes of the data of each part.
         variables: by path; empty where the manifest does not say.
     """
@@ -126,11 +122,7 @@ def parts_of(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> s
 
 
 def contents(uri: str) -> Contents:
-    """Return what the checkpoint at `uri` holds, or the newest one below it.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """Return what the checkpoint at `uri`, or the newest below it, holds; raises `UserError`."""
     if not storage.is_published(uri):
         uri, _ = newest_checkpoint(uri)
     manifest = read_checkpoint(uri)

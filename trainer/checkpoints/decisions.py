@@ -82,8 +82,6 @@ class HandedOn:
     """The valid checkpoint of a run that evaluation, export and registration get.
 
     Attributes:
-        uri: where it is.
-        global_step: its own.
         trained: the global step of the last checkpoint.
         why: a few words.
         fields: of its manifest.
@@ -101,11 +99,8 @@ class HandedOn:
 def handed_on(uri: str, choice: str) -> HandedOn:
     """Return the checkpoint below `uri` that training hands on, and emit which one it is.
 
-    With `choice` "best" it is the best by validation loss that is not damaged. With "last", or
-    where no such one was measured, it is the last.
-
-    Raises:
-        UserError: no checkpoint is published, or it has to be the last and that one is damaged.
+    With `choice` "best" it is the best by validation loss that is not damaged; else, or where none
+    was measured, the last. Raises `UserError` where there is none, or a last one that is damaged.
     """
     found = index_of(uri)
     if not found:

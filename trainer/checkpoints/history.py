@@ -1,19 +1,11 @@
-"""The history of a run, as rows next to its checkpoints.
+"""The history of a run, as rows (one JSON object a line) next to its checkpoints.
 
 `history.jsonl` is the chief's: one row for each inner loop. A new attempt drops the rows after its
-checkpoint, as it repeats those steps. `validation.jsonl` is the evaluator's: one row a checkpoint,
-identified by its global step and the time at which it was published; of two of one step the later
-one counts. So each file has one writer.
-
-A file of rows has one JSON object a line, and grows during training.
-
-In a file system each row is appended and flushed to the disk. An object cannot be appended to: in
-an object store the rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last one,
-which has less than `SEGMENT_BYTES`, is written again, and only when `upload` is called. So the
-bytes that are written grow with the rows, and not with their square.
-
-A kill or a full disk may cut the last line short, and a reader may come while it is written. What
-is no row is passed over: with a warning, unless it is a last line without an end.
+checkpoint. `validation.jsonl` is the evaluator's: one row a checkpoint; of two of one step the
+later one counts.
+In an object store the rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on, of which only
+the last is written again: the bytes written grow with the rows, and not with their square. A line
+that is no row, such as one that a kill has cut short, is passed over.
 """
 
 from __future__ import annotations
@@ -68,10 +60,7 @@ class History:
 
 
 def read_history(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri`; none when training has not begun.
-
-    A line that is no such row is passed over with a warning: it must not end training.
-    """
+    """Return the rows below the checkpoints' `uri`; none when training has not begun."""
     return read_rows(storage.join(uri, HISTORY_FILE), _is_of_history)
 
 
@@ -132,10 +121,7 @@ class Validations:
 
 
 def read_validations(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri` by global step; none without an evaluator.
-
-    A line that is no such row is passed over with a warning: it must not end training.
-    """
+    """Return the rows below the checkpoints' `uri` by global step; none without an evaluator."""
     rows = read_rows(storage.join(uri, VALIDATIONS_FILE), _is_of_validation)
     newest = {row["global_step"]: row for row in rows}
     return [newest[step] for step in sorted(newest)]
@@ -152,11 +138,7 @@ def merge_validations(
 
 
 def read_rows(uri: str, is_row: Callable[[Row], bool]) -> list[Row]:
-    """Return the rows of the file at `uri`, or of its segments; none where there is no file.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the rows of the file at `uri`, or of its segments, if any; raises `UserError`."""
     rows: list[Row] = []
     number, size = 0, SEGMENT_BYTES
     while size >= SEGMENT_BYTES:
@@ -222,10 +204,7 @@ class RowFile:
 
 
 class SegmentedRowFile(RowFile):
-    """Writes one file of rows in an object store: rows are kept until `upload` is called.
-
-    `upload` may be called in another thread than the others.
-    """
+    """Writes one file of rows in an object store, by `upload`, which any thread may call."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
         """Name the file; this sends no request."""

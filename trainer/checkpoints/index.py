@@ -25,11 +25,7 @@ def list_checkpoints(uri: str) -> list[tuple[str, int]]:
 
 
 def read_checkpoint(uri: str) -> Manifest:
-    """Return the manifest of the checkpoint at `uri`.
-
-    Raises:
-        UserError: it is missing, damaged or no checkpoint, or has changed rows alone.
-    """
+    """Return the manifest of the checkpoint at `uri`; raises `UserError`."""
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
@@ -58,8 +54,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
     """Raise `UserError` where a run has to begin with weights that are not there.
 
-    `value` is that of `training.warm_start`, and `uri` where the run has its checkpoints: one that
-    has some already continues from those.
+    A run that has checkpoints at `uri` continues from those, whatever its warm start.
     """
     source = initial_weights(value).source
     if source in ("", CHAMPION) or list_checkpoints(uri):

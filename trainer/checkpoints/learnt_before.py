@@ -1,8 +1,6 @@
 """Which statistics a model is built with: those that its weights were trained with.
 
-A vocabulary gives each word a number, and an embedding has a row for each number: weights mean
-nothing with the vocabulary of other data. So a checkpoint keeps the statistics that its model has
-asked for, and what continues with it asks there.
+An embedding has a row for each number of a vocabulary: weights mean nothing with other data's.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ def of_checkpoint(uri: str, dataset: str) -> Learnt:
 
 
 def of_run(checkpoints: str, training: TrainingConfig, dataset: str) -> Learnt:
-    """Return what the model of a run is built with, which may have checkpoints already.
-
-    That is what it has begun with: the weights of another run, or the dataset.
-    """
+    """Return what the model of a run is built with: what its weights, or the dataset, have."""
     return Learnt(lambda: _first([*_begun(checkpoints, training), dataset]))
 
 

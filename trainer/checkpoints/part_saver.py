@@ -62,10 +62,7 @@ class Owner(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class _Save:
-    """One checkpoint on its way; `snapshot` is empty as soon as it is written.
-
-    `servers` has the server of each path, and `parts` the number of the part of each server.
-    """
+    """One checkpoint on its way: the server of each path, and the part of each server."""
 
     uri: str
     fields: Mapping[str, Any]
@@ -119,8 +116,7 @@ class PartSaver:
     ) -> None:
         """Take a snapshot, and publish it at `uri` behind training, with small files besides.
 
-        Raises:
-            UserError: an earlier checkpoint could not be published.
+        Raises `UserError` where an earlier checkpoint could not be published.
         """
         self.settle()
         servers = {path: server_of(each) or 0 for path, each in variables.items()}

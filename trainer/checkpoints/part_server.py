@@ -61,7 +61,6 @@ class Request:
         action: "begin", "publish", "fetch" or "discard"; see `_ACTIONS`.
         uri: the draft that a part is added to, or the checkpoint that is fetched.
         prefix: of the files that the server has written, or the folder that is fetched into.
-        name: of the file in the checkpoint.
         files: paths in the checkpoint that are fetched.
     """
 
@@ -83,7 +82,6 @@ class Reply:
     Attributes:
         path: of the file in the checkpoint, with its size, checksum and place; see `FileEntry`.
         index: the index of the part, in base64.
-        error: why it could not be done, or empty.
         transient: whether the same may succeed later.
     """
 
@@ -112,8 +110,7 @@ class Reply:
 class PartServer:
     """Answers the requests in the working folder of a server, one after the other.
 
-    Only what is discarded does not wait for the others: an upload may take long, and more parts
-    are written meanwhile.
+    Only what is discarded does not wait for the others, whose uploads may take long.
     """
 
     def __init__(self, folder: Path, task: str) -> None:
@@ -127,11 +124,7 @@ class PartServer:
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Answer on threads, which end with the process, or by `stop`; say whether it can.
-
-        Where the folder cannot be written, nobody answers: the chief writes all variables. What an
-        earlier process said of itself may be left there.
-        """
+        """Answer on threads, which end with the process, or by `stop`; say whether it can."""
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
         try:
@@ -171,10 +164,7 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one request, if there is one that is whole; say whether there was.
-
-        Of all kinds, or only of those that do or do not wait for an upload.
-        """
+        """Answer one whole request, of those that do or do not wait for an upload; say whether."""
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = from_tree(Request, parse(path.read_bytes()))

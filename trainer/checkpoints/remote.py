@@ -1,7 +1,7 @@
 """Checkpoints in an object store: valid on this machine at once, published in the background.
 
-Training waits for the store only at the last checkpoint. A checkpoint that was saved but not yet
-published when a task died is found by its next attempt on the same machine, and published then.
+A checkpoint that was saved and not yet published when a task died is published by its next attempt
+on the same machine.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ class LogFiles:
 
 
 def checkpoints_of(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
-    """Return the checkpoints below `uri`, in a file system or in an object store.
-
-    `alone` says whether no other task has to find the same newest checkpoint. The other settings
-    are those of `Checkpoints`.
-    """
+    """Return the checkpoints below `uri`; `alone`: no other task looks for the newest one."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
     return RemoteCheckpoints(uri, alone=alone, **settings)

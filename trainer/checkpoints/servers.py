@@ -1,7 +1,7 @@
 """The parameter servers, as far as they write and read parts of checkpoints: the chief's side.
 
-An operation that is placed on a server reads and writes files in the server's working folder. What
-needs more than an operation is asked for; see `trainer.checkpoints.part_server`.
+An operation that is placed on a server reads and writes files in its working folder; see
+`trainer.checkpoints.part_server` for the rest.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ class PartServers:
         self._folders: dict[int, str] = {}
 
     def are_ready(self) -> bool:
-        """Say whether each server answers in a folder of its own; asked for once.
-
-        Servers outlive a chief: what another one has left with them is removed then.
-        """
+        """Say whether each server answers; remove what another chief has left with them."""
         if self._are_ready is None:
             answers = [self._ready(server) for server in range(self.count)]
             self._are_ready = all(
@@ -87,9 +84,8 @@ class PartServers:
     def ask(self, server: int, request: Request) -> Reply:
         """Return the answer of a server.
 
-        Raises:
-            UserError: it cannot do what was asked for; `storage.Unavailable` where it may later.
-            ClusterLostError: it is gone.
+        Raises `UserError` (`storage.Unavailable` where it may succeed later), or
+        `ClusterLostError`.
         """
         name = f"{secrets.token_hex(8)}{part_server.SUFFIX}"
         self._write(server, f"{part_server.REQUESTS}/{name}", request.to_json())
@@ -115,11 +111,7 @@ class PartServers:
         return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
-        """Assign values of the checkpoint at `uri` on the servers that hold the variables.
-
-        Raises:
-            UserError: a server cannot fetch a part.
-        """
+        """Assign values of the checkpoint at `uri` on the servers that hold the variables."""
         places = {path: server_of(each) or 0 for path, each in wanted.items()}
 
         def of_server(server: int) -> None:
@@ -154,9 +146,7 @@ class PartServers:
     def on_files(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
         """Return what `work` makes of files of a server, again while its error may pass.
 
-        Raises:
-            UserError: see `of_files`; an error that may pass lasts beyond the deadline of storage.
-            ClusterLostError: the server is gone.
+        Raises `UserError` (see `of_files`) or `ClusterLostError`.
         """
         place = partial(self.place, server, path)
         return until_deadline(place(), partial(_once, server, action, place, work))
@@ -184,10 +174,7 @@ def _once(server: int, action: str, where: Callable[[], str], work: Callable[[],
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return what `work` returns for each of these servers.
-
-    An error of it may be kept, and holds nothing that `work` had of a server.
-    """
+    """Return what `work` returns for each of these servers; its errors hold no values."""
 
     def of_one(server: int) -> Result:
         try:
@@ -225,11 +212,7 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write the index of a checkpoint of these parts, of whose data nothing is read.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the index of a checkpoint of these parts, without their data; raises `UserError`."""
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))

@@ -1,7 +1,7 @@
 """The values of variables in files as TensorFlow writes them (a tensor bundle).
 
-`Layout` has the keys of variables there. `BundleWriter` writes the same variables again and again:
-TensorFlow's own checkpoint traces them anew each time, and training waits for it.
+`BundleWriter` writes the same variables again and again: TensorFlow's own checkpoint traces them
+anew each time, and training waits for it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,10 @@ Variables = Mapping[str, tf.Variable]
 
 @contextmanager
 def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of a file that TensorFlow reads or writes into one line; others pass.
+    """Turn an error of a file that TensorFlow reads or writes into a `UserError`; others pass.
 
-    Args:
-        action: `WRITE` or `READ`.
-        where: returns the words for the folder.
-
-    Raises:
-        UserError: "cannot ACTION WHERE: reason; remedy"; `storage.Unavailable` where it may pass.
+    `action` is `WRITE` or `READ`; `where` returns the words for the folder. It is
+    `storage.Unavailable` where it may pass.
     """
     try:
         yield
@@ -100,11 +96,7 @@ class Layout:
         )
 
     def fitting(self, wanted: Variables) -> Variables:
-        """Return variables without those that a checkpoint may lack, and this one does.
-
-        Raises:
-            ValueError: it has not each of the others in its shape and type.
-        """
+        """Return variables without those that a checkpoint may lack; `ValueError` on a misfit."""
         there = {
             path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
         }
@@ -119,10 +111,9 @@ class Layout:
 
 
 def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
-    """Assign the values of a bundle to variables, wherever they are.
+    """Assign the values of a bundle to variables, one after the other, to save memory.
 
-    `io_device` is whose file system is read, which is that of the scope by default. One variable
-    comes after the other: no more than one value is there twice.
+    `io_device` is whose file system is read, which is that of the scope by default.
     """
     for path, variable in variables.items():
         with tf.device(io_device) if io_device else nullcontext():
@@ -150,10 +141,7 @@ def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: 
 
 
 def layout_of(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
-    """Return the layout by which variables are saved again and again, made once for their paths.
-
-    `scratch` is a folder to make it in. Raises `UserError` where it cannot be written.
-    """
+    """Return the layout by which the same variables are saved each time; raises `UserError`."""
     scratch.mkdir(parents=True, exist_ok=True)
     make = partial(_layout_of, tuple(sorted(variables)), io_device, scratch)
     return until_deadline(str(scratch), make)

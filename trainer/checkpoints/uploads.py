@@ -1,8 +1,4 @@
-"""Uploads behind training: one at a time, of which a newer one replaces one that waits.
-
-Uploads of one slot replace each other: of two checkpoints that wait, only the newer one is
-uploaded.
-"""
+"""Uploads behind training: one at a time, of which a newer one replaces one that waits."""
 
 from __future__ import annotations
 
@@ -41,10 +37,8 @@ class UploadQueue:
     ) -> None:
         """Queue an upload, in place of one that waits, or has failed, in the same slot.
 
-        `replaced` is called, on any thread, where a newer upload takes its place.
-
-        Raises:
-            UserError: an earlier upload failed for a reason that retries cannot fix.
+        Then `replaced` of that one is called, on any thread. Raises `UserError` where an earlier
+        upload failed for a reason that retries cannot fix.
         """
         with self._change:
             self._raise_lasting()
@@ -59,11 +53,7 @@ class UploadQueue:
                 each.replaced()
 
     def flush(self) -> None:
-        """Wait until all uploads are done; those that failed are tried once more.
-
-        Raises:
-            UserError: an upload failed.
-        """
+        """Wait for all uploads; those that failed are tried once more; raises `UserError`."""
         with self._change:
             self._wait()
             for slot, (upload, _) in self._failed.items():

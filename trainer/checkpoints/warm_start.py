@@ -1,13 +1,9 @@
 """A warm start: a fresh run that begins with weights that are there already.
 
-They are those of a checkpoint, of a `.keras` file, or of an exported model with one. Weights and
-other state of the model are loaded, all of them or those that are wanted. The global step and the
-optimizer are new; see `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md` and
-`docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`.
-
+They are of a checkpoint, a `.keras` file, or an exported model with one. The global step and the
+optimizer are new; see `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`.
 Variables are found by their path. Keras leaves the name of a model around a layer out of some
-paths, by how the model was made or loaded: of a `.keras` file a path may lack such names, or have
-more of them, where that leaves no doubt.
+paths: of a `.keras` file a path may lack such names, or have more, where that leaves no doubt.
 """
 
 from __future__ import annotations
@@ -91,11 +87,7 @@ def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
 
 
 def fetched(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
-    """Fetch and verify the weights to begin with; None where the value is empty.
-
-    Raises:
-        UserError: they are missing, damaged, or no weights.
-    """
+    """Fetch and verify the weights to begin with; None for an empty value; raises `UserError`."""
     weights = initial_weights(value)
     if not weights.source:
         return None
@@ -134,13 +126,9 @@ def load(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> dict[str, str]:
-    """Assign values to the model among `variables`, and to nothing else.
+    """Assign values to the model among `variables`; return what the manifests say about it.
 
-    Returns:
-        What the manifests of the run say about it: `warmed_from` and `warm_start`.
-
-    Raises:
-        UserError: they are of another model; the line names the first difference.
+    Raises `UserError` for those of another model, with the first difference.
     """
     own = {
         path.removeprefix(_MODEL): variable

@@ -1,8 +1,7 @@
 """A module in a process of its own: its request, environment, answer and errors.
 
 The request is a JSON file, the answer the last line of standard output, and an error the last line
-of standard error that begins with `flotilla: `. The process ends with the one that started it, and
-finds the user's modules in the same places.
+of standard error that begins with `flotilla: `. The process ends with the one that started it.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 def start(
     module: str, *arguments: str, variables: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE ARGUMENTS`; `options` are those of `subprocess.Popen`.
-
-    Standard input is empty unless they say otherwise. With `start_new_session` an interrupt of the
-    terminal reaches this process alone, which passes it on.
-    """
+    """Start `python -m MODULE ARGUMENTS`; `options` are those of `subprocess.Popen`."""
     given = {"env": environment(variables), "stdin": subprocess.DEVNULL, **options}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **given)
 
@@ -70,14 +65,10 @@ def call(
     seconds: float,
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the answer of a module to a request.
+    """Return the answer of a module to a request; raises `ChildLostError` or `ChildError`.
 
     It is called with `OPTION FILE`, where the request is, and `--workdir DIR`, a folder that is
     removed afterwards.
-
-    Raises:
-        ChildLostError: it takes longer than `seconds`, or was killed.
-        ChildError: it has failed.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "request.json")

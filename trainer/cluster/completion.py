@@ -1,8 +1,7 @@
 """The end of training: a record that the leading task writes once all of it is published.
 
-An exit code of 0 proves nothing: code of the user's may end the process. A launcher believes it
-only where `is_over` finds the record of this run and this configuration, whose checkpoint is still
-the newest: an older record says nothing about training that has gone on, or has to.
+An exit code of 0 proves nothing: the user's code may end the process. The record counts for this
+run and configuration, while its checkpoint is still the newest.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ class Completion:
     """How training has ended.
 
     Attributes:
-        run_id: the run.
-        config_hash: of the configuration that it has trained with.
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
-        global_step: that of the last checkpoint.
-        checkpoint: the name of that checkpoint.
+        checkpoint: the name of the last checkpoint.
         created: the time in its manifest: another one may be published under its name later.
     """
 

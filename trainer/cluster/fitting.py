@@ -1,7 +1,4 @@
-"""What is tried of a configuration by `python -m trainer` in a process of its own: does it fit?
-
-TensorFlow and the user's code stay out of the process that asks.
-"""
+"""Try in a process of its own, which loads TensorFlow and the user's code, what fits."""
 
 from __future__ import annotations
 
@@ -30,16 +27,10 @@ def require(config: Config, dataset: str = "") -> None:
 
 
 def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[str, Any]:
-    """Return what fits: see `trainer.training.dry_run.fit`. No GPU is used.
+    """Return what fits, without a GPU: see `trainer.training.dry_run.fit`.
 
-    Args:
-        config: the run.
-        dataset: URI of its dataset; before that is prepared, empty.
-        seconds: how long to wait at most.
-
-    Raises:
-        NotKnownError: it takes longer than `seconds`, or was killed.
-        ConfigError: it does not fit; the message is that of the trainer.
+    `dataset` is empty before it is prepared. Raises `NotKnownError` after `seconds` or where the
+    process was killed, and `ConfigError` where it does not fit.
     """
     try:
         return child_process.call(

@@ -12,14 +12,7 @@ from trainer.config.schema import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run.
-
-    Attributes:
-        config: the run configuration.
-        dataset: URI of the published dataset.
-        checkpoints: URI below which checkpoints are published; training resumes from the newest.
-        workdir: a folder of this machine for working folders and logs of the tasks.
-    """
+    """One training run; training resumes from the newest checkpoint below `checkpoints`."""
 
     config: Config
     dataset: str
@@ -39,10 +32,7 @@ def run_of(checkpoints: str) -> str:
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
-    """Return the command line of one task in the folder `workdir`; TF_CONFIG holds its role.
-
-    `config` is the file with the job's configuration.
-    """
+    """Return the command line of one task in `workdir`; TF_CONFIG holds its role."""
     stage = [sys.executable, "-m", "trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     return [*stage, *uris, "--workdir", str(workdir)]
@@ -52,11 +42,8 @@ class Launcher(Protocol):
     """Starts the tasks of a job, supervises them, and returns when training is done."""
 
     def __call__(self, job: Job) -> None:
-        """Train to the end.
+        """Train to the end: the final checkpoint is published, and no task is left.
 
-        When it returns, the final checkpoint is published and no task is left.
-
-        Raises:
-            UserError: the job failed for good; the message names the task and its error.
-            RunInterruptedError: a stop was requested; the last checkpoint is published.
+        Raises `UserError`, which names the task and its error, or `RunInterruptedError`: a stop was
+        requested, and the last checkpoint is published.
         """

@@ -53,7 +53,6 @@ class LeaseHolder:
     Attributes:
         token: unique to this holder.
         job: the job whose attempts share the lease, or empty.
-        host: the machine, for people.
         writer: see `trainer.storage.local.writer`.
     """
 
@@ -74,10 +73,7 @@ class LeaseHolder:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its file may be deleted: a released lease is kept as long as an expired one.
-
-        Until then no other holder can get the same number and be mistaken for this one.
-        """
+        """Whether its file may be deleted, so that its number is free; not before it expires."""
         is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
@@ -179,12 +175,7 @@ class Lease(NoLease):
         self._mutex = threading.Lock()
 
     def acquire(self) -> None:
-        """Acquire the lease.
-
-        Raises:
-            LeaseHeldError: another job holds it, and it has not expired.
-            UserError: the store does not work.
-        """
+        """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`."""
         while not self._number:
             found = holders(self._uri)
             self._refuse_held(found)
@@ -302,11 +293,8 @@ def acquire_waiting(
 ) -> None:
     """Call `acquire` again while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    Raises:
-        LeaseHeldError: the holder is alive, another one was faster, or the lease has not expired
-            after `LEASE_SECONDS`: the holder's clock is wrong.
-        RunInterruptedError: SIGINT or SIGTERM came.
-        UserError: the store does not work.
+    Raises `LeaseHeldError` where the holder is alive, or another one was faster, or its clock is
+    wrong; also `RunInterruptedError` and `UserError`.
     """
     first: LeaseHolder | None = None
     waited = 0.0
@@ -344,13 +332,8 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
 def held(uri: str, run: str) -> Iterator[Lease]:
     """Hold the lease of the folder `uri` in this block, renewed by a thread.
 
-    See `acquire_waiting` for a holder that may be dead. An attempt that ends so that the next one
-    can begin (`ClusterLostError`) does not release the lease.
-
-    Raises:
-        LeaseHeldError: another job holds it.
-        RunInterruptedError: SIGINT or SIGTERM came during the wait.
-        UserError: the store does not work.
+    See `acquire_waiting` for what it raises. An attempt that ends by `ClusterLostError` does not
+    release the lease: the next one can begin.
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)

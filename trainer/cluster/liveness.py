@@ -41,10 +41,7 @@ _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EN
 
 
 def heartbeat_environment(descriptor: int, timeout: float) -> dict[str, str]:
-    """Return the environment variables of a child that sends heartbeats within `timeout` seconds.
-
-    It writes them to `descriptor`, which it has to inherit.
-    """
+    """Return the variables of a child that sends heartbeats to the inherited `descriptor`."""
     return {VARIABLE: f"{descriptor}:{min(1.0, timeout / _BEATS)}"}
 
 
@@ -58,10 +55,7 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Wait until no heartbeat has come for `timeout` seconds (true), or the writer ends (false).
-
-    The first heartbeat may take longer; see `STARTING_SECONDS`.
-    """
+    """Wait until no heartbeat has come for `timeout` seconds (true), or the writer ends (false)."""
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -88,8 +82,7 @@ class Peers:
     Attributes:
         silent: they accept a connection and do not answer, or cannot be reached.
         gone: they have ended, which their launcher knows as well.
-        cut_off: those of `silent` that cannot be reached. A task that comes back at another address
-            is among them as long as its name has the old one.
+        cut_off: those of `silent` that cannot be reached, as while a name has the old address.
     """
 
     silent: tuple[Task, ...] = ()

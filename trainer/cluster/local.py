@@ -1,13 +1,8 @@
 """The local launcher: a cluster on loopback, one process a task, supervised until it ends.
 
-A worker or parameter server that dies is restarted on the same port. A chief that dies, or asks to
-begin again, begins a new attempt from the newest checkpoint. When the chief is done or fails, or a
-stop is requested, every process is stopped; when this process is killed, the kernel ends the tasks.
-
-Ports are reserved as long as the cluster exists: two clusters that start at once must not choose
-the same port, and a restarted task needs its old one. A socket that is bound but does not listen
-does both. With SO_REUSEADDR on each side the task can bind and listen on the same port, while the
-kernel gives it to nobody who asks for a free one.
+Ports are reserved as long as the cluster exists by a socket that is bound and does not listen: with
+SO_REUSEADDR on each side the task can listen on the same port, while the kernel gives it to nobody
+who asks for a free one.
 """
 
 from __future__ import annotations
@@ -56,8 +51,7 @@ def _hold(sockets: ExitStack) -> int:
 def launch(job: Job) -> None:
     """Train `job` on this machine; see `trainer.cluster.launcher.Launcher`.
 
-    SIGINT and SIGTERM to this process stop training with a last checkpoint; a second one ends it
-    at once.
+    SIGINT and SIGTERM stop training with a last checkpoint; a second one ends it at once.
     """
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)

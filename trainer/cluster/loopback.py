@@ -86,12 +86,8 @@ def is_loopback(address: str) -> bool:
 def close_to_others(address: str) -> None:
     """Let only connections over loopback reach the server that this process makes at `address`.
 
-    Called before the server is made: until then connections over loopback are closed again. A task
-    whose address is no loopback address has to be reached from elsewhere, and stays open; where the
-    system has no way it does with a warning.
-
-    Raises:
-        UserError: the port is taken.
+    A task that has to be reached from elsewhere stays open; where the system has no way it does
+    with a warning. Raises `UserError` where the port is taken.
     """
     if not is_loopback(address):
         return
@@ -136,10 +132,7 @@ def can_close() -> bool:
 
 
 def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
-    """Return a socket that listens on `port`, and shares it with a server over loopback.
-
-    It gets all else, of which its own filter says what is `passed`.
-    """
+    """Return a socket that shares `port` with a server over loopback, and gets all else."""
     held = _bound(port)
     try:
         _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)

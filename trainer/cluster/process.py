@@ -1,8 +1,7 @@
 """One task of a local cluster as a process: folder, environment, resources, log and end.
 
-The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores, with
-two workers and a server of a small model, one thread an operation gave 15 % more steps a second
-than TensorFlow's own choice, and a core of its own for each worker 10 % more again.
+The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores one
+thread an operation gave 15 % more steps a second, and a core for each worker 10 % more again.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ from trainer.topology import Cluster, Task, topology_of
 
 
 def core_environment(cluster: Cluster) -> dict[str, str]:
-    """Return the variables that limit the threads of a task.
-
-    Tasks that each take all cores wait for each other.
-    """
+    """Return the variables that limit the threads of a task."""
     tasks = sum(map(len, cluster.spec().values()))
     return {
         "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
@@ -40,10 +36,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
-    """Pin a worker that was just started to cores of its own, where there are enough for all.
-
-    Parameter servers, chief and evaluator are not pinned.
-    """
+    """Pin a worker that was just started to cores of its own, where there are enough for all."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
         # It may have ended already.
         with suppress(OSError):
@@ -148,13 +141,7 @@ class TaskProcess:
         self.heartbeat = -1
 
     def start(self) -> forked.Process:
-        """Start the process; its output is appended to the log of its folder.
-
-        Its heartbeats come from the descriptor `heartbeat`, which the caller has to close.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Start the process, with `heartbeat`, which the caller closes; raises `UserError`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             termination.reserve(self.folder)

@@ -1,14 +1,8 @@
 """A task that comes back at another address is found there soon, and one that is cut off is lost.
 
-On Kubernetes the pod of a lost task gets a new address under its old name. A channel of gRPC that
-cannot connect resolves its name again, but at most every 30 s, and waits 20 s for an address at
-which nobody answers any more. Every channel that TensorFlow opens, between all tasks, takes its
-settings from a variable. See `docs/decisions/0021-liveness.md`.
-
-A machine that loses its power, or its network, closes no connection, and a call to it would never
-end. Here a channel asks its peer for a sign when nothing has come from it for minutes, and gives
-it up without an answer: what it had begun fails, as where a task is killed. See
-`docs/decisions/0021-liveness.md`.
+A channel of gRPC resolves a name again at most every 30 s, and waits 20 s for an address at which
+nobody answers. A machine without power closes no connection: a channel asks for a sign after
+minutes of silence, and gives up without one. See `docs/decisions/0021-liveness.md`.
 """
 
 from __future__ import annotations
@@ -38,11 +32,7 @@ OPTIONS = {
 
 
 def find_soon() -> None:
-    """Have the channels of this process find a task soon at its new address.
-
-    To be called before TensorFlow connects to a task. Options that the environment sets stay as
-    they are. A loopback address, as in a local cluster, is never resolved.
-    """
+    """Have the channels of this process, not yet connected, find a task at its new address."""
     given = [each for each in os.environ.get(VARIABLE, "").split(",") if each]
     names = {each.partition("=")[0].strip() for each in given}
     added = [f"{name}={value}" for name, value in OPTIONS.items() if name not in names]

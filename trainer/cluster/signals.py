@@ -36,10 +36,7 @@ _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 @contextmanager
 def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
-    """Call `callback` at each SIGINT and SIGTERM in this block, then restore the handlers.
-
-    Python delivers signals to the main thread only: in another thread this changes nothing.
-    """
+    """Call `callback` at each SIGINT and SIGTERM in this block, in the main thread only."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         callback()
@@ -60,9 +57,8 @@ def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
 def _main_thread_woken() -> Iterator[None]:
     """Wake the main thread from what it waits for when another thread has received a signal.
 
-    Of two signals at once the kernel may deliver both to another thread. Handlers run in the main
-    thread, which would wait on without having noticed. A wake that comes right before it begins to
-    wait is lost, so that there are several.
+    The kernel may deliver a signal to another thread, and the main thread, where handlers run,
+    would wait on. A wake right before it begins to wait is lost, so that there are several.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -111,10 +107,7 @@ def catch_stop_signals() -> Callable[[], bool]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End this process at SIGINT or SIGTERM in this block, in which there is nothing to save.
-
-    The kernel ends it, also while TensorFlow waits for other tasks and no handler of Python runs.
-    """
+    """End this process at SIGINT or SIGTERM in this block, also while TensorFlow waits."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -132,10 +125,7 @@ def parent_environment() -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """End this process at once when the one named by `parent_environment` has ended.
-
-    Does nothing where no process is named. Linux and macOS only.
-    """
+    """End this process at once when the one named by `parent_environment`, if any, has ended."""
     named = os.environ.get(PARENT_VARIABLE, "")
     if not named.isdigit():
         return

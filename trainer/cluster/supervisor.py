@@ -66,10 +66,7 @@ class ServerMemory:
         self._last: dict[Task, int] = {}
 
     def restart_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
-        """Kill the servers that another attempt of the chief would make too large.
-
-        The attempt of `chief` has ended; it is not restarted yet.
-        """
+        """Kill the servers that another attempt of the ended `chief` would make too large."""
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
@@ -162,11 +159,8 @@ class Supervisor:
     def run(self) -> None:
         """Start all tasks, and return when the leader is done; no task is left.
 
-        SIGINT and SIGTERM to this process are requests to stop.
-
-        Raises:
-            UserError: a task failed for good, or once too often.
-            RunInterruptedError: a request to stop came.
+        Raises `UserError` for a task that failed for good, and `RunInterruptedError` at SIGINT or
+        SIGTERM.
         """
         with on_interrupt(lambda: self._events.put(None)):
             try:

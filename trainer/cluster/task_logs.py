@@ -1,7 +1,4 @@
-"""Follow the logs of the tasks of this machine, so that they are lines of the launcher's own log.
-
-A task writes to a file in its folder, which is gone with the pod that it ran in.
-"""
+"""Follow the logs of the tasks of this machine, to be lines of the launcher's own log."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ LineSink = Callable[[str, str], None]
 
 
 class TaskLogs:
-    """The logs below a working folder; each line is taken once.
-
-    Attributes:
-        traceback: of an error in the user's code that ended a task; empty where there is none.
-    """
+    """The logs below a folder, each line once; `traceback` is of the user's code, or empty."""
 
     def __init__(self, workdir: Path, sink: LineSink) -> None:
         """Begin behind what earlier attempts have left there."""

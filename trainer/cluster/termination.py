@@ -1,7 +1,4 @@
-"""The termination message of a task: one line in its folder, for the process that started it.
-
-The space of the file is reserved before the task starts, so that a full disk can be reported too.
-"""
+"""The termination message of a task: one line, whose space is reserved for a full disk."""
 
 from __future__ import annotations
 

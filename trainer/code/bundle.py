@@ -25,14 +25,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A published bundle.
-
-    Attributes:
-        uri: of the published directory; its last name is the digest.
-        files: how many there are.
-        bytes: of all files.
-        remarks: what the user should know, a line each.
-    """
+    """A published bundle, whose URI ends with its digest; `remarks` are lines for the user."""
 
     uri: str
     files: int
@@ -41,20 +34,15 @@ class Bundle:
 
 
 def digest_of(contents: Mapping[str, str]) -> str:
-    """Return the digest of a bundle, from the SHA-256 of each file by its path.
-
-    It does not depend on order, times or permissions.
-    """
+    """Return the digest of a bundle, from the SHA-256 of each file by its path."""
     text = json.dumps(sorted(contents.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def publish(folder: Path, root: str) -> Bundle:
-    """Publish the modules in a folder below the storage root `root`; the same content once.
+    """Publish the modules in a folder below `root`; the same content once.
 
-    Raises:
-        ConfigError: the folder holds no code, or what no bundle may hold.
-        UserError: a file cannot be read, or the store refuses.
+    Raises `ConfigError` for what no bundle may hold, else `UserError`.
     """
     collected = collect(folder)
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:

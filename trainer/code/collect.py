@@ -57,10 +57,7 @@ class Rules:
         self._spec = GitIgnoreSpec.from_lines(self._lines)
 
     def leaving_out(self, path: str, *, is_folder: bool) -> str:
-        """Return who leaves out a path, empty where it is taken in.
-
-        What is in a folder that is left out is not asked for: no rule takes it in again.
-        """
+        """Return who leaves out a path, empty where it, in its folder, is taken in."""
         found = self._spec.check_file(f"{path}/" if is_folder else path)
         if not found.include or found.index is None:
             return ""
@@ -89,13 +86,7 @@ class Found:
 
 @dataclass(kw_only=True)
 class Collected:
-    """The files of a bundle in the order of their paths.
-
-    Attributes:
-        files: what belongs to the bundle.
-        secrets: paths that are left out, since they are secrets by name.
-        modules_left_out: folders with modules that a default leaves out.
-    """
+    """The files of a bundle in the order of their paths, and paths that are left out."""
 
     files: list[Found] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
@@ -103,11 +94,7 @@ class Collected:
 
 
 def collect(folder: Path) -> Collected:
-    """Return the files of a user's folder that belong to its bundle.
-
-    Raises:
-        ConfigError: it is no folder, holds no module, is too large, or has a link that leaves it.
-    """
+    """Return the files of a user's folder that belong to its bundle; raises `ConfigError`."""
     _require_folder(folder)
     root = Path(os.path.realpath(folder))
     collected = Collected()

@@ -16,23 +16,16 @@ from trainer.errors import ConfigError, UserError
 
 
 def configured(text: str) -> Config:
-    """Return the configuration in the JSON of a step, whose bundle is on the path from then on.
-
-    Raises:
-        UserError: the bundle is not there, or is not what was published.
-    """
+    """Return the configuration of a step, whose bundle is on the path now; raises `UserError`."""
     config = Config.model_validate_json(text)
     enter(config.code)
     return config
 
 
 def enter(uri: str) -> None:
-    """Let this process, and those that it starts, find the user's modules in a bundle.
+    """Let this process and its children find the user's modules in a bundle, if there is one.
 
-    Nothing is done for an empty URI: the modules are where `trainer.user_code` says.
-
-    Raises:
-        UserError: the bundle is not there, cannot be fetched, or is not what was published.
+    Raises `UserError` where it is not what was published.
     """
     if not uri:
         return

@@ -1,8 +1,4 @@
-"""Which bundles are referred to: a note of each run and each schedule, below the storage root.
-
-Retention keeps what is referred to. The lineage of a registered model names its bundle too, by
-`code`, and outlives the run.
-"""
+"""Which bundles are referred to: a note of each run and each schedule, for retention."""
 
 from __future__ import annotations
 
@@ -22,11 +18,7 @@ OF_SCHEDULES = "code-of-schedules"
 
 
 def of_run(root: str, run_id: str, bundle: str) -> None:
-    """Note that a run uses a bundle; a run that is resumed with another one refers to both.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Note that a run uses a bundle, next to those before; raises `UserError`."""
     uri = storage.join(root, run_id, OF_RUN)
     with suppress(storage.Missing):
         if bundle in (noted := _bundles_in(storage.read_bytes(uri))):
@@ -48,11 +40,7 @@ def forget_schedule(bundle: str, schedule: str) -> None:
 
 
 def referred(root: str) -> set[str]:
-    """Return the names of the bundles below `root` that a run or a schedule refers to.
-
-    Raises:
-        UserError: the store cannot be read.
-    """
+    """Return the names of the bundles that a run or a schedule refers to; raises `UserError`."""
     found = in_parallel(_read, list(_notes(root)))
     return {storage.name_of(uri) for uris in found for uri in uris}
 

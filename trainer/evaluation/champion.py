@@ -1,8 +1,4 @@
-"""The champion: the model that a new one is compared with, on the same examples.
-
-It is taken in its exported form, so that it answers as it does where it is served, whatever the
-configuration and the code have become since.
-"""
+"""The champion, in its exported form: the model that a new one is compared with."""
 
 from __future__ import annotations
 
@@ -37,12 +33,9 @@ class Champion:
 
 
 def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
-    """Fetch and load the model published at `uri`, to answer examples of a dataset.
+    """Fetch and load the model published at `uri`, to answer examples; raises `UserError`.
 
     One that takes other inputs, or is of another task, is no error: the gate has to refuse.
-
-    Raises:
-        UserError: it is missing, damaged, or no model.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:

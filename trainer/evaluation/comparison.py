@@ -43,12 +43,10 @@ class Opponents:
 
 
 def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Return `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`.
+    """Return the comparison by a rule's metric, as the gate shows it; raises `UserError`.
 
-    Where examples are right or wrong, also `pairs`: how many of them are so for whom.
-
-    Raises:
-        UserError: there is no such metric, or it is not known which value is better.
+    It has `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`, and
+    `pairs` where examples are right or wrong.
     """
     metric = rule.metric or opponents.objective.task.main_metric
     better = _direction(opponents.objective, metric, rule)
@@ -160,8 +158,7 @@ def _blocks(objective: Objective, state: State, examples: Examples) -> Floats:
 def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence: float) -> Compared:
     """Compare by the delete-a-group jackknife: the metric is made anew without each group.
 
-    The difference is that of all examples. Where these are many its variance is found of some of
-    them, and is as much smaller as they are fewer.
+    Of many examples the variance is found of some, and is as much smaller as they are fewer.
     """
     parts = [drawn(each, _MOST_EXAMPLES) for each in (opponents.own, opponents.other)]
 

@@ -1,12 +1,9 @@
 """Measure a checkpoint on the whole test split.
 
-The evaluation is published as `metrics.json`, `curves.json` (those of the task's details),
-`predictions/*.npy` (`label`, `output` and `weight` in the order of the dataset; `champion_output`
-where there is a champion that can answer; of several targets with their names) and `worst/*.png`,
-pictures of the examples with the highest losses.
-
-Predictions go to disk batch by batch, and all metrics are made in passes over them: the memory does
-not grow with the examples.
+The evaluation is published as `metrics.json`, `curves.json`, `predictions/*.npy` (`label`,
+`output`, `weight` and `champion_output` in the order of the dataset, with the names of several
+targets) and `worst/*.png`, the examples with the highest losses. Predictions go to disk batch by
+batch: the memory does not grow with the examples.
 """
 
 from __future__ import annotations
@@ -54,20 +51,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
 ) -> Evaluation:
     """Measure the model of `checkpoint` on the test split of `dataset` and publish it at `output`.
 
-    The champion answers the same examples, batch by batch. The same checkpoint and dataset again is
-    a no-op that returns the metrics published before.
-
-    Args:
-        config: says how the model is built and how many examples make a batch.
-        dataset: URI of a published dataset.
-        checkpoint: URI of a published checkpoint.
-        output: URI of the evaluation.
-        scratch: local folder for what is fetched and made.
-        champion: URI of the published model to compare with; empty where there is none yet.
-
-    Raises:
-        UserError: there are no test examples, the model gives no finite numbers, or an input
-            cannot be read.
+    The champion, if any, answers the same examples. The same checkpoint and dataset again is a
+    no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
     """
     spec, inputs_from = read_inputs(dataset, checkpoint)
     made_from = {**inputs_from, **_asked(config, champion)}

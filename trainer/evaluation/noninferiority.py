@@ -36,10 +36,7 @@ _MOST_DRAWN = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A difference, challenger less champion, and how bad it may be.
-
-    With a metric of which a higher value is better `bound` is below the difference, else above.
-    """
+    """A difference, challenger less champion, and the bound on the worse side of it."""
 
     difference: float
     bound: float
@@ -160,10 +157,7 @@ def states(
     confidence: float,
     better: Direction,
 ) -> Compared:
-    """Compare a metric by the states [blocks, size] that both models have for the same blocks.
-
-    `result` makes the metric of a sum of states [size].
-    """
+    """Compare a metric by the states [blocks, size] that both models have for the same blocks."""
     sign = 1 if better == "higher" else -1
     difference = result(own.sum(axis=0)) - result(other.sum(axis=0))
     drawn = []

@@ -1,7 +1,4 @@
-"""The predictions of a model, and of the champion, for a stream of examples, kept on disk.
-
-Their metrics, and the examples with the highest losses, as pictures where an input is one.
-"""
+"""The predictions of a model, and of the champion, for a stream of examples, kept on disk."""
 
 from __future__ import annotations
 
@@ -82,8 +79,7 @@ class Worst:
         """Write the pictures to `folder` and return a row for each example, the worst first.
 
         A row holds `index` in the split, `loss`, what the task says of the example, and `picture`
-        (a path below `folder`) or `inputs` (a text) and `columns` (a number or a text by the name
-        of each input).
+        (a path below `folder`) or `inputs` (a text) and `columns` (the value of each input).
         """
         rows = []
         for place, example in enumerate(self._kept, start=1):
@@ -157,9 +153,8 @@ _LABEL, _OUTPUT, _WEIGHT, _CHAMPION = "label", "output", "weight", "champion_out
 class Column:
     """Values on disk: written batch by batch, and read in parts that fit into memory.
 
-    A `.npy` file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html), whose
-    header says how many examples it holds before the first one is written. Texts are numbers in
-    their file: their places in a list of the values that were met first.
+    A `.npy` file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). Texts
+    are numbers in their file: their places in a list of the values that were met first.
     """
 
     def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
@@ -239,14 +234,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What models gave for all examples, in order; the examples themselves are gone.
-
-    Attributes:
-        own: those of the model.
-        champion: those of the champion, or None without one.
-        unsound: how many outputs of the model are not finite; and of the champion.
-        worst: the examples with the highest losses.
-    """
+    """What models gave for all examples, in order; `unsound` counts outputs that are not finite."""
 
     own: Stored
     champion: Stored | None
@@ -266,10 +254,7 @@ class Writer:
     def add(
         self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
     ) -> None:
-        """Append the values of a batch to the columns of a name; None has no column.
-
-        Of columns in `all_texts` no text is left out.
-        """
+        """Append the values of a batch to the columns of a name; `all_texts` leave out no text."""
         if name not in self._columns:
             self._columns[name] = self._begun(name, tree, folder or self._folder, all_texts)
         for column, values in zip(
@@ -327,11 +312,10 @@ def predict(  # noqa: PLR0913, PLR0917
     writer: Writer,
     champion: Answer | None = None,
 ) -> Predictions:
-    """Predict all examples of finite `labelled_columns`, batch by batch, and write what is given.
+    """Predict all examples of finite `labelled_columns`, and write what is given.
 
-    Raises:
-        SplitError: a label is none of the task's, or no example weighs anything.
-        UserError: there are no examples, or a model refuses them.
+    Raises `SplitError` where a label is none of the task's, or nothing weighs anything, else
+    `UserError`.
     """
 
     @tf.function(reduce_retracing=True)

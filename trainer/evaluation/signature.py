@@ -37,10 +37,7 @@ def labels_of(task: Task) -> dict[str, list[str]]:
 
 
 def kinds_of(task: Task) -> dict[str, str]:
-    """Return the task of each output as this package names it; that of a single one has no name.
-
-    A task of the user's is of the kind that it is derived from, and of none where there is none.
-    """
+    """Return the kind of task of each output, or none; that of a single one has no name."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 
 

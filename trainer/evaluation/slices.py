@@ -1,7 +1,4 @@
-"""Metrics of parts of the examples: by label, or by any feature that is one value an example.
-
-Two passes: one finds the parts of each feature, the other measures all parts of all features.
-"""
+"""Metrics of parts of the examples: by label, or by any feature that is one value an example."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ class Cut:
 def sliced(
     objective: Objective, examples: Examples, names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a part.
-
-    `names` are those of the values 0, 1, ... of a column, empty where they have none.
-    """
+    """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a part."""
     if not names:
         return {}
     cuts = dict(_cuts(examples, names))

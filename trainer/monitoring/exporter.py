@@ -1,8 +1,4 @@
-"""The server of the metrics, on one port of the leading task.
-
-It answers on loopback only, unless `FLOTILLA_METRICS_HOST` says otherwise, as it does in the pods
-of a job. Nothing that happens to it ends training: a port that is taken is one warning.
-"""
+"""The server of the metrics, on one port of the leading task; its failure is one warning."""
 
 from __future__ import annotations
 
@@ -53,10 +49,7 @@ def exported(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
 
 
 def served(registry: CollectorRegistry, port: int) -> WSGIServer | None:
-    """Serve a registry on threads of this process; None, with a warning, where it cannot be.
-
-    Port 0 is any that is free.
-    """
+    """Serve a registry on threads; None, with a warning, where it cannot be. Port 0: any."""
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
     # One socket for the addresses of both families, where the system has both.
     tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)

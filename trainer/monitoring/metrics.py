@@ -1,11 +1,7 @@
 """The metrics of a run, from its state in the leading task.
 
-Names, units and types are Prometheus's conventions (https://prometheus.io/docs/practices/naming):
-base units, `_total` for what only grows, and a time as its timestamp next to its age.
-
-An event changes the state of the run in this process: microseconds, on the thread that emits it. A
-scrape reads the state on a thread of its own, and no step waits for it. What has no value yet is
-not served: a 0 would be taken for one.
+Names, units and types are Prometheus's conventions (https://prometheus.io/docs/practices/naming). A
+scrape is on a thread of its own, and no step waits for it. What has no value yet is not served.
 """
 
 from __future__ import annotations
@@ -51,11 +47,7 @@ _GAUGES = {
 
 
 class RunMetrics(Collector):
-    """The metrics of one attempt.
-
-    Attributes:
-        registry: what is served.
-    """
+    """The metrics of one attempt; `registry` is what is served."""
 
     def __init__(self, config: Config, run_id: str) -> None:
         """Begin without values."""

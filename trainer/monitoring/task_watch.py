@@ -1,12 +1,8 @@
 """How many tasks of the cluster are alive, and how often one has begun again.
 
-The leading task asks each other one on its port, on a thread of its own, every two seconds: at
-least as long as it takes a task that has died to load TensorFlow. A task that did not answer and
-does again has begun again. So has the leading task itself, where a file of its working folder says
-that the same launcher started it before; that file has the counts of its earlier attempts.
-
-A forked task of a local run can be back before it is asked again. There the launcher keeps count of
-its starts, in the folder of each task, next to that of the leading one.
+The leading task asks each other one on its port, every two seconds: a task that has died takes that
+long to load TensorFlow. For itself, and for the forked tasks of a local run, files in the folders
+of the tasks count the starts.
 """
 
 from __future__ import annotations
@@ -43,10 +39,7 @@ class TaskWatch:
         folder: Path,
         report: Callable[[Counts, Counts, Counts], None],
     ) -> None:
-        """Watch from the task `this`, whose working folder is `folder`.
-
-        `report` gets how many are alive, how many there are, and how many have begun again.
-        """
+        """Watch from the task `this`; `report` gets the living, all, and the restarts."""
         self._cluster, self._this, self._report = cluster, this, report
         # This process changes into its folder.
         self._file = folder.absolute() / FILE

@@ -32,15 +32,7 @@ Notes = list[tuple[Number, str]]
 
 
 def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one proposal that every caller for `uri` gets: this one, or another's.
-
-    Args:
-        uri: identifies the decision; there is nothing but notes below it.
-        proposal: the proposed value, as JSON values.
-
-    Raises:
-        UserError: the store fails, or a note is damaged.
-    """
+    """Return the one proposal that every caller for `uri` gets; raises `UserError`."""
     token, pause = secrets.token_hex(8), _FIRST_PAUSE
     while True:
         highest = max((number for number, _ in _notes(uri)), default=(0, ""))

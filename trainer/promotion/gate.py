@@ -97,12 +97,9 @@ class Decision:
 
 
 def check(config: Config, evaluation: str, output: str) -> Decision:
-    """Compare the evaluated metrics with the thresholds of the configuration.
+    """Compare the metrics with the thresholds, and publish the decision at the URI `output`.
 
-    The decision is published at the URI `output`; the same decision again is a no-op.
-
-    Raises:
-        UserError: a rule names a metric that was not measured, or `evaluation` is none.
+    Raises `UserError` where a rule names a metric that was not measured, or `evaluation` is none.
     """
     measured = _measured(evaluation)
     champion = measured.get("champion") or {}

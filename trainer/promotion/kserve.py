@@ -11,11 +11,7 @@ from trainer.storage.uri import locate, speaks_s3
 
 
 def service(name: str, uri: str) -> str:
-    """Return the YAML of a service for model `name`, published at `uri`.
-
-    KServe takes the folder that holds the versions, as TensorFlow Serving does. It knows no scheme
-    `minio`: the endpoint of such a store is an annotation of the secret with its keys.
-    """
+    """Return the YAML of a service for model `name`, whose version is published at `uri`."""
     document = {
         "apiVersion": "serving.kserve.io/v1beta1",
         "kind": "InferenceService",

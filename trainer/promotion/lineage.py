@@ -11,10 +11,7 @@ _SECONDS = 10
 
 
 def commit() -> str:
-    """Return the commit of the running code, with `-dirty` where files were changed.
-
-    An image has it in `FLOTILLA_COMMIT`, a checkout in its repository. Empty without either.
-    """
+    """Return the commit of the image or checkout, `-dirty` after a change, or an empty text."""
     if commit_of_image := os.environ.get(COMMIT):
         return commit_of_image
     home = Path(__file__).resolve().parents[2]

@@ -51,9 +51,8 @@ class Registration:
 class Request:
     """A model to register: URIs of the registry's root, the exported model and the registration.
 
-    `lineage` is the origin of the version; `by` is the run or the person that asks for it.
-    `compare` compares the model with another champion than the gate did, by the same rules on the
-    same examples, and returns that decision of the gate.
+    `by` is the run or the person that asks. `compare` compares the model with another champion than
+    the gate did, by the same rules, and returns that decision.
     """
 
     config: Config
@@ -68,11 +67,7 @@ class Request:
 def register(request: Request, scratch: Path) -> Registration:
     """Check, register and promote; the same model again returns the decision made before.
 
-    Where another model was promoted since the gate, or at the very moment, this one is compared
-    with that one, and judged by it.
-
-    Raises:
-        UserError: the model, or what it was made from, is missing or damaged.
+    A model that was promoted since the gate judges this one. Raises `UserError`.
     """
     if storage.is_published(request.output):
         return _read(request.output)
@@ -116,7 +111,7 @@ def _registered(request: Request, scratch: Path) -> Registration:
 def _compared(
     request: Request, champion: registry.Version
 ) -> tuple[tuple[Rule, ...], dict[str, Any]]:
-    """Return the rules of comparisons that the gate has not made, and what the lineage says of all.
+    """Return the rules of comparisons that the gate has not made, and the lineage of all.
 
     A small loss each night adds up: the model is compared with the version, too, since which no
     gain was proved.
@@ -241,10 +236,7 @@ def _read(uri: str) -> Registration:
 
 
 def announce(root: str, name: str, number: int, hub: str) -> None:
-    """Tell the trackers that a version was promoted; what they do not take is a line of log.
-
-    `hub` is `registry.hub` of the run; where it is empty, a variable names the address.
-    """
+    """Tell the trackers that a version was promoted; `hub` is `registry.hub`, or empty."""
     at = addresses.hub_of(hub)
     if not (at or addresses.is_tracked()):
         return

@@ -67,10 +67,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """One promotion: `version` became champion; `restores` is the promotion that it restores, or 0.
-
-    `by` is the run or the person that asked for it.
-    """
+    """One promotion to champion, by a run or a person; `restores` another promotion, or 0."""
 
     number: int
     uri: str
@@ -157,11 +154,7 @@ def promotions(root: str, name: str) -> list[Promotion]:
 
 
 def champion(root: str, name: str) -> Version | None:
-    """Return the champion, or None before the first promotion.
-
-    Raises:
-        UserError: its version is gone, or cannot be read.
-    """
+    """Return the champion, or None before the first promotion; raises `UserError`."""
     number = champion_number(root, name)
     return promoted_version(root, name, number) if number else None
 
@@ -186,11 +179,7 @@ def register(
 ) -> Version:
     """Copy the exported model at URI `model` into the registry, as its next version.
 
-    The registry has a copy of the files, so that a run can be deleted. The same model again is the
-    same version.
-
-    Raises:
-        UserError: the model is damaged, or cannot be copied.
+    The same model again is the same version. Raises `UserError`.
     """
     there = storage.read_manifest(model)
     source = {"uri": model, "created": there.created}
@@ -250,9 +239,7 @@ def promote(  # noqa: PLR0913
 ) -> Promotion:
     """Make a version the champion, if `after` is still the newest promotion (0: there is none).
 
-    Raises:
-        PromotionLostError: another promotion was made after `after`.
-        UserError: there is no such version, it is damaged, or its signature is not valid.
+    Raises `PromotionLostError` after another promotion, else `UserError`.
     """
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
@@ -304,13 +291,9 @@ def _claim(
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:
-    """Make the previous champion the champion again.
+    """Make the previous champion the champion again; another rollback goes back one further.
 
-    Another rollback goes back one further, and not forward.
-
-    Raises:
-        PromotionLostError: another promotion was made meanwhile.
-        UserError: there is none before.
+    Raises `PromotionLostError` or `UserError`.
     """
     made = {each.number: each for each in promotions(root, name)}
     if not made:
@@ -342,11 +325,7 @@ def _lost(root: str, name: str, after: int) -> str:
 
 
 def champion_checkpoint(root: str, name: str) -> str:
-    """Return the URI of the checkpoint that became the champion; empty where there is none yet.
-
-    Raises:
-        UserError: the champion's checkpoint is gone, as it is when its run was deleted.
-    """
+    """Return the URI of the champion's checkpoint, or an empty text; raises `UserError`."""
     found = champion(root, name)
     if found is None:
         return ""
@@ -361,10 +340,7 @@ def champion_checkpoint(root: str, name: str) -> str:
 
 
 def reference(root: str, name: str, champion: Version) -> Version | None:
-    """Return the version that the champion and those before it lost no more than a margin against.
-
-    None where the champion is that itself, or where it is gone.
-    """
+    """Return the version since which no gain was proved; None for the champion itself."""
     number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
     found = {each.number: each for each in versions(root, name)}
     return found.get(number)
@@ -373,9 +349,8 @@ def reference(root: str, name: str, champion: Version) -> Version | None:
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     """Return the champion that the model of a checkpoint is compared with.
 
-    A resumed run whose own model is the champion is compared with the champion before, so that it
-    ends with the same decision. Where another model was promoted since, it is compared with that
-    one, and never promoted over a better one.
+    A resumed run whose own model is the champion is compared with the one before, and so ends with
+    the same decision.
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}

@@ -1,8 +1,7 @@
 """What models were trained on: the data of champions, and what runs have finished with.
 
-A run that reaches its decision, whichever it is, leaves a mark below the model's place in the
-registry, under a digest of its configuration with the listing of its files. A later run with the
-same digest would repeat it.
+A run that reaches its decision leaves a mark in the registry, under a digest of its configuration
+with the listing of its files. A later run with the same digest would repeat it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class TrainedData:
 
     Attributes:
         version: `data.version` of the champion, or of the newest one before it that has one.
-        spans: the digest of each span that it and the champions before it were trained on; where
-            several were trained on one, that of the newest.
+        spans: the newest digest of each span that it and the champions before it were trained on.
     """
 
     version: str = ""
@@ -43,10 +41,7 @@ class TrainedData:
 
 
 def of_champion(root: str, name: str) -> TrainedData:
-    """Return what the champion was trained on; empty without one.
-
-    What a champion was trained on that was rolled back since is not part of it.
-    """
+    """Return what the champion, without those rolled back, was trained on; else empty."""
     return of_lineages(_lineages(root, name))
 
 
@@ -85,14 +80,7 @@ def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
 
 
 def digest(config: Config) -> str:
-    """Return what two runs have in common of which the second would repeat the first.
-
-    `data.version` has to name the files, and a warm start the word `champion`: its checkpoint is
-    another one after each promotion.
-
-    Raises:
-        ConfigError: a module of the user's that the configuration names is not there.
-    """
+    """Return what a run has in common with one that would repeat it; raises `ConfigError`."""
     tree = config.model_dump(mode="json", exclude=_APART)
     code = {
         f"{key} {name}": user_code.digest(key, name.partition(":")[0])

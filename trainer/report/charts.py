@@ -84,12 +84,10 @@ def line_chart(  # noqa: PLR0913
     flags: Sequence[tuple[float, str]] = (),
     logarithmic: bool = False,
 ) -> Chart | None:
-    """Draw the columns `series`, with their labels, over the column `across`.
+    """Draw the columns `series`, with their labels, over the column `across`; None without points.
 
-    A row that lacks a column, or holds no finite number there, adds no point. None where there is
-    not one point. `flags` are texts at places of the horizontal axis; those that are outside are
-    at its end. The axis has the places of all rows, also of those that add no point. Where
-    `logarithmic`, values that fall far are drawn by powers of ten.
+    A row that lacks a number adds no point, but its place is on the axis. `flags` are texts at
+    places of that axis. Where `logarithmic`, values that fall far are drawn by powers of ten.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     every = [point for points in found.values() for point in points]
@@ -201,10 +199,7 @@ def _multiples(step: float, first: int, last: int) -> list[float]:
 
 
 def _powers(values: Sequence[float]) -> list[float]:
-    """Return few of the values 1, 2 and 5 times a power of ten, or powers alone, around `values`.
-
-    The first is not above any of `values`, and the last not below.
-    """
+    """Return a few of the values 1, 2 and 5 times a power of ten that enclose `values`."""
     low = math.floor(math.log10(min(values)))
     high = math.ceil(math.log10(max(values)))
     every = max(math.ceil((high - low) / (_ROWS + 1)), 1)

@@ -59,10 +59,7 @@ def particulars(facts: Facts) -> list[tuple[str, str]]:
 
 
 def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
-    """Return the examples that training took a second: the median over its stretches; 0 if unknown.
-
-    The first stretch builds the functions, and the median leaves it out.
-    """
+    """Return the median examples a second, which leaves out the first stretch; 0 if unknown."""
     speeds = [number(row.get("steps_per_second")) for row in history]
     known = [each for each in speeds if each]
     each_step = _examples_of_a_step(history) or _by_config(config)
@@ -70,10 +67,7 @@ def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
 
 
 def cause(steps: Sequence[Facts]) -> dict[str, str]:
-    """Return where a failed run failed: `step`, `error`, `file`, `line`, `function`, `source`.
-
-    Where the user's code raised it, the place is the last line of that code; else it is empty.
-    """
+    """Return where a failed run failed: `step`, `error`, `file`, `line`, `function`, `source`."""
     bad = [each for each in steps if each.get("status") == "failed" and each.get("error")]
     if not bad:
         return {}

@@ -1,7 +1,4 @@
-"""The environment of every page: escaped, without script, with one style and one set of words.
-
-A template of any room begins its style with `{% include "style.css.j2" %}`.
-"""
+"""The environment of every page: escaped, without script, with one style and one set of words."""
 
 from __future__ import annotations
 

@@ -75,11 +75,7 @@ Facts = Mapping[str, Any]
 
 
 def write(facts: Facts, path: Path) -> None:
-    """Write the page of a run to `path`; a reader sees the old page or the new.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the page of a run to `path`, atomically; raises `UserError`."""
     page = masked(render(facts))
     storage.write_bytes(storage.uri_of(path), page.encode(errors="backslashreplace"))
 

@@ -1,7 +1,4 @@
-"""`summary.md`: a run at a glance, for the KFP UI.
-
-It is made of the same facts as the report (see `trainer.report.report`); every part may be missing.
-"""
+"""`summary.md`: a run at a glance, for the KFP UI, from the facts of `trainer.report.report`."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ _LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 
 
 def as_markdown(facts: Facts, report: str) -> bytes:
-    """Return the summary of a run as Markdown; all that `facts` say is escaped.
-
-    `report` is the URI of the whole report, or empty.
-    """
+    """Return the summary of a run, escaped; `report` is the URI of the whole report, or empty."""
     verdict = str(facts.get("verdict") or "unknown")
     cost = facts.get("cost") or {}
     blocks = [

@@ -160,10 +160,7 @@ def main_metric(evaluation: Facts) -> str:
 
 
 def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Return parts of a slice, the worst first: `value`, `examples`, `metric`, `interval`.
-
-    `metric` is the value of the main metric; a part that does not define it is left out.
-    """
+    """Return parts of a slice, the worst first by the main metric, for those that define it."""
     name = main_metric(evaluation)
     lower = (evaluation.get("directions") or {}).get(name, "higher") == "lower" or name == "loss"
     found = [
@@ -212,10 +209,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
-    """Return the steps as bars over the time of the run, each with the events of its time.
-
-    `tries` have the time at which they `began`, and `seconds`; `events` have a `time`.
-    """
+    """Return the steps as bars over the time of the run, each with the events of its time."""
     numbers = ("began", "seconds")
     timed = [each for each in tries if None not in (number(each.get(name)) for name in numbers)]
     if not timed:
@@ -256,8 +250,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
     """Return where on the global steps each incident was, and what it is called.
 
-    An incident has a time only: its step is between those of the checkpoints around it. One that
-    no checkpoint says the step of is left out.
+    An incident has a time only: its step is between those of the checkpoints around it.
     """
     known = sorted(
         (time, step)

@@ -1,7 +1,4 @@
-"""Numbers, names and rules as a person reads them.
-
-A number is rounded by its confidence interval: digits that the interval leaves open are noise.
-"""
+"""Numbers, names and rules as a person reads them; a number is rounded by its interval."""
 
 from __future__ import annotations
 

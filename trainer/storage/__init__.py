@@ -1,12 +1,8 @@
 """Published directories: whole or absent, whatever dies while they are written.
 
-A directory is published when it holds a `MANIFEST.json`. The manifest is written last, as the
-atomic commit, and names each file with its size and crc32c. Readers take only what a manifest
-names, and check it. Directories are named by URI: `file://`, `gs://`, `s3://` or `minio://`, all
-with the same contract.
-
-Errors that a user can fix (a full disk, a missing directory, a wrong file) are raised as
-`trainer.errors.UserError`.
+The manifest is written last, as the atomic commit, and names each file with its size and crc32c.
+Directories are named by URI: `file://`, `gs://`, `s3://` or `minio://`, with one contract. Errors
+that a user can fix are raised as `trainer.errors.UserError`.
 """
 
 from trainer.storage.errors import (

@@ -53,11 +53,7 @@ class Unavailable(TransientError):  # noqa: N818
 
 
 class StoreError(OSError):
-    """An object store refused a request; the message names reason and remedy.
-
-    Attributes:
-        trouble: a name of `bucket.Trouble`; empty where the error was not classified.
-    """
+    """An object store refused a request, for a `bucket.Trouble`, or an empty text."""
 
     trouble = ""
 

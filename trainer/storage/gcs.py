@@ -237,10 +237,7 @@ def _client(_process: int, _emulator: str) -> storage.Client:
 
 
 def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
-    """Refuse an answer of success that no store gives, such as an empty one of a proxy.
-
-    The client fails with an `AttributeError`, or takes it for the content of an object.
-    """
+    """Refuse an answer of success that no store gives, such as an empty one of a proxy."""
     url, method = urllib3.util.parse_url(answer.url), answer.request.method
     query = url.query or ""
     if answer.status_code not in SUCCESS or method == "DELETE":

@@ -1,11 +1,8 @@
 """Storage in the file system: a directory is published by one atomic rename.
 
-- `FileStore` is the store itself.
-- A staging folder is a hidden folder in which a file or directory is written before the rename. Its
-  writer holds a lock on it while it lives, so that the next writer can tell the orphan of a dead
-  one from one in use, and delete it.
-- `writer` identifies a process on all machines, for stores that cannot lock: `is_gone` and
-  `is_living` say whether it is known to have ended or to be alive.
+It is written in a staging folder, which its writer locks while it lives: the next writer deletes
+the orphan of a dead one. `writer` identifies a process on all machines, for stores that cannot
+lock.
 """
 
 from __future__ import annotations
@@ -374,10 +371,7 @@ def writer() -> str:
 
 
 def is_gone(text: str) -> bool:
-    """Say whether the process of a `writer` is known to have ended.
-
-    Of processes of another machine nothing is known.
-    """
+    """Say whether the process of a `writer`, on this machine, is known to have ended."""
     number, started = _here(text)
     return bool(number) and _started(int(number)) != started
 

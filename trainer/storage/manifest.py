@@ -1,9 +1,8 @@
 """`MANIFEST.json`: what a published directory holds.
 
-    {"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}
-
-Paths are relative, with forward slashes. `fields` are those of the kind, next to the others. A file
-may have `"at"` too: the path at which it is stored, where another file had its path already.
+{"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}
+Paths are relative, with forward slashes. A file may have `"at"` too: the path at which it is
+stored, where another file had its path already.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def checksum_of(data: bytes) -> Checksum:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a published directory; refuses a path that leads out of it.
-
-    Raises:
-        ValueError: a value is not allowed in a manifest.
-    """
+    """One file of a published directory, below it; raises `ValueError` for another value."""
 
     path: str
     bytes: int
@@ -98,11 +93,7 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a published directory, by path, and the fields of its kind.
-
-    Raises:
-        ValueError: a value is not allowed in a manifest, or `fields` are not JSON.
-    """
+    """The files of a published directory, and the fields of its kind; raises `ValueError`."""
 
     kind: str
     files: tuple[FileEntry, ...] = ()
@@ -149,12 +140,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes | str, where: str = MANIFEST) -> Manifest:
-        """Parse the text of a manifest; `where` names it in errors.
-
-        Raises:
-            UnknownSchema: it was written by a version with another layout.
-            Corrupt: it is not a manifest.
-        """
+        """Parse the text of a manifest; raises `UnknownSchema` or `Corrupt`, with `where`."""
         try:
             tree = json.loads(data)
             if not isinstance(tree, dict):

@@ -1,14 +1,10 @@
 """Storage in object stores: a directory is published when its manifest is created.
 
-The create of the manifest is the atomic commit. No object that a manifest may name is ever
-overwritten: a file is stored at its own path where that is free, and next to it where another
-object is, be it the orphan of a dead writer or the object of a concurrent one. So every manifest
-stays valid, whatever is written at the same time, and the first manifest wins.
-
-`collect` removes orphans. An orphan is an object that was uploaded for a published directory (its
-writer is in its metadata), is named by no manifest, and will be named by none: its directory is
-published already, its writer has ended, or it is older than any publication lasts. No other object
-of the bucket is touched.
+No object that a manifest may name is ever overwritten: a file is stored next to its own path where
+another object is. So every manifest stays valid, and the first manifest wins.
+An orphan, which `collect` removes, was uploaded for a published directory (its writer is in its
+metadata), is named by no manifest, and will be by none: its directory is published, its writer has
+ended, or it is older than any publication lasts. No other object of the bucket is touched.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class Pattern:
 
     Attributes:
         key: of the configuration, for messages.
-        text: as it was written.
         root: URI of the folder, or of the file, that no part of the pattern follows.
         expression: for paths below the root; None for all of them.
     """
@@ -80,11 +79,7 @@ def below(source: str, path: str, split: str) -> Pattern:
 
 
 def parse(key: str, text: str) -> Pattern:
-    """Return the pattern that a text is.
-
-    Raises:
-        ConfigError: it is none; the message names the key.
-    """
+    """Return the pattern that a text is; raises `ConfigError`, which names the key."""
     if is_local(text):
         path = _path(key, text)
         parts = ("" if os.path.lexists(path) else path.strip("/")).split("/")

@@ -28,7 +28,6 @@ class Unfit(UserError):  # noqa: N818
         trouble: a name of `bucket.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
             the file system) or `ALTERED` (it returns other content than was written).
         actions: the actions that failed: write, read, list, delete.
-        reason: the message of the store.
     """
 
     def __init__(self, trouble: str, actions: tuple[str, ...], reason: str) -> None:
@@ -57,10 +56,7 @@ class Probe:
         self._writing = False
 
     def examine(self) -> None:
-        """Write, read, list and delete; raises `Unfit` with all that failed.
-
-        The file, and every folder that was created for it, is removed at the end.
-        """
+        """Write, read, list, delete, and leave nothing; raises `Unfit` with all that failed."""
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
         with shorter_retry(SECONDS):

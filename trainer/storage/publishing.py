@@ -29,21 +29,10 @@ def publish(
     """Publish all files below `directory` at `uri`, atomically and verified.
 
     The same kind, files and fields again is a no-op, which trusts the manifest and does not read
-    the published files again (`verify` does). A `MANIFEST.json` of `directory` itself is left out,
-    so that a published directory can be published elsewhere. Empty folders are left out too.
-
-    Args:
-        directory: local folder; only files and folders, links to files are followed.
-        uri: the destination; an unpublished directory there is replaced.
-        kind: "dataset", "checkpoint", "model", ...
-        fields: those of the kind, as JSON values.
-
-    Returns:
-        The manifest at `uri`: the new one, or the equal one that was there before.
-
-    Raises:
-        Conflict: other content is published at `uri`.
-        UserError: `directory` or `uri` cannot be used: missing, no space, no permission.
+    the published files again (`verify` does). A `MANIFEST.json` of `directory` itself and empty
+    folders are left out; links to files are followed. An unpublished directory at `uri` is
+    replaced. Returns the manifest at `uri`. Raises `Conflict` where other content is there, else
+    `UserError`.
     """
     store = store_for(uri)
     with reported(f"publish {directory} to {uri}"):
@@ -61,8 +50,7 @@ def draft(uri: str) -> Iterator[str]:
     """Begin what several processes publish at `uri`; what is left at the end of the block goes.
 
     Any process may add files to the draft (`add_file`); nothing is read before the `commit`. In a
-    file system a draft is a staging folder next to `uri`; in an object store it is `uri` itself.
-    What is never committed is an orphan, as of any writer that has died.
+    file system it is a staging folder next to `uri`; in an object store it is `uri` itself.
     """
     with ExitStack() as opened:
         with reported(f"write next to {uri}"):
@@ -81,11 +69,7 @@ def commit(
 ) -> Manifest:
     """Publish at `uri` the files that were added to its draft; see `publish`.
 
-    The same again, as the answer of a store was lost, is a no-op.
-
-    Raises:
-        Conflict: other content is published at `uri`.
-        UserError: a file is not there any more, or `uri` cannot be written.
+    The same again, as the answer of a store was lost, is a no-op. Raises `Conflict` or `UserError`.
     """
     manifest = Manifest(kind, tuple(files), fields)
     with reported(f"publish {uri}"):
@@ -99,13 +83,7 @@ def commit(
 
 
 def read_manifest(uri: str) -> Manifest:
-    """Return the manifest at `uri`.
-
-    Raises:
-        NotPublished: there is none.
-        Corrupt: there is one and it cannot be read.
-        UnknownSchema: it was written by a version with another layout.
-    """
+    """Return the manifest at `uri`; raises `NotPublished`, `Corrupt` or `UnknownSchema`."""
     try:
         data = read_bytes(join(uri, MANIFEST))
     except Missing:
@@ -127,12 +105,7 @@ def is_published(uri: str) -> bool:
 
 
 def verify(uri: str) -> Manifest:
-    """Check every file at `uri` against its manifest, by size and crc32c.
-
-    Raises:
-        NotPublished: there is no manifest.
-        Corrupt: a file is missing or differs; the message names it, and both values.
-    """
+    """Check every file at `uri` by size and crc32c; raises `NotPublished` or `Corrupt`."""
     manifest = read_manifest(uri)
     store = store_for(uri)
     with reported(f"verify {uri}"):
@@ -150,12 +123,9 @@ def _stored(store: Store, uri: str, entry: FileEntry) -> Checksum | None:
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file of the directory published at `uri`, checked.
+    """Return one small file published at `uri`, checked.
 
-    Raises:
-        NotPublished: there is no manifest.
-        Missing: the manifest names no such file.
-        Corrupt: the file is missing or differs from the manifest.
+    Raises `NotPublished`, `Missing` (the manifest names no such file) or `Corrupt`.
     """
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
@@ -189,25 +159,11 @@ def fetch(
     only: Callable[[str], bool] | None = None,
     manifest: Manifest | None = None,
 ) -> Manifest:
-    """Copy the published files at `uri` into `directory`, verified.
+    """Copy the published files at `uri`, or `only` some paths, into `directory`, verified.
 
-    Files appear in `directory` when all of them are verified; a directory that did not exist
-    appears as a whole, atomically. Valid files that are there already are kept, those of a fetch
-    that died included. Other files of the directory stay.
-
-    Args:
-        uri: a published directory.
-        directory: local folder; created if it is missing.
-        only: picks files by their path in the manifest; all when left out.
-        manifest: the one at `uri`, where it was read before.
-
-    Returns:
-        The whole manifest, whatever `only` picked.
-
-    Raises:
-        NotPublished: there is no manifest at `uri`.
-        Corrupt: a file is missing or differs from the manifest.
-        UserError: `directory` cannot be written.
+    Files appear when all are verified; a new directory appears as a whole, atomically. Valid files
+    that are there already are kept, those of a fetch that died included. Returns the whole
+    manifest. Raises `NotPublished`, `Corrupt`, or `UserError` where `directory` cannot be written.
     """
     manifest = manifest or read_manifest(uri)
     directory = Path(os.path.abspath(directory))
@@ -281,10 +237,7 @@ def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the directory below `uri` that was published last, of one kind or all, if any.
-
-    It is found by the manifests, without a pointer: not every store can swap one atomically.
-    """
+    """Return the directory below `uri` that was published last, of one kind or all, if any."""
     return max(published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -301,8 +254,7 @@ def _readable(uri: str) -> Manifest | None:
 def collect_garbage(uri: str) -> list[str]:
     """Remove the orphans of dead or beaten writers at `uri` and below; return their URIs.
 
-    Published files, those that living processes of this machine are writing, and files that were
-    not written to be published stay.
+    Files that living processes of this machine write, or that were not to be published, stay.
     """
     with reported(f"collect garbage below {uri}"):
         return store_for(uri).sweep(uri)
@@ -315,12 +267,7 @@ def delete(uri: str) -> None:
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at `uri`.
-
-    Raises:
-        Missing: there is nothing.
-        Corrupt: there is something else than a file.
-    """
+    """Return the content of the file at `uri`; raises `Missing` or `Corrupt` (no file)."""
     with reported(f"read {uri}"):
         try:
             return store_for(uri).read(uri)

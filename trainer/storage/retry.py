@@ -1,8 +1,4 @@
-"""Requests to a store: retried with backoff under one deadline, and many in parallel.
-
-An operation (`Retry`) has one deadline for all of its requests, which counts from the last request
-that succeeded. Each retry is a line in the log.
-"""
+"""Requests to a store: retried with backoff under one deadline, and many in parallel."""
 
 from __future__ import annotations
 
@@ -62,8 +58,7 @@ class Retry:
     ) -> Result:
         """Return the result of `request`, retried while its error is `transient`.
 
-        Raises:
-            StoreUnavailable: the deadline has passed.
+        Raises `StoreUnavailable` where the deadline has passed.
         """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(transient),
@@ -104,11 +99,7 @@ class Retry:
 
 
 def until_deadline(where: str, request: Callable[[], Result]) -> Result:
-    """Return the result of `request`, which is called again while it raises `Unavailable`.
-
-    Raises:
-        Unavailable: the deadline has passed; it is that of the last call.
-    """
+    """Return the result of `request`, called again while it raises `Unavailable`, for a time."""
     try:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:

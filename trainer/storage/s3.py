@@ -276,8 +276,7 @@ class S3Bucket:
     def _unless_there(self, request: Callable[..., None]) -> None:
         """Create an object if there is none, as far as the store can guarantee that.
 
-        The caller has checked before that there is none, for stores that ignore the condition.
-        Stores that refuse it get the request without it.
+        Stores that ignore the condition were asked before; those that refuse it get none.
         """
         try:
             request(IfNoneMatch="*")
@@ -402,10 +401,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Refuse an answer of success that no store gives, such as an empty one of a proxy.
-
-    It would pass for a list without an entry.
-    """
+    """Refuse an answer of success that no store gives, which would pass for an empty list."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the answer to {model.name} is none of a store")

@@ -55,10 +55,7 @@ def plain_http_remark(uri: str) -> str:
 
 
 def kfp_credentials() -> Mapping[str, str]:
-    """Return the keys of KFP's secret `mlpipeline-minio-artifact`, or nothing.
-
-    They are in the environment of a pod that takes the whole secret; boto3's own come first.
-    """
+    """Return the keys of KFP's secret `mlpipeline-minio-artifact` in the environment, if any."""
     keys = [os.environ.get(name, "") for name in KFP_KEYS]
     if not all(keys) or os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}

@@ -28,8 +28,8 @@ class ListedFile:
 class Store(Protocol):
     """The storage of one scheme, for one operation, whose requests share one deadline.
 
-    Every method raises `FileNotFoundError` where there is nothing at the URI, and another
-    `OSError` where the storage fails. All methods are thread-safe.
+    Every method raises `FileNotFoundError` where there is nothing at the URI, and another `OSError`
+    where the storage fails. All methods are thread-safe.
     """
 
     def read(self, uri: str) -> bytes:
@@ -48,11 +48,10 @@ class Store(Protocol):
         """Copy one file to a local path in a folder that exists."""
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files of `source` that `manifest` names to `uri`, the manifest last.
+        """Copy the files of `source` that `manifest` names to `uri`, verified, the manifest last.
 
-        Each file is verified at its destination. Orphans of a dead writer are replaced. Returns the
-        manifest as it was written, with the paths at which the files are stored, or None where
-        there is a manifest at `uri` already; then nothing changes that a reader sees.
+        Returns the manifest as it was written, with the paths at which the files are stored, or
+        None where there is one at `uri` already; then nothing changes that a reader sees.
         """
 
     def draft(self, uri: str) -> AbstractContextManager[str]:

@@ -87,11 +87,7 @@ def locate(uri: str) -> Location:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return the URI of `parts` below `uri`; a part is a plain name or a relative path of names.
-
-    Raises:
-        UserError: a part is empty, absolute, or climbs out of `uri`.
-    """
+    """Return the URI of names, or relative paths of names, below `uri`; raises `UserError`."""
     names = [name for part in parts for name in _names(part)]
     scheme = scheme_of(uri)
     rest = uri.removeprefix(f"{scheme}://")
@@ -154,11 +150,7 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path, made absolute; symbolic links stay as they are.
-
-    Raises:
-        ConfigError: the path is relative, and the current folder was removed.
-    """
+    """Return the `file://` URI of a path, made absolute, with its links; raises `ConfigError`."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:

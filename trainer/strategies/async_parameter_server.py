@@ -328,10 +328,9 @@ def local_steps_of(  # noqa: PLR0913
 ) -> Callable[[Any], tf.Tensor]:
     """Return the function that pulls once, takes `steps` local steps, and pushes once.
 
-    The local steps are plain SGD with the optimizer's learning rate; the sum of their gradients is
-    pushed, and the server's optimizer applies it as one update (Downpour SGD, Dean et al. 2012,
-    section 4.1, with n_fetch = n_push = `steps`). The function takes an iterator of batches and
-    returns the mean loss.
+    The local steps are plain SGD; the sum of their gradients is pushed, and the server applies it
+    as one update (Downpour SGD, Dean et al. 2012, section 4.1, n_fetch = n_push = `steps`). The
+    function takes an iterator of batches and returns the mean loss.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale)
     compute = towers.pure(pure, pure.state)

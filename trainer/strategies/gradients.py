@@ -1,11 +1,8 @@
 """Pull and push: variables of servers are read once, the gradient is a pure function of them.
 
-A pure function is what XLA can compile where the variables are on other machines, and what several
-local steps between a pull and a push need.
-
-`Messages` packs the values that travel between two machines: one message for each server and type,
-in each direction, as a message costs more than the bytes in it. The variables themselves stay
-unchanged, so that optimizers, checkpoints and placement need no special case.
+XLA can compile a pure function where the variables are on other machines, and several local steps
+need one. `Messages` packs what travels: one message for each server and type, in each direction, as
+a message costs more than the bytes in it.
 """
 
 from __future__ import annotations
@@ -50,11 +47,7 @@ class Messages:
             self._together.setdefault((variable.device, variable.dtype), []).append(index)
 
     def pulled(self, after: Sequence[Any] = ()) -> list[tf.Tensor]:
-        """Return the values of all variables, on the device of the scope.
-
-        They are read when `after` is there, for which only their devices wait: what waits on
-        another one gets a message.
-        """
+        """Return the values of all variables on the device of the scope, once `after` is there."""
         values: list[tf.Tensor] = [None] * len(self._variables)
         for (device, _), indices in self._together.items():
             with tf.device(device), tf.control_dependencies(list(after)):
@@ -114,10 +107,9 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 
 
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
-    """Send a gradient as `push` does, and its loss to a device; the loss comes last.
+    """Send a gradient as `push` does, and its loss to a device, as its last part.
 
-    Both are one message where the device has variables that are trained, of 32 bits, and is named
-    as these name theirs.
+    Both are one message where the device has trained variables of 32 bits, and is named alike.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).pushed([*gradient, loss])
@@ -126,9 +118,8 @@ def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, devic
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
     """Send the state that has changed to its variables.
 
-    The change of whole numbers (seeds, counts) is added, which keeps what other workers have added
-    since the pull. All else is assigned: moving averages go a part of the way to what they see, and
-    the parts of several workers together would overshoot, a variance below zero.
+    The change of whole numbers (seeds, counts) is added, which keeps what other workers added. All
+    else is assigned: the parts of several moving averages together would overshoot.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -142,15 +133,11 @@ def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> Non
 
 
 class PureGradient:
-    """The function from weights, state and batch to loss, gradient and new state.
+    """The function from weights, state and batch to loss, gradient and new state, traced once.
 
-    Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole,
-    unless its rows are given. The function is traced once, however often a graph uses it.
-
-    Attributes:
-        dense: the trained variables, without those of tables whose rows are given.
-        state: the variables of the state: all of the model that are not trained, but the
-            bookkeeping of tables that grow, and those of the loss scale where there is one.
+    Gradients are dense: a table is pulled and pushed whole, unless its rows are given. `dense` are
+    the trained variables without such tables. `state` are the variables that are not trained, but
+    the bookkeeping of tables that grow, and those of the loss scale.
     """
 
     def __init__(  # noqa: PLR0913
@@ -165,10 +152,9 @@ class PureGradient:
     ) -> None:
         """Take a model and its loss.
 
-        Where it is `in_place`, it takes no weights: variables are read where they are, and a
-        gradient of looked up rows is `IndexedSlices`. With `lookups` the weights are those of
-        `dense` and then the rows of each table, and a batch is a pair of their places and the
-        batch itself.
+        `in_place` takes no weights: variables are read where they are, and a gradient of looked up
+        rows is `IndexedSlices`. With `lookups` the weights are those of `dense` and then the rows
+        of each table, and a batch is a pair of their places and the batch itself.
         """
         self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
         self._lookups = lookups
@@ -198,10 +184,7 @@ class PureGradient:
 
     @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
-        """Compute the loss of a batch with zeros for all variables but the tables of `lookups`.
-
-        What is returned are these zeros.
-        """
+        """Compute the loss with zeros for all variables but the tables, and return the zeros."""
         variables = [*self.dense, *self._not_trained]
         mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
@@ -209,10 +192,7 @@ class PureGradient:
         return [zeros for _, zeros in mapping]
 
     def moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state after some batches; the objects of `before` where no layer changes it.
-
-        A TensorFlow loop returns new objects for all that it carries.
-        """
+        """Return the state after some batches; the objects of `before` where nothing changes it."""
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -413,9 +393,7 @@ def apply_and_count(
 ) -> None:
     """Apply a gradient, and count the update when the gradient is on the server of the counter.
 
-    Nothing else orders the two: all updates of an unrolled turn would be counted when it begins,
-    and those that a worker does not make, as it dies, would count as applied. For an optimizer of
-    `exact_counter`, in the graph of a worker.
+    Nothing else orders the two: updates that a dying worker does not make would count as applied.
     """
     counter = optimizer.iterations.value
     count = optimizer.iterations.assign_add

@@ -1,8 +1,7 @@
 """In-graph replication: one client builds a tower for every worker in one function.
 
-All towers pull the same variables, each computes the gradient of its own batch on its worker, and
-the client averages them and applies one update. It is synchronous without queues: the plainest way
-to use many workers, and as slow as the slowest of them.
+All towers pull the same variables; the client averages their gradients and applies one update. It
+is synchronous without queues, and as slow as the slowest worker.
 """
 
 from __future__ import annotations

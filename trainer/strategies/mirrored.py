@@ -205,8 +205,7 @@ def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> b
 def _mean(values: list[Any]) -> list[Any]:
     """Return the mean of each value over all replicas; gradients of looked up rows stay sparse.
 
-    But not those of which each replica has another number, as of a table in parts: TensorFlow
-    gathers them as if all had the same, and fails.
+    Those of a table in parts stay as they are: each replica has another number of them.
     """
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:

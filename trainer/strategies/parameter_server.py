@@ -1,8 +1,4 @@
-"""What all strategies with parameter servers share: connection, variables, dispatch and metrics.
-
-`Served` is their base class: a chief that leads workers, with model, optimizer and counter on the
-parameter servers. `LoopWatch` sees the errors of loops that nobody waits for.
-"""
+"""What all strategies with parameter servers share: connection, variables, dispatch and metrics."""
 
 from __future__ import annotations
 
@@ -59,8 +55,7 @@ def worker_number() -> tf.Tensor:
 def looks_up(model: keras.Model) -> bool:
     """Say whether a layer has to use its variables on the servers, and not pulled copies.
 
-    That is one that looks up rows of a table (Keras's embedding, or a layer with `looks_up`), and
-    one that changes trainable variables in its forward pass.
+    That is one that looks up rows, or changes trainable variables in its forward pass.
     """
     kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
     return any(
@@ -96,11 +91,7 @@ class Served(KerasStrategy):
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build all there is, and call `keep` before anything is traced with it.
-
-        Raises:
-            MisfitError: what is on the servers does not fit; all has to be built again.
-        """
+        """Build all there is, and `keep` it before anything is traced; raises `MisfitError`."""
         raise NotImplementedError
 
     def find_state(self, uri: str) -> ServerState | None:
@@ -111,10 +102,9 @@ class Served(KerasStrategy):
         return self.state
 
     def connect(self) -> None:
-        """Connect to all tasks and wait until they answer.
+        """Connect to all tasks and wait until they answer; a second call does nothing.
 
-        TensorFlow's strategy only gives the cluster to the coordinator. Its round-robin placement
-        of variables is not used: they are placed by size. A second call does nothing.
+        The placement of TensorFlow's strategy is not used: variables are placed by size.
         """
         if hasattr(self, "connected"):
             return
@@ -137,10 +127,7 @@ class Served(KerasStrategy):
             raise
 
     def build_model(self, problem: Problem, *, gradients: int = 1) -> None:
-        """Build model, optimizer and the exact counter of updates on the parameter servers.
-
-        `gradients` is how many of them make an update.
-        """
+        """Build model, optimizer and counter; `gradients` of them make an update."""
         servers, named = self.cluster.count("ps"), self.config.cluster.placement
         self._kept = KeptValues(self.state.taken if self.state else ())
         places = places_of(problem.build_model, problem.check, servers, named)
@@ -160,10 +147,8 @@ class Served(KerasStrategy):
     def keep(self, others: Mapping[str, tf.Variable]) -> None:
         """Give what is on the servers names, and take the values that are there by them.
 
-        `others` are what a strategy has there besides model and optimizer.
-
-        Raises:
-            MisfitError: what is there is of other variables; all has to be built again.
+        `others` are what a strategy has there besides. Raises `MisfitError` where other variables
+        are there.
         """
         if not self.state:
             return
@@ -210,9 +195,8 @@ class Served(KerasStrategy):
     ) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
         """Return the function from what the towers take to loss and gradient.
 
-        All variables are pulled before, those of each server in one message, unless a layer looks
-        up rows: then only the rows of a batch are transferred. For `loss_on` see
-        `pulled_gradient_of`.
+        All variables are pulled before, in one message a server, unless a layer looks up rows: then
+        only the rows of a batch. For `loss_on` see `pulled_gradient_of`.
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:
@@ -260,10 +244,7 @@ class Served(KerasStrategy):
         return iter(made)
 
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
-        """Return the arguments that lend a closure what comes so many batches after the position.
-
-        A closure that runs again, as its worker died, has the same examples.
-        """
+        """Return the arguments that lend a closure the same examples at each of its runs."""
         first = batches * self.config.training.batch_size
         return plan_of(self.position), tf.constant(first, tf.int64)
 
@@ -313,11 +294,7 @@ def _server_lost() -> Iterator[None]:
 
 
 class LoopWatch:
-    """Waits for an error in the workers' loops, on a thread.
-
-    The chief itself waits for what the loops give. When one has failed for good, this wait has to
-    end too.
-    """
+    """Waits on a thread for an error in the workers' loops, so that the chief's wait ends too."""
 
     def __init__(
         self,

@@ -32,10 +32,7 @@ LARGE_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A variable to place: its path in the model and its size.
-
-    Those of one `group`, where that is not empty, are on one server.
-    """
+    """A variable to place: its path and size; those of one named `group` are on one server."""
 
     path: str
     bytes: int
@@ -50,12 +47,9 @@ class Place(NamedTuple):
 
 
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
-    """Return the index of a parameter server for each variable.
+    """Return the index of a parameter server for each variable; raises `ConfigError`.
 
     `named` maps a glob over paths to a server such as "ps:0"; the first that fits counts.
-
-    Raises:
-        ConfigError: a server that does not exist, or a glob that fits no variable.
     """
     check([variable.path for variable in variables], servers, named)
     load = [0] * servers
@@ -84,16 +78,8 @@ def places_of(
 ) -> list[Place]:
     """Return the place of each variable of a model, in the order in which they are made.
 
-    The model is built for it: a sketch, whose large variables have no values.
-
-    Args:
-        build_model: builds the model.
-        check: may refuse the sketch.
-        servers: how many there are.
-        named: see `assign`.
-
-    Raises:
-        ConfigError: a variable cannot be placed, or `named` has a server or a glob that fits none.
+    The model is built as a sketch, whose large variables have no values, and which `check` may
+    refuse. Raises `ConfigError`.
     """
     made: list[tf.Variable] = []
     sketched = _replaced(Variable, "_initialize_with_initializer", _sketched)
@@ -118,8 +104,7 @@ def places_of(
 class KeptValues:
     """The servers that have values for variables before these are made, such as large tables.
 
-    Large variables there are made without values, as memory that nobody has touched: nothing of a
-    table is on a server twice. Each has its initializer by `BEGINS`.
+    Large variables are made there without values: nothing of a table is on a server twice.
     """
 
     def __init__(self, servers: Collection[int] = ()) -> None:
@@ -166,9 +151,7 @@ def build_at(
 ) -> keras.Model:
     """Build a model with each variable on its server, in the order in which they are made.
 
-    Raises:
-        ConfigError: a server has no memory for one.
-        ValueError: they are more or fewer than the places.
+    Raises `ConfigError` where a server has no memory, and `ValueError` where the places do not fit.
     """
     left, more = deque(places), 0
 
@@ -194,11 +177,7 @@ def build_at(
 def build_slots(
     optimizer: keras.optimizers.Optimizer, model: keras.Model, kept: KeptValues = NONE_KEPT
 ) -> None:
-    """Create the optimizer's slots, each on the server of its variable.
-
-    Updates run there too: elsewhere, variable and slots would be sent over the network, whole
-    tables for a few rows.
-    """
+    """Create the optimizer's slots, each on the server of its variable, where updates run."""
     add = optimizer.add_variable_from_reference
 
     # The name of the argument is Keras's own: some optimizers use it.
@@ -273,9 +252,8 @@ def _memory_for(what: str) -> Iterator[None]:
 def optimize_once() -> None:
     """Let TensorFlow go through each graph of this process once to optimize it, and not twice.
 
-    The second time took as long as the first one, half a second of each worker for a model with
-    four tables, whenever a task comes back; it made no step faster. Nor do the passes that are left
-    out: that of MLIR changes nothing yet, and that of memory moves what a GPU has no room for.
+    The second time took half a second of each worker whenever a task comes back, and made no step
+    faster. Nor do the passes of MLIR and of memory that are left out.
     """
     here = context.context()
     options = here.config

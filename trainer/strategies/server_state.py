@@ -303,11 +303,7 @@ class ServerState:
         thread.join(ANSWER_SECONDS)
 
     def _rename_all(self, token: int) -> None:
-        """Give the variables of each server their names, in one message; else it is one for each.
-
-        Those of servers that are not taken keep their values: no value is copied, as it is shared
-        with the variable without a name, which ends.
-        """
+        """Give the variables of each server their names, in one message; no value is copied."""
         on = dict[str, list[int]]()
         for number, each in enumerate(self._variables):
             on.setdefault(each.device, []).append(number)
@@ -411,10 +407,7 @@ class ServerState:
 
 
 def with_name(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variable:
-    """Return the variable of a device that has a name, and does not end with this process.
-
-    It has no value where there is none of this name yet.
-    """
+    """Return the variable of a device that has a name, with its value if any, and that stays."""
     with tf.device(device):
         handle = tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=name)
     return BaseResourceVariable(

@@ -82,10 +82,9 @@ class Report:
 
     Attributes:
         loss: the mean loss over the updates.
-        metrics: further metrics for the history, JSON values: staleness, dropped gradients, and
-            `workers`, which maps a worker to its local steps and examples.
-        global_step: where workers go on meanwhile, the global step that the report is of; None
-            where all of them rest.
+        metrics: JSON values for the history: staleness, dropped gradients, and `workers`, which
+            maps a worker to its local steps and examples.
+        global_step: the step of the report where workers go on meanwhile; None where all rest.
     """
 
     loss: float
@@ -135,17 +134,12 @@ class Strategy(ABC):
     def barrier(self, *values: int) -> tuple[int, ...]:
         """Wait for all tasks that run the outer loop; return the largest of each value over them.
 
-        So the tasks agree on flags (1 where any task has set one) and on numbers. Blocks until each
-        of these tasks has called it with as many values, and raises TensorFlow's error where one of
-        them is gone. Where a single task leads, it returns its own values at once.
+        Each has to call it with as many values. A task that is gone raises TensorFlow's error.
         """
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the batches of one task, each a stack of `training.accumulate` where that is set.
-
-        Traced into a graph, like `problem.batches`. Of a stream every `of`-th batch is its own.
-        """
+        """Return the batches of one task, like `problem.batches`: every `of`-th of a stream."""
         if not self.stream:
             return self.stacked(problem.batches())
         return self.stacked(self.stream.endless(self.config.training.batch_size, index, of))
@@ -161,33 +155,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates.
-
-        Raises:
-            ClusterLostError: a task is gone that the strategy cannot do without.
-        """
+        """Apply `steps` updates; raises `ClusterLostError`."""
 
     def advance(self, steps: int, boundary: int) -> Report:
         """Apply about `steps` updates, at most up to the global step `boundary`.
 
-        Workers may go on when it returns, which the report says, up to the boundary or until
-        `rest`. At the boundary all of them rest.
+        Workers may go on when it returns, up to the boundary, where all rest, or until `rest`.
         """
         del boundary
         return self.run(steps)
 
     def rest(self) -> Report:
-        """End what workers go on with, and report it: nothing is applied before `advance`.
-
-        Called only after a report that says that they go on.
-        """
+        """End what workers go on with, after a report that says they do, and report it."""
         raise AssertionError("no worker goes on")
 
     def totals(self, problem: Problem) -> Sums:
-        """Return the sums of `problem.totals` over all parts, with the current variables.
-
-        Here it is one part, in this process; a strategy with workers distributes the parts.
-        """
+        """Return the sums of `problem.totals` over all parts, with the current variables."""
         return self.measured_copy(problem).totals(self.variables(), 0, 1)
 
     def measured_copy(self, problem: Problem) -> MeasuredCopy:
@@ -215,10 +198,7 @@ class Strategy(ABC):
         """Leave the other tasks that run the outer loop, after the last checkpoint is published."""
 
     def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
-        """Look on the servers for what an attempt before has left of the run with checkpoints here.
-
-        To be called before `build`, which takes of it what it is told to; None without servers.
-        """
+        """Look before `build` for what an earlier attempt has left on the servers, if any."""
         return None
 
     def settle(self, *, is_whole: bool) -> None:  # noqa: B027
@@ -245,10 +225,7 @@ class KerasStrategy(Strategy):
         return optimizer
 
     def make_scale(self, *, gradients: int = 1, **options: Any) -> LossScale | None:
-        """Make the scale of the loss on the device of the scope, where the precision needs one.
-
-        Each of the `gradients` of an update is the mean of so many as are accumulated.
-        """
+        """Make the loss scale on the device of the scope, where the precision needs one."""
         training = self.config.training
         if training.mixed_precision != "float16":
             return None
@@ -288,8 +265,7 @@ def gradient_of(
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
     """Return the function from a batch to its loss and the gradient of each trainable variable.
 
-    A gradient of looked up rows is `IndexedSlices`. With `jit` XLA compiles it, which
-    needs the variables in this process.
+    A gradient of looked up rows is `IndexedSlices`. `jit` needs the variables in this process.
     """
 
     # Not converted, but for functions that the model gives to `tf.map_fn`.
@@ -329,8 +305,7 @@ def own_step_of(
 ) -> Callable[[Batch], tf.Tensor]:
     """Return the function that runs the `train_step` of a model's own: batch to loss.
 
-    It counts as one update, however often it applies a gradient. To be called in the scope of the
-    strategy; the function runs in a replica's context.
+    It counts as one update. It is made in the scope, and runs in a replica's context.
     """
     # Not the model's own method, which may take other arguments. The loss stays.
     keras.Model.compile(model, optimizer)
@@ -354,9 +329,8 @@ def own_step_of(
 def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
     """Make the optimizer count every update once, and return its counter: the global step.
 
-    Keras reads, adds and assigns, which loses updates when workers race: 1,000 steps of two workers
-    count 650 to 700. TensorFlow's own `assign_add` is atomic on the parameter server.
-    Schedules and Adam's bias correction read the same counter.
+    Keras reads, adds and assigns: 1,000 steps of two workers count 650 to 700. TensorFlow's own
+    `assign_add` is atomic on the parameter server.
     """
     counter: tf.Variable = optimizer.iterations.value
     optimizer.iterations.assign_add = counter.assign_add
@@ -366,10 +340,7 @@ def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
 def checkpoint_variables(
     model: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> dict[str, tf.Variable]:
-    """Return the variables of a run by path, the same under every strategy.
-
-    The learning rate is left out: the configuration owns it, also when training is resumed.
-    """
+    """Return the variables of a run by path, without the learning rate."""
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
     averages = averages_of(optimizer)
     named |= {f"{AVERAGE}{path}": each.value for path, each in averages.items()}
@@ -407,11 +378,7 @@ class MeasuredCopy:
 
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
-    """Return `training.strategy` (a built-in one, or `package.module:Class`) for one task.
-
-    Raises:
-        ConfigError: there is no such class, or it is not a `Strategy`.
-    """
+    """Return `training.strategy` (or `package.module:Class`) for a task; raises `ConfigError`."""
     name = config.training.strategy
     module_name, _, class_name = topology_of(name).implementation.partition(":")
     try:

@@ -179,8 +179,7 @@ class SyncParameterServer(Served):
         """Return how many steps are unrolled; 1: none.
 
         Only where every worker is needed: one that skipped a step would be out of steps before the
-        end of a turn. What a lease lends is counted by the loop. For rows that are looked up the
-        gradient would be traced again for each step.
+        end. For rows that are looked up the gradient would be traced again for each step.
         """
         everyone = self._needed == self._workers and not self.stream
         long = self.config.training.steps >= LONG_RUN
@@ -256,11 +255,7 @@ class SyncParameterServer(Served):
         return updates  # type: ignore[no-any-return]
 
     def _next_step(self) -> tf.Tensor:
-        """Open the step after all updates so far, and return it.
-
-        An iteration of a TensorFlow loop begins when the one before is done: no worker reads
-        variables of which only some are updated.
-        """
+        """Open the step after all updates so far, and return it."""
         step = self.applied.read_value()
         self._open.assign(step)
         for tokens in self._tokens:
@@ -270,7 +265,7 @@ class SyncParameterServer(Served):
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
         """Return the means of loss and gradient over the first announcements of an open step.
 
-        Next to them how many gradients were taken and dropped, by worker, and the numbers of those
+        Next to them are how many gradients were taken and dropped, by worker, and the numbers
         taken.
         """
         taken = refused = given = tf.zeros([self._workers], tf.int64)
@@ -290,8 +285,8 @@ class SyncParameterServer(Served):
     def _next(self, step: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it.
 
-        A loop whose worker died after its announcement announces the same step once more, when it
-        begins again. Two gradients of one would let the chief go on without another one.
+        A loop that begins again announces the same step once more; the second gradient does not
+        count.
         """
 
         def is_dropped(what: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
@@ -312,8 +307,7 @@ class SyncParameterServer(Served):
 class NamedQueue:
     """A first in, first out queue on a server, by a unique name.
 
-    `tf.queue.FIFOQueue` ignores its name and takes a number. A later process on the same servers
-    takes the same number, and would share the queue with functions of the one before.
+    `tf.queue.FIFOQueue` ignores its name: a later process would share the queue.
     """
 
     def __init__(
@@ -366,8 +360,7 @@ class Staging:
     ) -> None:
         """Use a name that is unique, also among those of other attempts of the chief.
 
-        What changes the `state` in the graph of a worker, before `put`, is done when a gradient is
-        staged: the update that takes it may be the last one before a checkpoint.
+        Changes of `state` in the graph of a worker are done when a gradient is staged.
         """
         self._variables = variables
         self._name = name
@@ -407,10 +400,7 @@ class Staging:
             return tf.group(*(each.read_value() for each in self._state[device]))
 
     def take(self, number: tf.Tensor) -> list[Gradient]:
-        """Remove a staged gradient, and return it.
-
-        Whether its parts are rows or dense is known once `put` has been traced.
-        """
+        """Remove a staged gradient, and return it, once `put` has been traced."""
         gradients: list[Gradient] = [None] * len(self._variables)
         for device, indices in self._by_device.items():
             dtypes = [dtype for i in indices for dtype in self._dtypes(i)]

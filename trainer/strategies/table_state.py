@@ -1,8 +1,7 @@
 """What a strategy does for tables that grow: layers with `grows`.
 
-Their variables change where they are placed, in the forward pass of a training step: no worker
-pulls them, those of a shard are on one server, and a row that is given to another id gets new slots
-of the optimizer.
+Their variables change where they are placed: no worker pulls them, those of a shard are on one
+server, and a row that is given to another id gets new slots of the optimizer.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ def metrics(model: keras.Model) -> Mapping[str, Any]:
 
 
 def require(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured.
-
-    A line warns of a row that may be given to another id while a gradient of it is on its way.
-    """
+    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured."""
     workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
     may = topology_of(config.training.strategy).capabilities
     for table in tables_of(model):
@@ -100,10 +96,7 @@ def require(config: Config, model: keras.Model) -> None:
 def slots_of(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Return what an optimizer has for a variable, and what it begins with: None for its value.
-
-    Keras's optimizers have a list for each kind of slots, in the order of the variables.
-    """
+    """Return what an optimizer has for a variable, and what it begins with: None for its value."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:

@@ -1,12 +1,8 @@
 """Towers: a worker with several devices computes one gradient on all of them.
 
-Each device takes a batch of its own, so that `training.batch_size` is that of one device. All
-compute from the same weights, which the worker has pulled once; the mean of their gradients is one
-gradient of the worker, and one push. The first device holds what the worker pulls and averages.
-
-State that gradients do not change is as that of mirrored replicas: moving averages are averaged
-over the towers, seeds (Dropout) differ from tower to tower, and the first tower's are kept. Other
-state may say how it is joined: that of a loss scale does.
+Each device takes a batch of its own, from the same weights, pulled once. The mean of their
+gradients is one push. Moving averages are averaged over the towers, and seeds differ; other state
+may say how it is joined.
 """
 
 from __future__ import annotations
@@ -42,10 +38,7 @@ class Towers:
         return next(iterator) if len(self) == 1 else [next(iterator) for _ in self.devices]
 
     def gradient(self, gradient: Callable[[Batch], Any]) -> Callable[[Any], Any]:
-        """Return the function from what `take` returns to the mean loss and the mean gradient.
-
-        `gradient` reads variables where they are, so that the towers change state in turn.
-        """
+        """Return the function from what `take` returns to the mean loss and the mean gradient."""
         if len(self) == 1:
             return gradient
 
@@ -92,10 +85,7 @@ ONE = Towers()
 def towers_of(devices: Sequence[str]) -> Towers:
     """Return the towers of all workers from the full names of the cluster's devices.
 
-    A worker without GPUs has one device, its processor, unless whoever serves has parted that.
-
-    Raises:
-        UserError: a worker has fewer GPUs than another.
+    Raises `UserError` where a worker has fewer GPUs than another.
     """
     specs = [tf.DeviceSpec.from_string(name) for name in devices]
     of_workers = [each for each in specs if each.job == "worker"]

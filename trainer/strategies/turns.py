@@ -42,10 +42,9 @@ MAX_PORTION = 100
 def portions(steps: int, workers: int, unit: int) -> list[int]:
     """Return the sizes of the portions, larger ones first, for workers of uneven speed.
 
-    A free worker gets a quarter of its share of what is left, so that there are few portions and
-    yet all workers end at about the same time ("guided self-scheduling", Polychronopoulos and Kuck
-    1987, IEEE Transactions on Computers C-36(12)). All are multiples of `unit`, but for the last
-    ones, which are single steps.
+    A free worker gets a quarter of its share of what is left ("guided self-scheduling",
+    Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All are multiples of
+    `unit`, but for the last ones, which are single steps.
     """
     smallest = max(1, steps // (32 * workers))
     cut: list[int] = []
@@ -58,11 +57,7 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 
 
 def turn_of(steps: int, *, whole: bool) -> int:
-    """Return how many updates are unrolled in a run of so many steps; 1: none.
-
-    Where variables are not pulled as a `whole`, as rows of them are looked up, the gradient would
-    be traced again for each update in the graph.
-    """
+    """Return how many updates are unrolled of so many steps; 1 where rows are looked up."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
@@ -73,9 +68,9 @@ def unit_of(steps: int, workers: int, turn: int) -> int:
 
 
 def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
-    """Return how many updates workers that go on make at once, at `steps` of all in a second.
+    """Return how many updates workers make at once, at `steps` of all in a second.
 
-    `now` is how many they make so far, which is changed only where it pays: all rest meanwhile.
+    The present number `now` is changed only where it pays: all rest meanwhile.
     """
     # One by one an update takes about twice as long as in a turn. A turn is to end within a second,
     # so that a worker which is asked to stop does.
@@ -84,11 +79,7 @@ def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
 
 
 def on_each_worker(workers: int, work: Callable[[], None], seconds: float) -> None:
-    """Run operations on each worker, and wait for them; one that is gone has done its own.
-
-    Raises:
-        ClusterLostError: a worker has not done them after so many seconds.
-    """
+    """Run operations on each worker that is there; raises `ClusterLostError` after `seconds`."""
     made = tf.function(work, autograph=False).get_concrete_function()
 
     def one(number: int) -> None:
@@ -111,11 +102,7 @@ def on_each_worker(workers: int, work: Callable[[], None], seconds: float) -> No
 
 
 def alone(work: Callable[[], None]) -> None:
-    """Run what a worker does for one chief at a time; in its graph.
-
-    What it does for a chief that died ends at once, where its connection is closed, but for what is
-    on its way; a chief that waits for this has the worker for itself.
-    """
+    """Run what a worker does for one chief at a time; in its graph."""
     with tf.device("/device:CPU:0"):
         mutex = tf.raw_ops.MutexV2(shared_name="flotilla-turns")
         lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -137,8 +124,8 @@ class Seen:
         applied: the exact global step.
         taken: turns since `deal`.
         refused: workers that found no turn left, since `deal`.
-        reports: for each worker the sum of its losses, its updates, and the updates of others
-            in its turns; of all turns that were reported, not only since `deal`.
+        reports: for each worker the sum of all its losses, its updates, and those of others in its
+            turns.
     """
 
     applied: int
@@ -153,10 +140,7 @@ class Turns:
     def __init__(
         self, workers: int, applied: tf.Variable, permit: tf.Variable | None = None
     ) -> None:
-        """Make the numbers on the device of the scope, which has to be that of `applied`.
-
-        Without the `permit`, where there is one, no turns are dealt: it is gone with the chief.
-        """
+        """Make the numbers on the device of `applied`; without the `permit` no turns are dealt."""
         self._applied, self._permit = applied, permit
         self._device = applied.device
         self._next, self._end, self._refused = (
@@ -176,10 +160,7 @@ class Turns:
         )
 
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
-        """Return the run of a closure of this number, for `take`; in the graph of a worker.
-
-        It is an int64 vector, on the server, of its place and a number that no other run has.
-        """
+        """Return the run of a closure for `take`: an int64 vector of its place and a new number."""
         with tf.device(self._device):
             run = tf.raw_ops.ResourceCountUpTo(
                 resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
@@ -191,8 +172,7 @@ class Turns:
     def take(self, own: tf.Tensor) -> tf.Tensor:
         """Take a turn for a run, and return whether there was one; in the graph of a worker.
 
-        Turns are taken by atomic additions. Never are more taken than `end`: a number that was
-        too high is given back, and meanwhile others see too many as taken, not too few.
+        Never are more taken than `end`: a number that was too high is given back.
         """
         with tf.device(self._device):
             number = tf.raw_ops.ResourceCountUpTo(
@@ -220,10 +200,7 @@ class Turns:
             return self._applied.read_value()
 
     def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, began: tf.Tensor) -> Any:
-        """Report a turn with its sum of losses; in the graph of a worker, where it ends.
-
-        What is returned is done after all updates of the turn.
-        """
+        """Report a turn with its sum of losses, after all its updates; in a worker's graph."""
         # In one tensor, which is one message.
         sent = tf.stack([tf.cast(each, tf.float64) for each in (worker, loss)])
         with tf.device(self._device):

@@ -50,10 +50,7 @@ class Position:
         return [*pairs, (begin, self.visited)]
 
     def after(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visits; ranges count what was next, as in `plan`.
-
-        What was next before the last of them and was not taken is a gap.
-        """
+        """Return the position after visits, as ranges of `plan`; what was skipped is a gap."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0
@@ -90,7 +87,6 @@ class Stream:
     """The training split by the numbers of its examples, and where in it training is.
 
     Attributes:
-        examples: how many there are.
         seed: of the orders of the epochs.
         held: what a worker keeps: a dataset of one element.
         read: that element and a vector of numbers to a batch of these examples.
@@ -106,10 +102,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resumed(self, saved: Any, uri: str) -> Stream:
-        """Return it at what a checkpoint says, or at its beginning where that is of another order.
-
-        That is logged in one line.
-        """
+        """Return it at what a checkpoint says, or, with a line of log, at its beginning."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
@@ -194,10 +187,7 @@ class Batches:
 
 
 def plan_of(position: Position) -> tf.Tensor:
-    """Return the plan of a position as an argument of graphs.
-
-    In one text: a graph would be traced again for each other number of gaps.
-    """
+    """Return the plan of a position as one text, for which no graph is traced again."""
     return tf.constant(np.array(position.plan(), "<i8").tobytes())
 
 
@@ -213,8 +203,7 @@ class Tally:
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
         """Add local steps of a worker and, where it was measured, their mean staleness.
 
-        The staleness of an update is the number of other updates that were applied between its
-        pull and its push.
+        The staleness of an update is how many others were applied between its pull and its push.
         """
         self._steps[worker] += steps
         if staleness is not None:

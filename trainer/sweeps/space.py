@@ -1,8 +1,7 @@
 """The search space of a sweep, and its trials where they are known beforehand: a grid, or draws.
 
-A key of `--set` with several values, `key=a,b,c`, or with a range, `key=low..high`, is searched; a
-key with one value is set for all trials. Commas within brackets and quotes belong to a value. A key
-is searched by a distribution of Optuna: the texts of its values, or the numbers of its range.
+A key of `--set` with several values, `key=a,b,c`, or a range, `key=low..high`, is searched by a
+distribution of Optuna. Commas within brackets and quotes belong to a value.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ class Space:
 
 
 def space_of(config: Config, assignments: Iterable[str]) -> Space:
-    """Return the space of `section.key=value` texts, laid over a configuration.
-
-    Raises:
-        ConfigError: an assignment is none, nothing is searched, or a key cannot be searched.
-    """
+    """Return the space of `section.key=value` texts over a configuration; raises `ConfigError`."""
     fixed: list[str] = []
     keys: dict[str, BaseDistribution] = {}
     for assignment in assignments:
@@ -95,11 +90,7 @@ def space_of(config: Config, assignments: Iterable[str]) -> Space:
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
-    """Return the settings of each trial: all combinations, those of an equal result once.
-
-    Raises:
-        ConfigError: there are too many, a key has a range, or a trial is not allowed.
-    """
+    """Return the settings of each trial, those of an equal result once; raises `ConfigError`."""
     lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
@@ -118,11 +109,7 @@ def grid(space: Space) -> tuple[Settings, ...]:
 
 
 def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
-    """Return the settings of `count` random trials, fewer where there are no more; by `seed`.
-
-    Raises:
-        ConfigError: a trial is not allowed.
-    """
+    """Return the settings of at most `count` random trials, by `seed`; raises `ConfigError`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
 
@@ -144,10 +131,7 @@ def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 def corners(space: Space) -> tuple[Settings, ...]:
     """Return each value, or end of a range, next to the first ones of the other keys.
 
-    Few draws come near the ends of a range, so that these are checked before the first trial.
-
-    Raises:
-        ConfigError: one of these trials is not allowed.
+    Few draws come near the ends, so that these are checked first. Raises `ConfigError`.
     """
     ends = {
         key: [text_of(values, each) for each in _ends(values)] for key, values in space.keys.items()

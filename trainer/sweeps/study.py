@@ -1,8 +1,7 @@
-"""The state of a sweep on this machine: a study of Optuna, in a journal in the folder of the sweep.
+"""The state of a sweep on this machine: a study of Optuna, in a journal in its folder.
 
-Optuna samples what is not known beforehand, prunes, and keeps the journal. What it does not know of
-a trial, such as its run, is an attribute of it. A trial that failed or was interrupted is one that
-still runs, since `--resume` tries it again: Optuna is told of a failure at the end of the sweep.
+What Optuna does not know of a trial, such as its run, is an attribute of it. A trial that failed or
+was interrupted still runs for Optuna until the end of the sweep: `--resume` tries it again.
 """
 
 from __future__ import annotations
@@ -46,17 +45,10 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
-    """A sweep that is worked on; every method raises `UserError` where the journal is not kept.
-
-    Its folder is locked until it is closed, or this process ends.
-    """
+    """A sweep that is worked on; every method raises `UserError` where the journal is not kept."""
 
     def __init__(self, folder: Path, plan: Sweep | None = None) -> None:
-        """Lay out the sweep that is planned, or go on with the one of this folder.
-
-        Raises:
-            ConfigError: the folder has no journal, a damaged one, or one that is worked on.
-        """
+        """Lay out the planned sweep, or go on with the one of this folder; raises `ConfigError`."""
         self.folder, self.workdir, self._path = folder, folder.parent, folder / FILE
         self._lock = _locked(folder)
         try:
@@ -251,10 +243,7 @@ def _storage(path: Path) -> JournalStorage:
 
 
 def _repair(path: Path) -> None:
-    """Remove what a killed process leaves: its lock of the journal, and a line that it cut short.
-
-    The folder of the sweep is locked by this process; the next line would go on with that one.
-    """
+    """Remove what a killed process leaves: its lock of the journal, and a line cut short."""
     Path(f"{path}.lock").unlink(missing_ok=True)
     if path.is_file():
         with path.open("rb+") as file:

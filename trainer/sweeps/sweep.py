@@ -1,8 +1,4 @@
-"""What is known of a sweep and of its trials, and which of them is the best.
-
-The best is chosen by a metric of validation. The test split is for the one that was chosen: a best
-of many by the test split would be measured by what it was chosen by.
-"""
+"""What is known of a sweep and of its trials, and which of them is the best by validation."""
 
 from __future__ import annotations
 
@@ -63,14 +59,11 @@ class Trial:
     Attributes:
         number: from 1 on.
         settings: what it has of its own, as texts by key.
-        run_id: of its run.
         status: `waiting`, `running`, `done`, `failed` or `interrupted`, on its last rung.
         rung: the last one that it began.
         results: what it reached on each rung.
         metrics: of validation and training, the last ones.
         checkpoint: URI of the one that training handed on, or empty.
-        error: why it failed, in one line.
-        seconds: of all its rungs.
     """
 
     number: int
@@ -99,21 +92,15 @@ class Sweep:
     """A sweep so far.
 
     Attributes:
-        sweep_id: its name, and that of its folder.
         config: what all trials share, as JSON keys.
         source: the file of the configuration as it was given, for the command; or empty.
         fixed: `section.key=value` texts that were given for all trials, likewise.
-        keys: those that are searched.
-        objective: by which trials are compared.
         rungs: global steps of each; a single zero without halving.
-        trials: all of them, by number.
         best: number of the trial that goes through the gate; 0 until it is chosen.
         verdict: how that ended: `blessed`, `refused`, `failed` and so on; empty before.
-        message: why, in one line.
         test: metrics of the best trial on the test split.
         sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`, with its seed.
-        space: the distribution of each searched key, as Optuna writes it in JSON; none on a
-            cluster, where nothing is asked for.
+        space: the distribution of each searched key, as Optuna writes it; none on a cluster.
     """
 
     sweep_id: str
@@ -177,16 +164,9 @@ def assignments_of(settings: Settings) -> list[str]:
 
 
 def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
-    """Return the objective of a sweep.
+    """Return the objective of a sweep; raises `ConfigError`.
 
-    Args:
-        config: what all trials share.
-        keys: those that are searched.
-        metric: of validation, with or without `validation_` before it; empty for the loss.
-        better: `higher` or `lower`; empty where the name of the metric says it.
-
-    Raises:
-        ConfigError: nothing is validated, or the metric cannot be compared.
+    `metric` is of validation, empty for the loss; `better` is empty where its name says it.
     """
     training = config.training
     if not config.data.validation and not config.data.source:
@@ -230,12 +210,9 @@ def _is_measure(known: Mapping[str, Any], name: str) -> bool:
 def rungs_of(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung; one rung of zero where each trial has its own steps.
+    """Return the global steps of each rung; one of zero where each trial has its own steps.
 
-    `every` are settings of trials, of which there are `count` in all.
-
-    Raises:
-        ConfigError: halving was asked for, and there are too few steps or trials for two rungs.
+    `count` is how many trials there are in all. Raises `ConfigError`.
     """
     if not halving:
         return (0,)
@@ -283,10 +260,7 @@ def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
 
 
 def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return the table of the trials: its heads, and a row each, whose last cell is the status.
-
-    The best is first; what has reached a higher rung is above the others.
-    """
+    """Return the heads and rows of the trials, the best and the highest rungs first."""
     objective = sweep.objective
 
     def order(trial: Trial) -> tuple[int, float, int]:

@@ -1,11 +1,7 @@
 """The profile of a few global steps, as `training.profile` asks for it.
 
-This process, which leads, is traced from the first to the last of these steps. The other tasks of
-the cluster are TensorFlow's servers, which answer requests for a trace on their port: they are
-asked for the time that the steps should take. Both are in the folder of the run's training, where
-TensorBoard's page Profile finds them.
-
-Nothing that a profiler raises ends training.
+This process is traced from the first to the last of them; the servers of TensorFlow are asked for a
+trace of the time that they should take. Nothing that a profiler raises ends training.
 """
 
 from __future__ import annotations
@@ -44,10 +40,7 @@ class Profiler:
         self._others: threading.Thread | None = None
 
     def at(self, step: int, steps_per_second: float = 0.0) -> None:
-        """Begin or end the trace, where the next update is `step + 1`; called between updates.
-
-        `steps_per_second` is the speed so far, 0 where it is not known.
-        """
+        """Begin or end the trace between updates; the next one is `step + 1`."""
         if not self._folder:
             return
         if self._is_tracing and step >= self._last:

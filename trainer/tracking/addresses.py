@@ -39,18 +39,12 @@ def is_given_run() -> bool:
 
 
 def writes_itself() -> bool:
-    """Return whether this process writes to the tracker.
-
-    It does not where the command line follows the events of the run: then that one writes.
-    """
+    """Return whether this process writes to the tracker, and no command line follows it."""
     return is_tracked() and not os.environ.get(events.VARIABLE)
 
 
 def of_pods() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables for the pods of a job: values, and references `SECRET/KEY`.
-
-    An address with a password in it is neither: a manifest is read by many.
-    """
+    """Return the variables for the pods of a job: values, and references `SECRET/KEY`."""
     address = os.environ.get(URI, "")
     if words := credentials_in(address):
         log.warning(

@@ -1,8 +1,6 @@
 """Kubeflow's Model Registry (Hub): a second address of a promotion, by its REST API v1alpha3.
 
-A RegisteredModel of the model's name, a ModelVersion of the version's number, a ModelArtifact with
-its URI. What is there already is left as it is, so that a retry adds nothing.
-
+What is there already is left as it is, so that a retry adds nothing.
 https://github.com/kubeflow/hub/blob/main/api/openapi/model-registry.yaml
 """
 
@@ -33,16 +31,7 @@ _PAGE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class PromotedModel:
-    """One version in Flotilla's registry, which is what counts.
-
-    Attributes:
-        name: of the model.
-        version: its number.
-        uri: of the version in the registry.
-        run_id: of the run that has made it.
-        is_champion: whether it is still the champion.
-        properties: numbers and texts of its lineage.
-    """
+    """One version in Flotilla's registry; `properties` are numbers and texts of its lineage."""
 
     name: str
     version: int
@@ -75,11 +64,7 @@ class Hub:
         return f"the model registry answers at {masked(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
-        """Have the registry know a promoted version; return the id of its ModelVersion there.
-
-        Raises:
-            UserError: it does not answer, refuses, or knows another model under this version.
-        """
+        """Have the registry know a promoted version; return its id there; raises `UserError`."""
         owner = {"name": model.name, "state": "LIVE", "owner": "flotilla"}
         parent = self._ensured("registered_models", owner)["id"]
         wanted = {

@@ -1,8 +1,7 @@
 """One run in MLflow: finds or makes it, and writes what is pending.
 
-Everything is safe to write twice. A run is found again by the tag `flotilla.run_id`, so that a
-resumed run goes on in its own. A curve is a list to which MLflow only appends, so that the steps
-that it has are asked for before the first point is written, and again after each failure.
+A run is found again by the tag `flotilla.run_id`. MLflow only appends to a curve: the steps that it
+has are asked for before the first point is written, and after each failure.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ _Item = TypeVar("_Item")
 
 
 class Point(NamedTuple):
-    """One value of a curve; `when` is in milliseconds since 1970.
-
-    `repeats`: a new attempt may measure it again at a step near this one.
-    """
+    """One value of a curve, at milliseconds since 1970; `repeats`: it may be measured again."""
 
     name: str
     value: float
@@ -86,7 +82,6 @@ class RunName:
 
     Attributes:
         run_id: Flotilla's; empty in a step that knows the run of MLflow alone.
-        experiment: that of the model.
         parameters: by key; empty where another process writes them.
         ends: whether this process also ends the run. KFP ends those that it has made.
     """
@@ -214,8 +209,7 @@ class MlflowRun:
 def found_run(client: Any, name: RunName) -> tuple[str, Any]:
     """Return the id of the experiment, and the run of MLflow: None where there is none yet.
 
-    It is the run that the environment names, unless that is the one of another run: of two runs of
-    one shell the second one gets a run below it.
+    It is the run that the environment names, unless that is another run's: then it is one below it.
     """
     if given := os.environ.get(addresses.RUN):
         run = client.get_run(given)
@@ -256,11 +250,7 @@ def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def health() -> str:
-    """Return what answers at `MLFLOW_TRACKING_URI`.
-
-    Raises:
-        UserError: nothing does, or the package is not installed.
-    """
+    """Return what answers at `MLFLOW_TRACKING_URI`; raises `UserError`."""
     import requests
 
     if find_spec("mlflow") is None:

@@ -1,7 +1,6 @@
 """The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry.
 
-The promotion in Flotilla's own registry is what counts. An address that is away, slow or refuses is
-one line of log, and a retry of the step tries again.
+An address that is away or refuses is one line of log, and a retry of the step tries again.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> None:
-    """Announce a promotion wherever there is an address; never raises.
-
-    `hub` is the address of Kubeflow's Model Registry, or empty.
-    """
+    """Announce a promotion wherever there is an address; never raises."""
     wanted: dict[str, Callable[[], object]] = {}
     if addresses.is_tracked():
         wanted["MLflow"] = lambda: register_in_mlflow(model)
@@ -74,8 +70,7 @@ def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
 def register_in_mlflow(model: PromotedModel) -> str:
     """Register a version in MLflow, linked to its run, as its `champion`; return its number there.
 
-    The same version again is left as it is. A model in a folder of this machine is uploaded to the
-    run: the server of MLflow takes no path.
+    A model in a folder of this machine is uploaded to the run: the server of MLflow takes no path.
     """
     client = client_of_mlflow()
     _ensure_model(client, model.name)

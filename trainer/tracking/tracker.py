@@ -1,9 +1,8 @@
 """Follows the events of a run and writes them to MLflow, from a thread of its own.
 
-Nothing here can end a run or make it wait: `hear` only takes a note. While the tracker is away the
-notes wait, within a limit, and one line says so. At the end of a run the last of them are waited
-for, for seconds. MLflow's own queue promises neither: it begins with requests that wait, drops what
-a server that is away did not take, and keeps the process from ending.
+Nothing here can end a run or make it wait. While the tracker is away the notes wait, within a
+limit; at the end the last of them are waited for, for seconds. MLflow's own queue drops what a
+server that is away did not take, and keeps the process from ending.
 """
 
 from __future__ import annotations
@@ -262,7 +261,7 @@ class LocalRun:
 def following_training(job: Job, *, leads: bool) -> Iterator[None]:
     """Track what this process says of training, unless the command line follows it.
 
-    The process that `leads` ends the run of MLflow, unless KFP has made it and ends it.
+    The process that `leads` ends the run of MLflow, unless KFP has made it.
     """
     if not addresses.writes_itself():
         yield

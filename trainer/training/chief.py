@@ -1,7 +1,6 @@
 """The task that leads: prepares an attempt of training, and runs it to the end.
 
-`lead` is the whole of it, step by step. What the outer loop calls back is in `Hooks`
-(`trainer.training.loop`); how an attempt ends is an exception: see `lead`.
+`lead` is the whole of it. What the outer loop calls back is in `Hooks` (`trainer.training.loop`).
 """
 
 from __future__ import annotations
@@ -100,11 +99,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
 
 
 def _end(job: Job, strategy: Strategy, checkpoints: Checkpoints) -> None:
-    """Record that training is over, and leave the other tasks that run the outer loop.
-
-    Raises:
-        ClusterLostError: the task that records it has left without.
-    """
+    """Record the end of training, and leave the other leading tasks; raises `ClusterLostError`."""
     if strategy.publishes:
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
@@ -135,10 +130,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     stop_requested: Callable[[], bool],
     streaming: Streaming | None = None,
 ) -> Hooks:
-    """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged.
-
-    Where an evaluator runs, its validations are read in place of validating here.
-    """
+    """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
@@ -162,10 +154,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
 
 @contextmanager
 def _lost_cluster(strategy: Strategy) -> Iterator[None]:
-    """Turn TensorFlow's error about a lost task into ours, and close the strategy at the end.
-
-    So is that of a task without memory, which would not have more in another attempt.
-    """
+    """Turn TensorFlow's error about a lost task into ours, and close the strategy at the end."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -236,10 +225,7 @@ def _batches(
 
 
 def _taken(config: Config, start: int) -> int:
-    """Return about how many examples each worker has taken before a global step; 0: not known.
-
-    Asynchronous workers of one speed share the steps evenly.
-    """
+    """Return about how many examples each worker has taken before a global step; 0: not known."""
     training, cluster = config.training, config.cluster
     if not topology_of(training.strategy).capabilities.mixes_steps:
         return 0

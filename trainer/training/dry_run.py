@@ -1,12 +1,10 @@
 """Whether model, task, dataset and configuration fit, before a cluster starts: `trainer fit`.
 
-Before anything is downloaded, the dataset is known by what its builder says of itself. The model is
-built for one example of it; of a large one most variables get no values, so that it needs no
-memory. One that is not large is tried: one step and one validation of two examples, the dataset's
-first ones or made up, and the conversions of an export. A learning task of the user's is tried on
-made-up examples without a model: `trainer.tasks.base.Task` says what holds. It would otherwise fail
-where it is asked first, as in the export, or not at all, with metrics that do not add up.
-
+The dataset is known by what its builder says of itself. The model is built for one example; of a
+large one most variables get no values. One that is not large is tried: one step and one validation
+of two examples, the first ones or made up, and the conversions of an export. A learning task of the
+user's is tried on made-up examples: it would otherwise fail in the export, or not at all, with
+metrics that do not add up.
 Made-up values are such as nothing should fail on: bytes of any value, numbers from 0 to 1, whole
 numbers 0 and 1, each class in turn, short texts.
 """
@@ -70,10 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What was found to fit: the features of one example by name, the task, and the model's size.
-
-    `parameters` are the numbers in all variables of the model.
-    """
+    """What fits: the features of one example, the task, and the numbers in all variables."""
 
     inputs: dict[str, str]
     targets: dict[str, str]
@@ -82,10 +77,7 @@ class Fit:
 
 
 def require(config: Config, model: keras.Model, objective: Objective) -> None:
-    """Raise `ConfigError` where what is configured cannot be done with the model.
-
-    It would be found otherwise by the first step, or after the last one.
-    """
+    """Raise `ConfigError` where what is configured cannot be done with the model."""
     name = config.model.name
     registry.require_trainable(name, model)
     if has_own_step(model):
@@ -172,13 +164,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
 def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
     """Build the model of a configuration for its dataset, and try it where it is not large.
 
-    Args:
-        config: the run.
-        scratch: folder for what TFDS writes about the dataset; removed at the end.
-        uri: the dataset; before it is prepared, empty.
-
-    Raises:
-        UserError: there is no such dataset or model, or they do not fit.
+    `uri` is empty before the dataset is prepared; `scratch` is removed. Raises `UserError`.
     """
     dataset = dataset_of(config, scratch, uri)
     require_slices(config, dataset.features, dataset.targets)
@@ -221,8 +207,7 @@ def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 def _few_values() -> Iterator[None]:
     """Give the variables that are made within values until these are `MOST_TRIED` numbers.
 
-    A scope without state, Keras's own way to give none, takes neither an optimizer nor weights that
-    are loaded: a model could not be compiled, or begin with those of another.
+    Keras's scope without state takes neither an optimizer nor weights that are loaded.
     """
     initialize, assign = Variable._initialize_with_initializer, Variable._direct_assign
     left = MOST_TRIED
@@ -401,12 +386,7 @@ class _MadeUp:
 
 
 def require_task(task: Task, features: Mapping[str, Feature]) -> None:
-    """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it.
-
-    Args:
-        task: those built in are left out; tests hold them to it.
-        features: of the dataset.
-    """
+    """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it."""
     for name, part in task.parts.items():
         if not type(part).__module__.startswith(BUILT_IN):
             where = f"task.outputs.{name}" if name else "task"

@@ -1,9 +1,4 @@
-"""The evaluator: measures each new checkpoint of a run during training.
-
-It reads published checkpoints, and writes `validation.jsonl` next to them, and the same metrics for
-TensorBoard, and nothing else.
-Training never waits for it, and it may die at any time.
-"""
+"""The evaluator: measures each new checkpoint of a run; training never waits for it."""
 
 from __future__ import annotations
 
@@ -40,12 +35,10 @@ Measure = Callable[[str, Path], dict[str, float]]
 
 
 def watch(job: Job) -> None:
-    """Measure each checkpoint of `job` on the validation split, until training is over.
+    """Measure each checkpoint on the validation split, until training is over.
 
-    That is when the newest one has all steps, or when the launcher has created `OVER`.
-
-    Raises:
-        UserError: the dataset or a whole checkpoint cannot be read.
+    That is when the newest one has all steps, or the launcher has created `OVER`. Raises
+    `UserError`.
     """
     measure = _measure(job)
     done, passed = Validations(job.checkpoints), set[str]()

@@ -28,11 +28,7 @@ VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
 def streaming_to(job: Job, cluster: Cluster) -> Streaming | None:
-    """Return how shards come and go on the workers; None where each has all that it needs.
-
-    Raises:
-        ConfigError: `data.disk` is too little.
-    """
+    """Return how shards come and go on the workers, if they do; raises `ConfigError`."""
     manifest = storage.read_manifest(job.dataset)
     return streaming_of(job.config, manifest, cluster.count("worker"))
 
@@ -40,9 +36,8 @@ def streaming_to(job: Job, cluster: Cluster) -> Streaming | None:
 def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
 
-    The whole validation split goes to `<workdir>/validation`, as any worker may get any part of it.
-    A parameter server, and a chief that has workers, need no examples. Where `data.disk` does not
-    hold all that, nothing is fetched, and what is returned feeds the graphs of this process.
+    The validation split goes to `<workdir>/validation`. Where `data.disk` does not hold all that,
+    nothing is fetched, and what is returned feeds the graphs of this process.
     """
     workers = cluster.count("worker")
     elsewhere = workers and not job.config.cluster.in_process

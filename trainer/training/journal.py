@@ -1,7 +1,7 @@
 """The journal of an attempt: rows of the history, TensorBoard, events and checkpoints.
 
-Where several tasks run the outer loop, one of them writes the journal (`Journal`); the others keep
-the same rows in memory (`UnpublishedJournal`), so that all make the same decisions.
+Of several tasks that run the outer loop one writes it; the others keep the rows in memory
+(`UnpublishedJournal`), so that all make the same decisions.
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, begun: Mapping[str, str], saved: int = -1) -> None:
-        """Emit that an attempt begins, and at which global step its checkpoint was saved.
-
-        `begun` tells of the weights that the run began with.
-        """
+        """Emit that an attempt begins, with which weights, and when its checkpoint was saved."""
         self._fields |= begun
         events.emit(
             events.AttemptBegin(
@@ -97,11 +94,7 @@ class Journal:
         events.emit(events.Validation(global_step=step, metrics=metrics))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add one row to the history, unless there are too many.
-
-        A history has at most `MAX_ROWS` rows, and those with a validation and the last one: each
-        attempt and each report reads all of them.
-        """
+        """Add one row to the history, which has at most `MAX_ROWS` and those with a validation."""
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:
@@ -124,8 +117,7 @@ class Journal:
     ) -> str:
         """Publish a checkpoint and return its URI; raises `UserError`.
 
-        `visited` is the position in the examples, where one is kept, and `recovered` says which
-        values went back.
+        `visited` is the position in the examples, and `recovered` says which values went back.
         """
         metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
         more = {INPUT_POSITION: dict(visited), RECOVERED: dict(recovered)}

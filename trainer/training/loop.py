@@ -136,10 +136,7 @@ def _begun(  # noqa: PLR0913, PLR0917
     hooks: Hooks,
     recovery: Recovery,
 ) -> _OuterLoop:
-    """Return the loop of an attempt, whose variables have values; see `Recovery`.
-
-    Without a checkpoint they are those of a warm start, or new ones.
-    """
+    """Return the loop of an attempt, whose variables have values; see `Recovery`."""
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
     start = found.global_step if found else -1
@@ -355,11 +352,7 @@ class _OuterLoop:
         self._journal.add(row)
 
     def _make_up_validation(self, step: int) -> None:
-        """Validate what the attempt begins with, where a boundary before it has no validation.
-
-        A server or the chief died in that validation, or workers reached the boundary after the
-        chief had died.
-        """
+        """Validate where a boundary before has none: a task died then, or before."""
         rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
         before = rows[-1]["global_step"] if rows else 0
         if not self._validations.is_due(before, step):

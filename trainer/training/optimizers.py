@@ -1,10 +1,7 @@
 """Keras optimizers by name, with a learning rate schedule over the exact global step.
 
-Schedules read the optimizer's counter of updates, which every strategy makes exact; see
-`trainer.strategies.strategy.exact_counter`. Gradients of looked up rows (`tf.IndexedSlices`) stay
-sparse, with each row once; `trainer.strategies.updates.touched_rows` makes the update of rows
-lazy. The optimizer that a model is compiled with is made again from its settings, where the
-configuration asks for it.
+Gradients of looked up rows (`tf.IndexedSlices`) stay sparse, with each row once;
+`trainer.strategies.updates.touched_rows` makes the update of rows lazy.
 """
 
 from __future__ import annotations
@@ -55,16 +52,9 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
 def build_optimizer(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer with its schedule, without variables yet (`build` was not called).
+    """Return the optimizer with its schedule, without variables yet; raises `ConfigError`.
 
-    A gradient of looked up rows (`tf.IndexedSlices`) moves it as the same one written out would.
-
-    Args:
-        training: names the optimizer.
-        of_model: that which the model is compiled with, if it is.
-
-    Raises:
-        ConfigError: an argument that the optimizer does not have, or a value it does not take.
+    `of_model` is that which the model is compiled with, if it is.
     """
     if training.optimizer.name == OF_MODEL:
         optimizer = _made_again(accepted(training, of_model))
@@ -148,9 +138,8 @@ def each_row_once(gradient: Any) -> Any:
 def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
     """Make the optimizer treat a gradient of looked up rows as the equal dense one.
 
-    A batch that looks up a row twice, or two workers that look it up, give its gradient in two
-    parts, which Keras would clip and square one by one. To clip by a norm Keras would make it
-    dense: a whole table on the network for a few rows. Rows without a gradient change no norm.
+    A row that is looked up twice has its gradient in two parts, which Keras would clip and square
+    one by one. To clip by a norm Keras would make it dense; rows without a gradient change no norm.
     """
     clip = optimizer._clip_gradients
 

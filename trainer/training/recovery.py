@@ -46,12 +46,9 @@ class Recovery:
         self._begins = 0
 
     def begins_at(self, found: RestoredCheckpoint | None) -> int:
-        """Look for what lives; return the global step to begin at.
+        """Look for what lives, before the strategy is built; return the step to begin at.
 
-        `found` is the newest checkpoint. To be called before the strategy is built.
-
-        Raises:
-            OpError: a server is gone.
+        Raises TensorFlow's `OpError` where a server is gone.
         """
         self._begins = found.global_step if found else 0
         state = self._state = self._strategy.find_state(self._checkpoints.uri)
@@ -104,11 +101,7 @@ class Recovery:
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def restore(self, found: RestoredCheckpoint | None) -> Mapping[str, tf.Variable]:
-        """Assign the values of the checkpoint to what does not live; return what has values.
-
-        Raises:
-            UserError: the checkpoint does not fit.
-        """
+        """Assign the checkpoint to what does not live, and return it; raises `UserError`."""
         variables, state = self._strategy.variables(), self._state
         if not found:
             return {}
@@ -151,11 +144,7 @@ class Recovery:
         return self._state.seconds_since_save() if self._state else 0.0
 
     def note(self, global_step: int) -> None:
-        """Note on the servers what was reached, between two inner loops.
-
-        Raises:
-            OpError: a server is gone, or another chief has taken over.
-        """
+        """Note on the servers what was reached, between two inner loops; raises `OpError`."""
         if self._state:
             self._state.note(self._checkpoints.published_step, global_step)
 

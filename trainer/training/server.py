@@ -25,13 +25,7 @@ _SERVERS: list[tf.distribute.Server] = []
 
 
 def configure_gpus(config: Config, task: Task) -> None:
-    """Limit this process to the GPU memory of the configuration, before it uses a GPU.
-
-    A server has settings of its own: see `server_settings`.
-
-    Raises:
-        UserError: the task sees fewer GPUs than the configuration gives it.
-    """
+    """Limit this process to the configured GPU memory, before it is used; raises `UserError`."""
     wanted = gpu_count(config, task)
     seen = tf.config.list_physical_devices("GPU")
     if len(seen) < wanted:
@@ -50,11 +44,8 @@ def configure_gpus(config: Config, task: Task) -> None:
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
     """Stage this worker's shards, then serve on the task's address; never returns.
 
-    The chief's input pipelines run in this process, in its working folder: they find the shards
-    of this worker, and no others, as `shards/*.tfrecord`.
-
-    Raises:
-        UserError: the shards cannot be fetched, now or later.
+    The chief's input pipelines run here, and find the shards of this worker as `shards/*.tfrecord`.
+    Raises `UserError` where the shards cannot be fetched, now or later.
     """
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
@@ -76,10 +67,7 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
 
 
 def serve_in_process(config: Config, cluster: Cluster) -> None:
-    """Start every parameter server and worker in this process, each on its own threads.
-
-    They share the working folder of this process, and so the same shards.
-    """
+    """Start every parameter server and worker in this process, with one working folder."""
     settings = server_settings(config)
     settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
     for role in ("ps", "worker"):
@@ -93,9 +81,7 @@ def serve_in_process(config: Config, cluster: Cluster) -> None:
 def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
     """Return the settings of a server: its share of the GPUs, and threads that sleep.
 
-    By default threads spin before they wait: a server that waits for the network would take the
-    processor from other tasks of the machine. And a server takes all memory of its GPUs, whatever
-    `tf.config` says of them in its process.
+    By default threads spin before they wait, and a server takes all memory of its GPUs.
     """
     settings = tf.compat.v1.ConfigProto()
     settings.experimental.disable_thread_spinning = True

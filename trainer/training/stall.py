@@ -1,7 +1,7 @@
 """Stall detection: ends a process whose training makes no step for `training.stall_timeout`.
 
 A task that is stopped keeps its connections, and TensorFlow waits on them without end. Progress is
-read from the exact counter of steps, so that a long inner loop of slow steps is no stall.
+read from the exact counter, so that a long inner loop of slow steps is no stall.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ class StallWatch:
     """Ends this process with `BEGIN_AGAIN` when training is stalled by another task."""
 
     def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
-        """Watch the steps of `strategy`; `probe` asks the other tasks whether they answer.
-
-        The termination message is written to `folder`, the working folder of this task.
-        """
+        """Watch the steps; `probe` asks the other tasks, `folder` gets the message."""
         self._strategy = strategy
         self._seconds = strategy.config.training.stall_timeout
         self._probe = probe

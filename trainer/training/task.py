@@ -1,11 +1,8 @@
 """One task of a training cluster: which task this process is, and what its role does.
 
-A chief leads: it runs the outer loop. Parameter servers and workers serve. Without a chief in the
-strategy, every worker leads. The evaluator measures the checkpoints.
-
-Published examples have a cluster of parameter servers and workers only. Their worker 0 becomes the
-chief. The coordinator and a worker's server cannot share a process, so it starts itself a second
-time, as worker 0, in a child process.
+Without a chief in the strategy, every worker leads. Published examples have parameter servers and
+workers only: there worker 0 becomes the chief. Coordinator and server cannot share a process, so it
+starts itself again, as worker 0, in a child process.
 """
 
 from __future__ import annotations
@@ -46,11 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task that the flags, or else TF_CONFIG, name; a server never returns.
-
-    Raises:
-        UserError: the command line, the configuration or TF_CONFIG is wrong, or the role fails.
-    """
+    """Run the task that flags or TF_CONFIG name; a server never returns; raises `UserError`."""
     config = load_config(options.config)
     delivery.enter(config.code)
     tasks, this = _cluster(options)
@@ -94,12 +87,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train_here(job: Job) -> None:
-    """Train a job whose strategy needs no server in this process, without graphs: for a debugger.
+    """Train in this process, without graphs, for a debugger; raises `UserError`.
 
     An error of the user's code keeps its frames, which a graph does not have.
-
-    Raises:
-        UserError: see `trainer.training.chief.lead`.
     """
     import keras
     import tensorflow as tf

@@ -1,8 +1,8 @@
-"""The Kubernetes API of one namespace: how to connect to it, its objects, and logs of pods.
+"""The Kubernetes API of one namespace: connection, objects, and logs of pods.
 
 Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. A stream
-is read line by line with a timeout, and a line that a broken connection cut off is recognized by
-its missing newline, which the package's own watch does not show.
+is read with a timeout for each line, and a line that was cut off lacks its newline; the watch of
+the package shows neither.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jo
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The address and credentials of the API, and the identity of this process.
-
-    The service account is that of this pod, and empty outside a pod.
-    """
+    """The address of the API and our credentials; the service account is empty outside a pod."""
 
     configuration: client.Configuration
     namespace: str
@@ -101,11 +98,7 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API has answered that it does not do what was requested.
-
-    Attributes:
-        is_unserved: whether it does not know the resource at all.
-    """
+    """The API refused a request; `is_unserved`: it does not know the resource at all."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Take the HTTP status and the message of the API."""
@@ -130,11 +123,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(Exception):
-    """The API has not answered, or is too busy; the same request may succeed later.
-
-    Attributes:
-        retry_after: seconds to wait before the next request, as the API says.
-    """
+    """The API did not answer, or is too busy, and asks to wait `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         """Take the cause and the seconds."""
@@ -147,13 +136,7 @@ class SilentControllerError(UnreachableError):
 
 
 class Api:
-    """The API in one namespace; its methods raise `RefusedError` and `UnreachableError`.
-
-    Without a namespace it is that of the connection.
-
-    Attributes:
-        answered_at: monotonic time of the last answer.
-    """
+    """The API in one namespace; its methods raise `RefusedError` and `UnreachableError`."""
 
     def __init__(
         self, connection: Connection, namespace: str, timeout: urllib3.Timeout = _TIMEOUT
@@ -169,11 +152,7 @@ class Api:
     def create(
         self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
     ) -> Tree:
-        """Create an object; a conflict where one of its name exists.
-
-        The API drops fields that it does not know without a word; with `strict` it refuses them.
-        What `is_tried` is judged by all that admits objects, and not made.
-        """
+        """Create an object; `strict` refuses unknown fields, and `is_tried` is a dry run."""
         query = {"fieldValidation": "Strict"} if strict else {}
         query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)

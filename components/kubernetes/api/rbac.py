@@ -1,8 +1,7 @@
-"""What Flotilla asks of the Kubernetes API: the permissions that deploy/base/rbac.yaml grants.
+"""The permissions that Flotilla needs from Kubernetes, as deploy/base/rbac.yaml grants them.
 
-The doctor reviews them, and the launcher does before it creates a job: without those on leases it
-could not renew its heartbeat, and the guard of the leading task would take a healthy job for an
-orphan.
+The launcher reviews them before it creates a job: without those on leases the guard of the leading
+task would take a healthy job for an orphan.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ def needed(role: str, kind: JobKind) -> tuple[Permission, ...]:
 
 
 def require(api: Api, namespace: str, kind: JobKind) -> None:
-    """Raise a `UserError` that names every verb which the launcher needs and may not use.
-
-    An API that does not review permissions is not asked further: it refuses what it forbids.
-    """
+    """Raise a `UserError` that names every missing permission; pass where none are reviewed."""
     asked = [each for each in needed(LAUNCHER, kind) if not each.is_optional]
     try:
         missing = [each for each in asked if not may(api, each, namespace)]

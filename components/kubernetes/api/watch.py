@@ -32,11 +32,7 @@ class Watch(threading.Thread):
         on_refused: Callable[[RefusedError], None],
         known: Iterable[Tree] = (),
     ) -> None:
-        """Do not start yet.
-
-        `on_refused` is called once if the API refuses, and ends the watch. Objects that are `known`
-        to exist are reported as deleted where the first list lacks them.
-        """
+        """Do not start yet; `known` objects that the first list lacks are reported as deleted."""
         super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
         self._resource = resource

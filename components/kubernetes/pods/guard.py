@@ -1,16 +1,8 @@
 """The first process of every pod: writes the configuration, runs the task, forwards its signals.
 
-    python -m components.kubernetes.pods.guard -- python -m trainer task ...
-
-Next to the leading task it also watches the launcher. Where that asks for a stop, or is gone, the
-guard ends training with a last checkpoint, and the job with it; see
-`components.kubernetes.pods.launcher_watch`.
-
-A task that is killed, or begins again because another one was lost, is started again in its pod, up
-to `cluster.max_restarts` times; see `components.kubernetes.pods.task_process`.
-
-The guard of a parameter server or worker delays SIGTERM until the leading task has ended; see
-`components.kubernetes.pods.shutdown`.
+python -m components.kubernetes.pods.guard -- python -m trainer task ...
+The task is started again in its pod (`task_process`). Next to the leading task the guard watches
+the launcher (`launcher_watch`); elsewhere it delays SIGTERM until that task has ended (`shutdown`).
 """
 
 from __future__ import annotations
@@ -50,11 +42,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Guard:
-    """The end of one task, and of the job where that is asked for.
-
-    Attributes:
-        ends_job: whether the job ends with the task, which was asked to end for the job's sake.
-    """
+    """The end of one task, and with `ends_job` the end of the whole job."""
 
     def __init__(self, process: TaskProcess, grace: float) -> None:
         """Take the process, which has `grace` seconds from SIGTERM to SIGKILL."""
@@ -67,8 +55,8 @@ class Guard:
     def send_signal(self, number: int) -> None:
         """Forward a signal to the task, which is not started again after it.
 
-        A second one of a kind is not: it would end the task without a last checkpoint, and a job
-        that is suspended and asked to end sends two.
+        A second one of a kind would end the task without a last checkpoint, and is not forwarded: a
+        job that is suspended and asked to end sends two.
         """
         mine = object()
         # In one step: a handler and the thread that watches the launcher may both send it.
@@ -88,11 +76,7 @@ class Guard:
         killer.start()
 
     def wait(self) -> int:
-        """Return the exit code of the task: 128 and its number for a signal.
-
-        It is one that fails the job where the job ends with the task: from 128 on the operator
-        would start it again.
-        """
+        """Return the exit code of the task, or one that fails the job; 128 + N for a signal."""
         code = self._process.wait()
         if not self.ends_job:
             return code

@@ -1,11 +1,9 @@
 """How the guard of the leading task watches the launcher: the lease of the job.
 
-A request to end the job is an annotation of its lease. A lease that is not renewed any more is that
-of a launcher which is gone, and its job an orphan. An API that cannot be reached does not prove
-that: only time during which the lease could be read, and did not change, counts. A lease that was
-never renewed proves nothing either: its launcher may not be able to. Such a launcher ends the job
-itself within the limit, so that the guard waits for twice the limit, and then finds only a job
-whose launcher died in between. A job without a lease was not made by a launcher.
+An annotation of the lease asks for the end of the job. A lease that is not renewed is that of a
+dead launcher; only time counts during which it could be read. A lease that was never renewed proves
+nothing: that launcher ends its job within the limit, and the guard waits for twice as long. A job
+without a lease was not made by a launcher.
 """
 
 from __future__ import annotations

@@ -42,13 +42,10 @@ class TaskEnd:
     """How a container of a task ended.
 
     Attributes:
-        uid: of its pod.
         restart_count: how often the container had been restarted in this pod before.
         code: exit code; None where the pod was lost without one.
-        reason: Kubernetes' reason, such as `OOMKilled` or `Evicted`.
         message: last line of the termination message, or what the node reported.
-        pod_deleted: whether it ended after the deletion of its pod was requested, by the end of the
-            job or by someone else.
+        pod_deleted: whether the deletion of its pod was requested before.
     """
 
     task: Task
@@ -78,15 +75,7 @@ class TaskEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A pod that was taken away: deleted, evicted, preempted.
-
-    Attributes:
-        uid: of the pod.
-        how: in a few words, with Kubernetes' reason where it says one.
-        explained: whether Kubernetes says why; the pods of a job that ends are deleted without.
-        requested: when the deletion was requested, as far as that is known.
-        version: of the pod when the loss was first seen, 0 where it is no number.
-    """
+    """A pod that was deleted, evicted or preempted; `explained` where Kubernetes says why."""
 
     task: Task
     pod: str
@@ -146,11 +135,7 @@ def loss_of_absent(pod: Tree) -> Loss:
 
 
 def first_loss(losses: Iterable[Loss]) -> Loss | None:
-    """Return the loss that others followed.
-
-    Times are whole seconds, within which the pods of a failed job are deleted as well: then the
-    versions of the pods have the order.
-    """
+    """Return the loss that others followed, by time and then by the versions of the pods."""
     latest = datetime.max.replace(tzinfo=UTC)
     return min(
         losses,
@@ -170,10 +155,7 @@ def task_of(pod: Tree) -> Task:
 
 
 def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
-    """Return the pod of each task that counts: the newest that is not being deleted.
-
-    A Job keeps its pods that have failed.
-    """
+    """Return the pod of each task that counts: the newest that is not being deleted."""
     found: dict[Task, Tree] = {}
     for pod in sorted(pods, key=_age):
         found[task_of(pod)] = pod

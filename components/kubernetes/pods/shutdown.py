@@ -1,10 +1,8 @@
 """The shutdown connection: servers end after the leading task, which saves what they hold.
 
-When a job is suspended or deleted, Kubernetes sends SIGTERM to all of its pods at the same time.
-The guard of the leading task accepts a connection from the guard of every server. One
-byte on it announces that the leader is shutting down, and its end says that the leader has ended. A
-server that receives SIGTERM keeps serving in between. Without a connection it ends at once, and the
-last checkpoint is the one that was published before.
+Kubernetes sends SIGTERM to all pods of a job at the same time. The guard of the leading task
+accepts a connection from the guard of every server: a byte announces its shutdown, and the end of
+the connection its end. A server serves in between. Without a connection it ends at once.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ SPARE = 8
 class ShutdownServer:
     """The leader's side: accepts a connection from every server.
 
-    Anybody who reaches the port can open connections, so there are at most as many as servers and
-    `SPARE` for those that reconnect. Past that, the address with the most loses its oldest one.
+    Anybody who reaches the port can open connections: past `SPARE` more than there are servers the
+    address with the most loses its oldest one.
     """
 
     def __init__(self, servers: int, port: int = PORT) -> None:
@@ -88,12 +86,7 @@ class ShutdownConnection:
         threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
 
     def wait(self, notice: float, timeout: float) -> None:
-        """Return when the leader has ended, is not shutting down, or takes too long.
-
-        Args:
-            notice: seconds in which a leader that is shutting down announces it.
-            timeout: seconds that it may take to end.
-        """
+        """Return when the leader has ended, announces nothing in time, or takes too long."""
         if self._announced.wait(notice):
             self._ended.wait(timeout)
 

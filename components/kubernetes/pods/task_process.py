@@ -62,11 +62,7 @@ class NextAttempt(NamedTuple):
 
 
 class RestartRule:
-    """Decides whether a task that has ended begins again in its pod.
-
-    Attributes:
-        restarts: that were counted in this pod.
-    """
+    """Decides whether a task that has ended begins again; `restarts` were counted in this pod."""
 
     def __init__(self, limit: float) -> None:
         """Allow `limit` restarts that count."""
@@ -98,18 +94,13 @@ class RestartRule:
 class TaskProcess:
     """The process of one task; its attempts are started and waited for by the main thread.
 
-    Signal handlers call this too: they interrupt the main thread anywhere, so that its lock is
-    reentrant, and a pipe wakes it, since the lock of an event is not.
+    Signal handlers interrupt the main thread anywhere: the lock is reentrant, and a pipe wakes it.
     """
 
     def __init__(
         self, command: list[str], environment: Mapping[str, str], *, name: str, rule: RestartRule
     ) -> None:
-        """Start the first attempt; `name` is that of the task in its events.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the first attempt of the task `name`; raises `OSError`."""
         self._name, self._rule = name, rule
         self._command = command
         # Outside of a container nothing else ends the task where the guard is killed.
@@ -191,10 +182,7 @@ class TaskProcess:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what the task leaves, as the first process of a container is anyway.
-
-    Other processes come before it where the containers of a pod share their processes.
-    """
+    """Become the parent of what the task leaves, where the containers share their processes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

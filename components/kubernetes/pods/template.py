@@ -1,7 +1,4 @@
-"""The pods of a training job: one template a role, since a server must not request GPUs.
-
-The same for every engine. What an engine adds is an argument: its port, and variables of its own.
-"""
+"""The pods of a training job: one template a role, since a server must not request GPUs."""
 
 from __future__ import annotations
 
@@ -43,14 +40,13 @@ _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a job runs, with which service account, and with which variables of its launcher.
+    """Where a job runs, and what holds where its settings name nothing.
 
     Attributes:
-        namespace: where the settings name none; empty: that of who creates the job.
-        service_account: where the settings name none; empty: the namespace's default.
+        namespace: empty: that of who creates the job.
+        service_account: empty: the default of the namespace.
         variables: endpoints of the object store and the like, for every task; never a secret.
-        secrets: variables that are references, `SECRET/KEY`, where the settings have none.
-        defaults: the image and the secret where the settings name none.
+        secrets: variables that are references, `SECRET/KEY`.
     """
 
     namespace: str

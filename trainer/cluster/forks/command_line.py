@@ -1,7 +1,6 @@
 """The command line of this process, as `ps` and `/proc` show it.
 
-A forked process has that of the process it was forked from. Linux lets a process move the borders
-of its own command line (PR_SET_MM_MAP of prctl(2), which needs no privilege) to memory of its own.
+PR_SET_MM_MAP of prctl(2), which needs no privilege, moves it to other memory of the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a fork server is asked, and how the request passes a Unix socket.
 
-The connection stays as long as the process that was asked for: the server writes its id into it,
-with a descriptor of the process, and at last its exit code. Whoever ends the connection before
-ends the process.
+The server writes the id of the process, a descriptor of it, and at last its exit code into the
+connection. Whoever ends the connection before ends the process.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ class Request:
 
     Attributes:
         command: the whole command line; the third word is the module.
-        loaded: the module whose import takes most of its start: a server has loaded it before it
-            forks. Empty for a process that is not to be forked.
-        folder: its working folder.
+        loaded: the module that a server has loaded before it forks; empty: not to be forked.
         environment: all of its environment.
-        own_session: whether it begins a session.
         descriptors: what it inherits, under the same numbers.
     """
 
@@ -74,11 +70,7 @@ class Arriving:
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and its descriptors, which the caller has to close, once all is there.
-
-        Raises:
-            OSError: the connection ends before the request does, or something else comes.
-        """
+        """Return the request and its descriptors, for the caller to close; raises `OSError`."""
         with suppress(BlockingIOError):
             while True:
                 part, descriptors, _, _ = socket.recv_fds(

@@ -97,13 +97,7 @@ def server_address() -> str:
 
 
 def fork(address: str, wanted: Request, output: int) -> Forked | None:
-    """Return a process that the server at an address has forked; None where it cannot.
-
-    Args:
-        address: of the server.
-        wanted: the process.
-        output: descriptor of its standard output and standard error.
-    """
+    """Return a process that the server at an address has forked; None where it cannot."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{address}")
@@ -119,12 +113,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
 
 
 def started(wanted: Request, output: int) -> Process:
-    """Start a process, forked where a server can; with `loaded` empty always anew.
-
-    Args:
-        wanted: the process.
-        output: descriptor of its standard output and standard error.
-    """
+    """Start a process, forked where a server can; with `loaded` empty always anew."""
     address = server_address()
     if address and wanted.loaded and (found := fork(address, wanted, output)):
         return found

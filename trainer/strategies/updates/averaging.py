@@ -1,8 +1,7 @@
 """An exponential moving average of the weights, which is measured and handed on in their place.
 
-After each update the average goes a part `1 - momentum` of the way to the weights, and after the
-first it is the weights, as with Keras's `use_ema`. It is on the server of its variable, and moves
-there by an atomic subtraction: no update is left out where workers race.
+It begins as the weights of the first update, as with Keras's `use_ema`, and moves on the server by
+an atomic subtraction: no update is left out where workers race.
 """
 
 from __future__ import annotations

@@ -77,10 +77,8 @@ class Lookups:
     ) -> tuple[Vectors, Vectors]:
         """Return the ids that each table is asked for, each once, and their places in all lookups.
 
-        `forward` computes the model of a batch, and returns what it has in the place of variables.
-
-        Raises:
-            Unforeseen: what is asked for depends on more than the batch, or is not all.
+        `forward` computes the model, and returns what it has in place of variables. Raises
+        `Unforeseen` where what is asked for depends on more than the batch.
         """
         given = tf.nest.flatten(batch)
         unique, places = list[tf.Tensor](), list[tf.Tensor]()
@@ -191,10 +189,7 @@ def plain_tables_of(model: keras.Model) -> list[Table]:
 
 
 def lookups_of(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model; None where there are none, or tables are used in their place.
-
-    To be called once, after what else takes the place of a layer's lookup.
-    """
+    """Return the lookups of a model, if any, after all else that replaces a layer's lookup."""
     tables = tables_of(model)
     return Lookups(tables) if tables else None
 
@@ -288,10 +283,7 @@ class Sent:
         ]
 
     def gradients(self, values: Sequence[tf.Tensor]) -> dict[int, RowsOnce]:
-        """Return the gradient of each variable, by its `id`, on its server.
-
-        `values` are rows in the order of the ids, for each table.
-        """
+        """Return the gradient of each variable, by its `id`, on its server."""
         found = dict[int, RowsOnce]()
         for (device, dtype), keys in self._servers.items():
             parts = [tf.gather(values[key[0]], self._where[key]) for key in keys]

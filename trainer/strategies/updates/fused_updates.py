@@ -1,7 +1,6 @@
 """Fused updates: one operation a variable, where TensorFlow has a kernel for the optimizer.
 
-Keras implements Adam as thirty small operations a variable, each over all of its values; for a
-small model they take longer than the gradient. TensorFlow's own kernels pass over the values once,
+Keras implements Adam as thirty small operations a variable. The kernels pass over the values once,
 and lock the variable meanwhile, so that each dense update is atomic.
 """
 
@@ -19,9 +18,7 @@ def fuse(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a built optimizer use TensorFlow's kernel; one without a kernel stays unchanged.
 
     The formulas are Keras's own (Kingma and Ba 2015, "Adam", the end of section 2; Sutskever et al.
-    2013 for momentum), so that results are equal up to rounding: the kernel computes 1 - beta_2 in
-    single precision, off by 1.3e-5 of it for 0.999. Each variable has to be on one device, unlike
-    those of `tf.distribute.MirroredStrategy`.
+    2013 for momentum), equal up to rounding. Each variable has to be on one device.
     """
     kernel = _kernel(optimizer)
     if kernel is None:

@@ -36,15 +36,11 @@ class _Value(NamedTuple):
 class LossScale:
     """The scale, the number of gradients, and at which of them it was changed: state of a model.
 
-    The number is added to, and the rest is assigned (see `gradients.push_state`): where workers
-    change the scale at once, each to the same, the count is right, which one set to zero is not.
+    The number is added to, and the rest is assigned, so that the count is right where workers race.
     """
 
     def __init__(self, *, gradients: int = 1, **options: Any) -> None:
-        """Make the variables on the device of the scope.
-
-        `gradients` is how many of them make an update; `options` are those of the variables.
-        """
+        """Make the variables on the device of the scope; `gradients` of them make an update."""
         self._growth = GROWTH * gradients
         self._scale = tf.Variable(FIRST, trainable=False, name="loss_scale", **options)
         self._count = tf.Variable(0, trainable=False, name="gradients", dtype=tf.int64, **options)
@@ -69,10 +65,7 @@ class LossScale:
         return {f"{LOSS_SCALE}{name}": variable for name, variable in named.items()}
 
     def over(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same function with a scale, whose variables are the last of its state.
-
-        Where the loss is finite and its gradient is not, the gradient is computed again.
-        """
+        """Return the same function with a scale, whose variables are the last of its state."""
 
         def scaled(weights: Any, state: Any, batch: Any) -> Any:
             *state, first, count, changed = state

@@ -54,12 +54,8 @@ def use(
 ) -> None:
     """Read and move rows alone, where it can be; a line says where large tables move whole.
 
-    Args:
-        optimizer: built, with all else that is put in the place of its methods.
-        model: on the devices where it is trained.
-        training: the section.
-        pulled: whether workers pull and push tables whole.
-        summed: whether the optimizer itself sums the gradients of replicas, after it has clipped.
+    `pulled`: workers pull and push tables whole; `summed`: the optimizer itself sums the gradients
+    of replicas, after it has clipped.
     """
     read_rows(model)
     if not training.optimizer.dense_updates and not summed:
@@ -109,10 +105,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Make Keras's embeddings read the rows of a batch alone, which they take of a whole copy.
-
-    Once rows of a variable were moved, each read of it as a whole copies it.
-    """
+    """Make Keras's embeddings read rows alone: once moved, a read of all copies the table."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:
@@ -143,8 +136,8 @@ def _rows_of(layer: Any) -> Callable[[Any], Any]:
 def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a built optimizer lazy; one without a lazy form stays as it is.
 
-    A gradient of rows has each of them once, as `trainer.training.optimizers` takes care of. For
-    rows that every step touches, the results are those of Keras's own formula, up to rounding.
+    A gradient has each row once (`trainer.training.optimizers`). For rows that every step touches,
+    the results are those of Keras's own formula, up to rounding.
     """
     rows = _lazy_form(optimizer)
     if rows is None:
