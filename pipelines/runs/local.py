@@ -88,7 +88,7 @@ class RunOptions:
         """Return the checked configuration; raises `ConfigError`."""
         config = self.config
         if config is None and self.resume is not None:
-            config = saved_config(Path(self.workdir), self.resume)
+            return load_config(saved_config(Path(self.workdir), self.resume), self.settings)
         return configuration(config, self.settings)
 
     def target(self) -> tuple[str, dict[str, str]]:
@@ -159,12 +159,15 @@ def prepare(
 
 
 def configuration(config: Config | str | Path | None, settings: Sequence[str]) -> Config:
-    """Return a configuration with `settings` laid over it; raises `ConfigError`."""
+    """Return a configuration with `settings` laid over it; raises `ConfigError`.
+
+    Relative paths in a file are relative to it, and those of `settings` to the working folder.
+    """
     if isinstance(config, Config):
         return override(config, settings)
     if config is None and DEFAULT_CONFIG.exists():
         config = DEFAULT_CONFIG
-    return load_config(config, settings)
+    return load_config(config, settings, rebases=True)
 
 
 def begun(workdir: Path) -> dict[str, float]:

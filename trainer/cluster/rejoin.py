@@ -28,6 +28,9 @@ OPTIONS = {
     "grpc.keepalive_timeout_ms": 120_000,
     # Asked again for as long as a call lasts; otherwise twice.
     "grpc.http2.max_pings_without_data": 0,
+    # Not through a proxy that the environment names for the web: it knows no task, and calls to
+    # loopback would hang.
+    "grpc.enable_http_proxy": 0,
 }
 
 

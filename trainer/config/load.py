@@ -6,6 +6,7 @@ Every mistake is a `ConfigError` of one line that names the key, the value and w
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,9 @@ _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
 }
+# Of the data section, where they may be relative.
+_PATHS = ("source", "manual_dir", "schema_file")
+_URI = re.compile("[a-z0-9]+://|file:")
 # Of a message: it quotes the values that it is about.
 _MOST_LETTERS = 1000
 
@@ -65,20 +69,34 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: str | Path | None, assignments: Iterable[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None, assignments: Iterable[str] = (), *, rebases: bool = False
+) -> Config:
     """Read a YAML file, apply the `section.key=value` assignments, and check all keys.
 
     Args:
         path: the file; None for the defaults of every key.
         assignments: texts such as `training.steps=500`.
+        rebases: whether relative paths in the file are relative to it, as in a file that a person
+            wrote; in one that a run recorded they are relative to the working folder already.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds a value that is not allowed.
     """
     tree = _read(Path(path)) if path else {}
+    if path and rebases:
+        _rebase(tree.get("data"), Path(path).parent)
     for assignment in assignments:
         _assign(tree, assignment)
     return parse_config(tree)
+
+
+def _rebase(data: Any, folder: Path) -> None:
+    """Make the paths of the data section relative to the working folder, instead of `folder`."""
+    for key in _PATHS if isinstance(data, dict) else ():
+        value = data.get(key)
+        if isinstance(value, str) and value[:1] not in ("", "/", "~") and not _URI.match(value):
+            data[key] = os.path.normpath(folder / value)
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:

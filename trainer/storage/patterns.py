@@ -94,7 +94,7 @@ def parse(key: str, text: str) -> Pattern:
         bucket, _, inside = rest.partition("/")
         parts = inside.rstrip("/").split("/")
         base = uri = f"{scheme}://{bucket}"
-    plain = next((n for n, part in enumerate(parts) if _SPECIAL.search(part)), len(parts))
+    plain = next((n for n in range(len(parts)) if _is_special(parts[: n + 1], text)), len(parts))
     fixed = [part for part in parts[:plain] if part]
     if is_local(text):
         uri = join(base, *fixed) if fixed else base
@@ -103,6 +103,12 @@ def parse(key: str, text: str) -> Pattern:
     require_uri(key, uri)
     rest_ = "/".join(parts[plain:])
     return Pattern(key, text, uri, _expression(key, text, rest_) if rest_ else None)
+
+
+def _is_special(parts: list[str], text: str) -> bool:
+    """Say whether the last part stands for other names; a folder may be named `[old]` as well."""
+    there = is_local(text) and os.path.lexists(f"/{'/'.join(parts)}")
+    return bool(_SPECIAL.search(parts[-1])) and not there
 
 
 def _path(key: str, text: str) -> str:

@@ -12,7 +12,8 @@ RESOLVE, CONNECT = "grpc.dns_min_time_between_resolutions_ms", "grpc.min_reconne
 AGAIN = "grpc.initial_reconnect_backoff_ms=100"
 ALIVE = (
     "grpc.keepalive_time_ms=310000,grpc.http2.ping_timeout_ms=60000,"
-    "grpc.keepalive_timeout_ms=120000,grpc.http2.max_pings_without_data=0"
+    "grpc.keepalive_timeout_ms=120000,grpc.http2.max_pings_without_data=0,"
+    "grpc.enable_http_proxy=0"
 )
 OURS = f"{RESOLVE}=1000,{AGAIN},{CONNECT}=5000,{ALIVE}"
 

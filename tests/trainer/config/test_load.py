@@ -305,3 +305,21 @@ def test_what_is_no_configuration_is_not_waited_for(tmp_path, make, reason):
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value).startswith(f"cannot read the configuration {path}: {reason}")
+
+
+def test_a_relative_path_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch):
+    (tmp_path / "dir ü").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = "dir ü/a.yaml"
+    (tmp_path / path).write_text("data: {source: ../b/*.csv, manual_dir: c}", encoding="utf-8")
+    found = load_config(path, rebases=True).data
+    assert (found.source, found.manual_dir) == ("b/*.csv", "dir ü/c")
+    assert load_config(path, ["data.source=b.csv"], rebases=True).data.source == "b.csv"
+    # What a run has recorded stays.
+    assert load_config(path).data.manual_dir == "c"
+
+
+@pytest.mark.parametrize("source", ["gs://b/c.csv", "/d/e.csv", "~/f.csv", "file:///g.csv"])
+def test_other_places_stay_as_they_are(tmp_path, source):
+    (tmp_path / "a.yaml").write_text(f"data: {{source: {source}}}")
+    assert load_config(tmp_path / "a.yaml", rebases=True).data.source == source

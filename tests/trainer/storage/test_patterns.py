@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from trainer import storage
 from trainer.errors import ConfigError
 from trainer.storage import patterns
+from trainer.storage.uri import local_path
 
 
 def matched(text, path, root="gs://bucket"):
@@ -93,3 +96,13 @@ def test_what_is_no_pattern_is_refused_in_one_line(text, words):
         patterns.parse("data.source", text)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_whose_name_has_signs_of_patterns_is_that_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "sales [old] {2}"
+    folder.mkdir()
+    (folder / "a.csv").touch()
+    found = patterns.parse("data.source", str(folder / "*.csv"))
+    assert local_path(found.root) == folder
+    assert found.match("a.csv")
+    assert not found.match("a.txt")
