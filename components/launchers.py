@@ -14,6 +14,7 @@ from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
+from trainer.masking import masked
 
 if TYPE_CHECKING:
     from components.kubernetes.engine import Engine
@@ -87,7 +88,7 @@ def _launch_here(job: Job) -> None:
 
 def _write(task: str, line: str) -> None:
     """Write a line of a task to the log of the step, in which the user looks for it."""
-    sys.stdout.write(f"[{task}] {line}\n")
+    sys.stdout.write(f"[{task}] {masked(line)}\n")
     sys.stdout.flush()
 
 

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from trainer.masking import masked
+from trainer.masking import one_line
 
 DONE = 0
 FAILED = 1
@@ -35,8 +35,6 @@ _NO_MEMORY = re.compile(
     r"OOM when allocating tensor with shape\[([\d,]*)\] and type (\w+) "
     r"on /job:(\w+)/replica:\d+/task:(\d+)/device:(\w+)"
 )
-# What ends a line for a terminal, or moves its cursor.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class UserError(Exception):
@@ -52,7 +50,7 @@ class UserError(Exception):
 
     def __init__(self, message: str = "") -> None:
         """Keep one line without credentials: words of libraries and of damaged files are in it."""
-        super().__init__(_CONTROL.sub(" ", masked(message)).strip())
+        super().__init__(one_line(message))
 
 
 class TransientError(UserError):

@@ -1,6 +1,7 @@
-"""What may not be shown: credentials in URIs, in headers and in the environment.
+"""What may not be shown: credentials, and signs that a terminal or a page obeys.
 
-A configuration or a command line with one is refused. Words of a library are masked here.
+A configuration or a command line with credentials is refused. Words of a library, and names and
+texts of data, are written to a terminal, a log or a page by `masked`, `printable` or `one_line`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,34 @@ _IN_HEADER = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+# What moves the cursor of a terminal, changes its colours or its title, turns the direction of the
+# text around it, or hides in it. Not the two signs by which emoji and some scripts join letters.
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+#: Of a terminal, as libraries put them into their messages.
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes in place of signs that a terminal or a page obeys.
+
+    Ends of lines and tabs stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return _COMMANDS.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def one_line(text: str) -> str:
+    """Return a text that is printed in one line, without credentials."""
+    return masked(_BREAKS.sub(" ", text)).strip()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
 
 
 def credentials_in(text: str) -> str:
@@ -59,7 +88,7 @@ def credentials_in(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """Return `text` without the credentials in it."""
+    """Return `text` without the credentials in it, `printable`."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_without_user, text)
     if "=" in text or ":" in text or " " in text:
@@ -68,7 +97,7 @@ def masked(text: str) -> str:
     for secret in _of_environment():
         if secret in text:
             text = text.replace(secret, HIDDEN)
-    return text
+    return printable(text)
 
 
 def is_sent_openly(url: str) -> bool:

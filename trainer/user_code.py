@@ -23,6 +23,7 @@ from types import FrameType, ModuleType
 from typing import Any, cast
 
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.masking import COLOURS
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
 # The URI of the bundle that is in that folder, where the run has one.
@@ -37,7 +38,6 @@ _INSTALLED = {"site-packages", "dist-packages"}
 # which the stack of a node of a graph begins with.
 _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Keras and TensorFlow put their own words before those of the error, and some after them.
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
@@ -114,7 +114,7 @@ def line_of(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     """Return all that an error says, without colours and stacks that TensorFlow does not have."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
-    return _NO_STACK.sub("", _COLOURS.sub("", text))
+    return _NO_STACK.sub("", COLOURS.sub("", text))
 
 
 def message_of(error: BaseException) -> str:
@@ -144,7 +144,7 @@ def traceback_of(error: BaseException) -> str:
         return ""
     # What an error was raised from says the same again where the error itself names the place.
     lines = traceback.format_exception(error, chain=not _frames(error))
-    text = _COLOURS.sub("", "".join(lines))
+    text = COLOURS.sub("", "".join(lines))
     if len(text) > _MAX_TRACEBACK:
         text = f"{lines[0]}  ...\n{text[-_MAX_TRACEBACK:]}"
     return text

@@ -58,6 +58,7 @@ from trainer.cluster.launcher import Job
 from trainer.cluster.signals import on_interrupt
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.errors import ConfigError, RunInterruptedError, UserError
+from trainer.masking import masked
 from trainer.topology import Task
 from trainer.tracking import addresses
 
@@ -294,7 +295,7 @@ class _Launch:
 
     def _write(self, relay: EventRelay, task: Task, text: str) -> None:
         """Write a line of a task to the log of the step, and take the event that it may be."""
-        sys.stdout.write(f"[{task}] {text}\n")
+        sys.stdout.write(f"[{task}] {masked(text)}\n")
         sys.stdout.flush()
         restart = events.parse(text)
         if isinstance(restart, events.Restart):

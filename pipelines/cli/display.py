@@ -22,6 +22,7 @@ from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
+from trainer.masking import one_line, printable
 from trainer.report.views import main_metric
 from trainer.report.wording import duration
 
@@ -57,6 +58,10 @@ class Terminal(Console):
     def can_redraw(self) -> bool:
         """Whether lines can be drawn again in place: not in a file, and not where TERM is dumb."""
         return self.is_terminal and not self.is_dumb_terminal
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Draw names and texts of data as text: none is a command for the terminal."""
+        return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
         """Discard what follows; rich itself would end the process, and the run with it."""
@@ -171,7 +176,10 @@ class Display:
                 Text(f"{progress.global_step}/{progress.steps}"),
                 Text(self._time_left()),
             ),
-            *(Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in self._measured()),
+            *(
+                Text(f"  {one_line(line)}", no_wrap=True, overflow="ellipsis")
+                for line in self._measured()
+            ),
         )
 
     def _bar_width(self, name: str) -> int:

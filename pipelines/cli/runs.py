@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from pipelines.cli.exit import Answer, answers, detaching, note, output, write
 from pipelines.cli.options import Run, RunsDir, of_instance
 from pipelines.cli.run import RUNS, answer_of
 from pipelines.runs.kfp_access import Instance, is_named
+from trainer.masking import COLOURS, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +125,7 @@ def logs(
         if name and titles[-1:] != [name]:
             titles.append(name)
             note(f"--- {name}")
-        write(text)
+        write(printable(COLOURS.sub("", text)))
 
     with detaching(lambda: _continues(run, workdir, instance)):
         found = control.logs(
@@ -163,6 +163,6 @@ def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     from pipelines.runs import control
 
     found = control.cancel(run, workdir=workdir, instance=instance)
-    sys.stderr.write(f"{found.message}\n")
+    note(found.message)
     state = "canceling" if found.was_running else "ended"
     return Answer(status=state, run_id=found.run_id, message=found.message)

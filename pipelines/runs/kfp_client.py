@@ -30,6 +30,7 @@ from kfp_server_api.rest import RESTClientObject
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
 from pipelines.runs.kfp_access import Access
+from trainer import masking
 from trainer.errors import UserError
 
 # Of a message of the instance, which may contain a stack trace.
@@ -152,9 +153,7 @@ def _words(access: Access, error: Any) -> str:
 
 def one_line(words: object) -> str:
     """Return words as one line that can be printed, of a bounded length."""
-    line = " ".join(str(words or "").split())
-    # Control characters would move the cursor or change colours.
-    line = "".join(letter for letter in line if letter.isprintable())
+    line = " ".join(masking.one_line(str(words or "")).split())
     return line if len(line) <= _MOST_WORDS else f"{line[:_MOST_WORDS]}..."
 
 

@@ -3,13 +3,15 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer import events
 from trainer.cluster import termination
 from trainer.config.load import load_config, parse_config
 from trainer.config.schema import StorageConfig
 from trainer.errors import ConfigError, UserError
-from trainer.masking import credentials_in, is_sent_openly, masked
+from trainer.masking import credentials_in, is_sent_openly, masked, one_line, printable
 
 SECRET = "sW0rdf1sh/Ab+Cd"
 WITH_SECRETS = [
@@ -162,3 +164,42 @@ def test_an_option_of_a_root_that_is_none_is_refused_without_its_value():
 )
 def test_what_is_sent_openly(url, openly):
     assert is_sent_openly(url) is openly
+
+
+# Colours and a title of the window, bells, turned text, what is not seen.
+COMMANDS = [
+    "\x1b[2J",
+    "\x1b]0;t\x07",
+    "\x9b1A",
+    "\b",
+    "\r",
+    "\0",
+    "\u202e",
+    "\u2067",
+    "\u200f",
+    "\u061c",
+]
+COMMANDS += ["\ufeff", "\u200b", "\u2028", "\udc80", "\U000e0041"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_terminal_or_a_page_obeys_is_shown_as_an_escape(command):
+    written = printable(f"a{command}b")
+    assert written.isprintable()
+    assert written.encode().decode("unicode_escape") == f"a{command}b"
+    assert str(UserError(f"a{command}b")).isprintable()
+    assert masked(f"http://u:p@h/{command}").isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["größe", "日本", "👩\u200d💻", "क\u200cष", "a\u00a0b", "%&", "a\n\tb"]
+)
+def test_other_text_stays(text):
+    assert printable(text) == text
+
+
+@given(st.text())
+def test_a_line_is_one_line(text):
+    line = one_line(text)
+    assert len(line.splitlines()) <= 1
+    assert printable(line) == line

@@ -91,8 +91,8 @@ def compared(
 
 def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetSpec) -> str:
     fields = manifest.fields
-    takes = [described(spec, feature) for feature in spec.inputs]
-    if fields["inputs"] != takes:
+    takes = described(spec)
+    if _by_feature(fields["inputs"]) != _by_feature(takes):
         return f"it takes {_named(fields['inputs'])}, and this model {_named(takes)}"
     # A model of an earlier version is a classifier.
     if (there := fields.get("task", "classification")) != task.name:
@@ -121,5 +121,9 @@ def _labels(uri: str, manifest: storage.Manifest) -> list[str]:
     return storage.read_file(uri, LABELS).decode().splitlines()
 
 
+def _by_feature(inputs: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(each["feature"], each["shape"], each["dtype"]) for each in inputs]
+
+
 def _named(inputs: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['name']} {each['dtype']} {each['shape']}" for each in inputs)
+    return ", ".join(f"{each['feature']} {each['dtype']} {each['shape']}" for each in inputs)

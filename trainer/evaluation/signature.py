@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from trainer.data.spec import DatasetSpec
+from trainer.names import argument_names
 from trainer.tasks.base import Task
 
 SERVING = "serving_default"
@@ -14,21 +14,17 @@ SERIALIZED = "serialized_examples"
 LABELS = "labels.txt"
 
 
-def serving_name(feature: str) -> str:
-    """Return the name of a feature in the signature: TensorFlow takes letters, digits and `_`."""
-    name = re.sub(r"[^A-Za-z0-9_]", "_", feature)
-    return name if re.match("[A-Za-z]", name) else f"input_{name}"
-
-
-def described(spec: DatasetSpec, feature: str) -> dict[str, Any]:
-    """Return what the manifest of a model says of one input."""
-    found = spec.features[feature]
-    return {
-        "feature": feature,
-        "name": serving_name(feature),
-        "shape": list(found.shape),
-        "dtype": found.dtype,
-    }
+def described(spec: DatasetSpec) -> list[dict[str, Any]]:
+    """Return what the manifest of a model says of its inputs: each feature, and its argument."""
+    return [
+        {
+            "feature": feature,
+            "name": name,
+            "shape": list(spec.features[feature].shape),
+            "dtype": spec.features[feature].dtype,
+        }
+        for feature, name in argument_names(spec.inputs).items()
+    ]
 
 
 def labels_of(task: Task) -> dict[str, list[str]]:

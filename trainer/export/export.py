@@ -107,7 +107,7 @@ def _fields(
         "name": config.name,
         "global_step": facts.step,
         "formats": list(config.export.formats),
-        "inputs": [described(spec, feature) for feature in spec.inputs],
+        "inputs": described(spec),
         "reads": recorded(spec, storage.read_manifest(facts.dataset), config.data),
         "task": subject.task.name,
         "main_metric": subject.task.main_metric,

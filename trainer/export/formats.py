@@ -20,7 +20,9 @@ from tensorflow.python.framework.convert_to_constants import convert_variables_t
 
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec
-from trainer.evaluation.signature import SERIALIZED, SERVING, serving_name
+from trainer.evaluation.signature import SERIALIZED, SERVING
+from trainer.models.registry import inputs_by_feature
+from trainer.names import argument_names
 from trainer.tasks.base import Task
 from trainer.tasks.objective import in_single_precision
 
@@ -104,6 +106,11 @@ class Subject:
         """Return what every form answers to inputs by feature name."""
         return answers_of(self.model, self.task, inputs)
 
+    def arguments(self, inputs: Inputs) -> dict[str, Any]:
+        """Return inputs by feature name as the arguments of the signature."""
+        names = argument_names(self.spec.inputs)
+        return {names[feature]: np.asarray(values) for feature, values in inputs.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
@@ -153,8 +160,8 @@ def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
         return task.answers(called(model, task, dict(zip(spec.inputs, values, strict=True))))
 
     takes = [
-        tf.TensorSpec((None, *feature.shape), feature.dtype, name=serving_name(name))
-        for name, feature in ((name, spec.features[name]) for name in spec.inputs)
+        tf.TensorSpec((None, *spec.features[name].shape), spec.features[name].dtype, name=argument)
+        for name, argument in argument_names(spec.inputs).items()
     ]
     return serve, takes
 
@@ -183,7 +190,7 @@ def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
     wanted = {name: spec.features[name] for name in spec.inputs}
 
     def ask(inputs: Inputs) -> Answers:
-        given = {serving_name(name): values for name, values in inputs.items()}
+        given = subject.arguments(inputs)
         answers = loaded.signatures[SERVING](**given)
         return {name: values.numpy() for name, values in answers.items()}
 
@@ -201,7 +208,8 @@ def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> N
 
 
 def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:
-    loaded = keras.models.load_model(path, compile=False)
+    with inputs_by_feature():
+        loaded = keras.models.load_model(path, compile=False)
     return (lambda inputs: answers_of(loaded, subject.task, inputs),)
 
 
@@ -209,7 +217,7 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     serve, takes = _serving(subject)
     named = None
     if calibration is not None:
-        named = {serving_name(name): np.asarray(each) for name, each in calibration.items()}
+        named = subject.arguments(calibration)
     try:
         content = converted(serve, takes, named)
     except ConverterError:
@@ -219,11 +227,11 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     path.write_bytes(content)
 
 
-def _read_lite(_subject: Subject, path: Path) -> tuple[Predictor, ...]:
+def _read_lite(subject: Subject, path: Path) -> tuple[Predictor, ...]:
     ask = reader(path)
 
     def predict(inputs: Inputs) -> Answers:
-        return ask({serving_name(name): np.asarray(values) for name, values in inputs.items()})
+        return ask(subject.arguments(inputs))
 
     return (predict,)
 

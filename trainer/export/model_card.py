@@ -13,6 +13,7 @@ import jinja2
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING
+from trainer.masking import one_line
 from trainer.report import views
 from trainer.report.wording import formatted
 
@@ -66,7 +67,7 @@ def template() -> jinja2.Template:
     )
     made.filters.update(
         cell=_cell,
-        code=lambda text: " ".join(str(text).replace("`", "'").split()),
+        code=lambda text: " ".join(one_line(str(text)).replace("`", "'").split()),
         formatted=formatted,
         interval=_interval,
         number=_number,
@@ -80,7 +81,7 @@ def template() -> jinja2.Template:
 
 def _cell(text: object) -> str:
     """Return a text that cannot leave its cell, nor become a link or a tag."""
-    plain = " ".join(str(text).split()) or "(empty)"
+    plain = " ".join(one_line(str(text)).split()) or "(empty)"
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)
 
 

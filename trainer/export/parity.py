@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from trainer.cluster import child_process
 from trainer.errors import UserError
-from trainer.evaluation.signature import SERVING, serving_name
+from trainer.evaluation.signature import SERVING
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
 from trainer.models.embedding_table import shrink
 from trainer.tasks.base import Part
@@ -218,9 +218,9 @@ def answered(subject: Original, folder: Path, saved_model: str, process: Fresh) 
     """
     inputs, _ = subject.first()
     few = {name: np.asarray(values)[:SMOKE_EXAMPLES] for name, values in inputs.items()}
-    rows = zip(*(each.tolist() for each in few.values()), strict=True)
-    names = [serving_name(name) for name in few]
-    instances = [dict(zip(names, map(_plain, row), strict=True)) for row in rows]
+    given = subject.arguments(few)
+    rows = zip(*(each.tolist() for each in given.values()), strict=True)
+    instances = [dict(zip(given, map(_plain, row), strict=True)) for row in rows]
     request = {"signature_name": SERVING, "instances": instances}
     (folder / REQUEST).write_text(json.dumps(request) + "\n", encoding="utf-8")
     answer = _ask_process(process, saved_model)

@@ -19,7 +19,16 @@ from typing import Any
 import keras
 
 from trainer.errors import ConfigError
-from trainer.models.spec import InputSpec, Shape, initializer, scaled_input, share, size, sizes
+from trainer.models.spec import (
+    InputSpec,
+    Shape,
+    initializer,
+    layer_of,
+    scaled_input,
+    share,
+    size,
+    sizes,
+)
 
 
 def mlp(
@@ -41,7 +50,7 @@ def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
     """
     if isinstance(spec.output_shape, Mapping):
         return {
-            name: _linear(x, shape, f"{name}_output", named)
+            name: _linear(x, shape, layer_of(name, "output"), named)
             for name, shape in spec.output_shape.items()
         }
     return _linear(x, spec.output_shape, "logits", named)

@@ -36,7 +36,7 @@ from trainer.errors import ConfigError
 from trainer.models import table_shard
 from trainer.models.shared_branch import SharedBranch
 from trainer.models.sieve import mixed, sieve_of
-from trainer.models.spec import InputSpec, initializer
+from trainer.models.spec import InputSpec, initializer, layer_of
 from trainer.models.table_shard import Asked, Noted, Rules, Shard
 from trainer.unique_rows import spread
 
@@ -342,7 +342,7 @@ def growing(
         return EmbeddingTable(
             dimension=dimension,
             keys="string" if dtype == "string" else "int64",
-            name=f"{name}_embedding",
+            name=layer_of(name, "embedding"),
             **{"shards": shards, **arguments, "initializer": drawn},
         )
     except ValueError as error:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -22,9 +24,11 @@ from trainer import user_code
 from trainer.config.model import MODELS, ModelConfig
 from trainer.errors import ConfigError, UserError, nearest, without_memory
 from trainer.models.spec import InputSpec
+from trainer.names import layer_name
 
 # What Keras says of a class or a function that is neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
+_TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
@@ -65,11 +69,15 @@ def build(
     """
     function = _function(config.name)
     _check_arguments(config.name, function, config.args)
-    # `keras.backend.clear_session` does this too, but it breaks a strategy scope that is entered.
-    reset_uids()
-    keras.utils.set_random_seed(seed)
     try:
-        model = function(spec, **config.args)
+        try:
+            model = _built(function, spec, config.args, seed)
+        except ValueError as error:
+            # A column may be called as a layer is, of ours or of the user's.
+            if not _is_of_input(error, spec):
+                raise
+            spec = replace(spec, inputs_apart=True)
+            model = _built(function, spec, config.args, seed)
     except ConfigError as error:
         raise ConfigError(f"model {config.name}: {error}") from None
     # Whatever a user's function raises is for the user to put right.
@@ -80,6 +88,22 @@ def build(
     _check_output(config.name, model, spec, check)
     _check_paths(config.name, model)
     return model
+
+
+def _built(
+    function: ModelFunction, spec: InputSpec, args: Mapping[str, Any], seed: int
+) -> keras.Model:
+    # `keras.backend.clear_session` does this too, but it breaks a strategy scope that is entered.
+    reset_uids()
+    keras.utils.set_random_seed(seed)
+    return function(spec, **args)
+
+
+def _is_of_input(error: ValueError, spec: InputSpec) -> bool:
+    """Return whether Keras refuses two layers of one name, of which one is an input."""
+    twice = _TWICE.search(str(error))
+    several = isinstance(spec.shape, Mapping) and not spec.inputs_apart
+    return bool(several and twice and twice[1] in map(layer_name, spec.names))
 
 
 def _with_names(model: Any, spec: InputSpec) -> Any:
@@ -132,6 +156,14 @@ def require_readable(name: str, model: keras.Model) -> None:
         )
 
 
+@contextmanager
+def inputs_by_feature() -> Iterator[None]:
+    """Read a model back whose inputs are called otherwise than their layers, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "When providing `inputs` as a dict", UserWarning)
+        yield
+
+
 def _unreadable(model: keras.Model) -> str:
     """Say which part of the model cannot be read back, and why; empty where all can."""
     # Left with the thread: its end would give all variables of the copies their values.
@@ -139,7 +171,8 @@ def _unreadable(model: keras.Model) -> str:
     for part in (*model.layers, model):
         try:
             tree = keras.saving.serialize_keras_object(part)
-            keras.saving.deserialize_keras_object(tree, safe_mode=True)
+            with inputs_by_feature():
+                keras.saving.deserialize_keras_object(tree, safe_mode=True)
         # Layers of the user's may fail in any way.
         except Exception as error:
             # What it holds is a few errors deep, with all that Keras wrote of what holds it.

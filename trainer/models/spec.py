@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from trainer import names
 from trainer.errors import ConfigError, nearest
 from trainer.models.vocabulary import Vocabulary, Words
 from trainer.statistics.statistics import (
@@ -89,6 +90,9 @@ class InputSpec:
     classes of those inputs that have some. `statistics`, `vocabulary`, `words` and
     `normalization` are what the training split says of any feature, by name: constants of the
     model, which it is exported with.
+
+    Names may be of any signs. Layers are called by `layer_of`, and the layers of inputs as their
+    features as long as the model has no other layer of that name: `inputs_apart` where it has.
     """
 
     shape: InputShape | Mapping[str, InputShape]
@@ -97,6 +101,7 @@ class InputSpec:
     names: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     classes: Mapping[str, int] = field(default_factory=dict)
+    inputs_apart: bool = False
     learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
 
     @classmethod
@@ -162,7 +167,9 @@ class InputSpec:
         Raises:
             ConfigError: the feature is none of texts.
         """
-        return Vocabulary(_frequent(self._text(name).counts, most), name=f"{name}_vocabulary")
+        return Vocabulary(
+            _frequent(self._text(name).counts, most), name=layer_of(name, "vocabulary")
+        )
 
     def words(self, name: str, length: int, most: int = 0) -> Words:
         """Return a layer from texts to the numbers of their first `length` words; see `Words`.
@@ -172,7 +179,8 @@ class InputSpec:
         Raises:
             ConfigError: the feature is none of texts.
         """
-        return Words(_frequent(self._text(name).words, most), length, name=f"{name}_words")
+        known = _frequent(self._text(name).words, most)
+        return Words(known, length, name=layer_of(name, "words"))
 
     def normalization(self, name: str) -> keras.layers.Normalization:
         """Return a layer that brings a feature to a mean of 0 and a variance of 1.
@@ -188,7 +196,10 @@ class InputSpec:
         # A constant says nothing, and must not become large where it changes later.
         variance = (found.std or 1.0) ** 2
         return keras.layers.Normalization(
-            axis=None, mean=found.mean or 0.0, variance=variance, name=f"{name}_normalization"
+            axis=None,
+            mean=found.mean or 0.0,
+            variance=variance,
+            name=layer_of(name, "normalization"),
         )
 
     def _text(self, name: str) -> FeatureStatistics:
@@ -198,14 +209,27 @@ class InputSpec:
         return found
 
     def symbols(self) -> Any:
-        """Return the Keras input for the single tensor, or a mapping of them."""
+        """Return the Keras input for the single tensor, or a mapping of them by feature."""
         if isinstance(self.shape, Mapping):
             assert isinstance(self.dtype, Mapping)
             return {
-                name: keras.Input(shape=shape, dtype=self.dtype[name], name=name)
+                name: self._symbol(name, shape, self.dtype[name])
                 for name, shape in self.shape.items()
             }
         return keras.Input(shape=self.shape, dtype=self.dtype, name="flotilla_input")
+
+    def _symbol(self, name: str, shape: InputShape, dtype: str) -> Any:
+        own = names.layer_name(name)
+        layer = f"flotilla_input_{own}" if self.inputs_apart else own
+        found = keras.Input(shape=shape, dtype=dtype, name=layer)
+        # A mapping of inputs has the keys that the tensors are called by; their layers may differ.
+        found.name = name
+        return found
+
+
+def layer_of(name: str, what: str) -> str:
+    """Return a name for a layer that is made for a feature or an output, of any name."""
+    return f"{names.layer_name(name)}_{what}"
 
 
 def _frequent(counts: Mapping[str, int], most: int) -> list[str]:

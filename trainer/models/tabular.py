@@ -16,7 +16,7 @@ import keras
 from trainer.errors import ConfigError
 from trainer.models.classifiers import hidden, outputs
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.models.spec import InputSpec, size
+from trainer.models.spec import InputSpec, layer_of, size
 from trainer.statistics.statistics import NUMBER, FeatureStatistics
 
 # So few values are categories; of more, those that examples have so many times.
@@ -61,7 +61,7 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
     if not known or known.kind != NUMBER or x.shape[1:] != (1,):
         return x
     return keras.layers.Rescaling(
-        known.std or 1.0, known.mean or 0.0, dtype="float32", name=f"{target}_units"
+        known.std or 1.0, known.mean or 0.0, dtype="float32", name=layer_of(target, "units")
     )(x)
 
 
@@ -106,12 +106,15 @@ class _Places:
     def _rows(self, name: str, numbers: Any, rows: int) -> Any:
         # A class that training has not seen is no reason to fail when the model serves.
         layer = ShardedEmbedding(
-            rows, self._dimension, shards=1, unknown="wrap", name=f"{name}_embedding"
+            rows, self._dimension, shards=1, unknown="wrap", name=layer_of(name, "embedding")
         )
         return layer(numbers)
 
     def _numbers(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
-        x = keras.layers.Flatten(name=f"{name}_flat")(x) if shape else keras.ops.expand_dims(x, -1)
+        if shape:
+            x = keras.layers.Flatten(name=layer_of(name, "flat"))(x)
+        else:
+            x = keras.ops.expand_dims(x, -1)
         is_float = "float" in x.dtype
         x = self._spec.normalization(name)(x)
         if not is_float:

@@ -34,7 +34,7 @@ import tensorflow as tf
 from trainer.errors import ConfigError, nearest
 from trainer.models.embedding_table import growing
 from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
-from trainer.models.spec import InputSpec, size, sizes
+from trainer.models.spec import InputSpec, layer_of, size, sizes
 
 TOWERS = 2
 CLASSES = 2
@@ -72,7 +72,7 @@ def two_tower(  # noqa: PLR0913
     given = spec.symbols()
     found = {}
     for name, of_name in tables_of.items():
-        own = f"{name}_embedding"
+        own = layer_of(name, "embedding")
         if isinstance(of_name, int):
             least = min(shards, of_name)
             layer = ShardedEmbedding(of_name, dimension, shards=least, unknown=unknown, name=own)
@@ -96,8 +96,8 @@ def _matched(
     """Return a vector of what is known of each side, and the dot product of both."""
     vectors = []
     for side, known in sides.items():
-        x = _hidden("hidden_units", hidden_units, known, f"{side}_hidden")
-        vectors.append(keras.layers.Dense(dimension, name=f"{side}_vector")(x))
+        x = _hidden("hidden_units", hidden_units, known, layer_of(side, "hidden"))
+        vectors.append(keras.layers.Dense(dimension, name=layer_of(side, "vector"))(x))
     return vectors, keras.layers.Dot(axes=1, name="match")(vectors)
 
 
@@ -271,7 +271,7 @@ def two_tower_ranker(  # noqa: PLR0913
 def _joined(side: str, known: list[Any]) -> Any:
     if len(known) == 1:
         return known[0]
-    return keras.layers.Concatenate(name=f"{side}_known")(known)
+    return keras.layers.Concatenate(name=layer_of(side, "known"))(known)
 
 
 def _parts(

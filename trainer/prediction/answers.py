@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.prediction.exported_model import ExportedModel
-from trainer.tasks.multi_output import own_answers
+from trainer.tasks.multi_output import by_output
 
 # With more classes their probabilities are a list in the order of the classes.
 MOST_NAMED = 1000
@@ -36,9 +36,9 @@ def columns_of(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
     if set(model.kinds) == {""}:
         return _columns(model.kinds[""], model.labels.get("", ()), answers, lengths)
     found: Columns = {}
+    own = by_output(model.kinds, answers)
     for name, kind in model.kinds.items():
-        own = own_answers(name, answers)
-        inner = _columns(kind, model.labels.get(name, ()), own, lengths)
+        inner = _columns(kind, model.labels.get(name, ()), own[name], lengths)
         found[name] = pa.StructArray.from_arrays(list(inner.values()), list(inner))
     return found
 

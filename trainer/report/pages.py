@@ -6,19 +6,10 @@ from pathlib import Path
 
 import jinja2
 
+from trainer.masking import printable
 from trainer.report.wording import duration, formatted, interval_text, rounded, sentence, titled
 
 _OWN = Path(__file__).parent
-
-
-# What turns the direction of the text around it: a rule would be read from the right.
-_TURNING = dict.fromkeys(
-    (*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{REPLACEMENT CHARACTER}"
-)
-
-
-def _in_order(value: object) -> object:
-    return value.translate(_TURNING) if isinstance(value, str) else value
 
 
 def environment(folder: Path = _OWN) -> jinja2.Environment:
@@ -27,7 +18,8 @@ def environment(folder: Path = _OWN) -> jinja2.Environment:
         loader=jinja2.FileSystemLoader([folder, _OWN]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_in_order,
+        # Markup is of ours, and has none of these signs.
+        finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

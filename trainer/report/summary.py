@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.masking import one_line
 from trainer.report.report import HEADLINES, earlier, reasons_of, rules_of, warnings_of
 from trainer.report.wording import formatted
 
@@ -63,9 +64,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 def plain(text: object) -> str:
     """Return a text that Markdown shows as it is, on one line."""
-    return _MARKS.sub(r"\\\1", " ".join(str(text).split()))
+    return _MARKS.sub(r"\\\1", " ".join(one_line(str(text)).split()))
 
 
 def code(text: str) -> str:
     """Return a text that Markdown shows as code, on one line."""
-    return f"`{' '.join(text.split()).replace('`', '')}`"
+    return f"`{' '.join(one_line(text).split()).replace('`', '')}`"

@@ -12,7 +12,7 @@ an income and a cross entropy, do not add up by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -55,7 +55,7 @@ class MultiOutput(Task):
         directions: dict[str, Direction | None] = {"loss": "lower"}
         for name, part in parts.items():
             own = {each: better for each, better in part.directions.items() if each != "loss"}
-            directions |= _named(name, own)
+            directions |= _apart(directions, name, own)
         self.directions = directions  # type: ignore[misc]
 
     def loss(self) -> keras.losses.Loss:
@@ -93,9 +93,8 @@ class MultiOutput(Task):
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
         """Return the outputs of each task, from the columns that begin with its name."""
-        return {
-            name: part.outputs_of(own_answers(name, answers)) for name, part in self.parts.items()
-        }
+        own = by_output(self.parts, answers)
+        return {name: part.outputs_of(own[name]) for name, part in self.parts.items()}
 
     def example_losses(self, labels: Any, outputs: Any) -> Floats:
         """Return the weighted sum [n]."""
@@ -182,14 +181,30 @@ class _OfSlice(Tally):
         return found
 
 
-def own_answers(name: str, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of one output, by the names that its task gives them."""
-    start = f"{name}_"
-    return {c.removeprefix(start): v for c, v in answers.items() if c.startswith(start)}
+def by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the columns of each output, by the names that its task gives them.
+
+    One output may be called as the columns of another one begin: the longer name has them.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for column, values in answers.items():
+        name = max((each for each in found if column.startswith(f"{each}_")), key=len)
+        found[name][column.removeprefix(f"{name}_")] = values
+    return found
 
 
 def _named(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}_{key}": value for key, value in values.items()}
+
+
+def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = _named(name, values)
+    if twice := [each for each in found if each in known]:
+        raise ConfigError(
+            f"data.label: two outputs have a metric {twice[0]!r}, of which one is {name!r}; call "
+            "its column otherwise"
+        )
+    return found
 
 
 def _of_output(part: Part, name: str) -> Part:

@@ -139,7 +139,7 @@ def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
     labels = {**labels_of(task), **change}
     fields = {
-        "inputs": [described(spec, feature) for feature in spec.inputs],
+        "inputs": described(spec),
         "task": task.name,
         "labels": {name: each for name, each in labels.items() if each is not None},
     }

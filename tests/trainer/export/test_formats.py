@@ -15,20 +15,25 @@ import yaml
 
 from tests.trainer import small_run
 from tests.trainer.objectives import of_classes
+from tests.trainer.odd_names import ODD
 from tests.trainer.tasks.measuring import target
 from trainer import storage
 from trainer.config.load import parse_config
+from trainer.config.schema import ModelConfig
 from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
-from trainer.evaluation.signature import SERIALIZED, SERVING, serving_name
+from trainer.evaluation.signature import SERIALIZED, SERVING
 from trainer.export.formats import FORMATS, Subject, called
 from trainer.export.parity import SMOKE_EXAMPLES, Original, answered, fresh_process, prove
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.names import argument_names
 from trainer.promotion import kserve
 from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.multi_output import MultiOutput, by_output
 from trainer.tasks.objective import Objective
+from trainer.tasks.regression import Regression
 
 # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -178,7 +183,7 @@ def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
     ],
 )
 def test_names_of_features_fit_a_signature(tmp_path, feature, name):
-    assert serving_name(feature) == name
+    assert argument_names([feature]) == {feature: name}
     spec = DatasetSpec(
         features={feature: FeatureSpec(shape=(4,), dtype="float32", stored="raw")},
         inputs=(feature,),
@@ -213,6 +218,40 @@ def test_several_inputs_are_taken_by_their_names(tmp_path):
     for ask in form.read(subject, tmp_path / "saved"):
         logits = ask(batch)["logits"]
         np.testing.assert_allclose(logits, model(batch).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_of_any_name_are_asked_in_every_form(tmp_path):
+    # Neighbours in the list are alike; TensorFlow Lite takes its time.
+    names = (*ODD[:24], *ODD[24::4])
+    features = {name: FeatureSpec(shape=(), dtype="float32", stored="float") for name in names}
+    spec = DatasetSpec(features=features, inputs=names, targets=("label",), shards={})
+    inputs = InputSpec.of(features, names, (2,))
+    model = registry.build(ModelConfig(name="tabular"), inputs, 0)
+    subject = Subject(model=model, task=of_classes(2).task, spec=spec)
+    batch = {name: np.arange(3, dtype=np.float32) + at for at, name in enumerate(names)}
+    expected = subject.answers(batch)["probabilities"]
+    for name in ("saved_model", "keras", "tflite"):
+        path = tmp_path / (FORMATS[name].path or "saved")
+        FORMATS[name].write(subject, path, None)
+        for ask in FORMATS[name].read(subject, path):
+            np.testing.assert_allclose(ask(batch)["probabilities"], expected, atol=1e-5)
+
+
+def test_answers_of_outputs_of_any_name_are_of_their_own(tmp_path):
+    features = {"x": FeatureSpec(shape=(), dtype="float32", stored="float")}
+    parts = {name: Regression(target([0.5, 2.0], name)) for name in ODD}
+    task = MultiOutput(parts, dict.fromkeys(ODD, 1.0))
+    spec = DatasetSpec(features=features, inputs=("x",), targets=ODD, shards={})
+    inputs = InputSpec.of(features, ["x"], task.output_shape, targets=ODD)
+    model = registry.build(ModelConfig(name="tabular"), inputs, 0)
+    subject = Subject(model=model, task=task, spec=spec)
+    FORMATS["saved_model"].write(subject, tmp_path / "saved", None)
+    outputs = task.outputs(model(np.ones(2, np.float32)))
+    for ask in FORMATS["saved_model"].read(subject, tmp_path / "saved"):
+        answers = ask({"x": np.ones(2, np.float32)})
+        own = by_output(parts, answers)
+        for name in ODD:
+            np.testing.assert_allclose(own[name]["prediction"], outputs[name][:, 0], rtol=1e-5)
 
 
 ALL = ("saved_model", "keras", "tflite", "tflite_int8")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.odd_names import ODD
 from trainer.config.schema import ModelConfig
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError
@@ -106,6 +109,40 @@ def test_every_row_of_an_embedding_gets_a_gradient():
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(model(given(*EXAMPLES)) ** 2)
     assert all(each is not None for each in tape.gradient(loss, model.trainable_variables))
+
+
+KINDS = ("age", "city", "grade")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_columns_and_targets_of_any_name_are_trained_on():
+    targets = ("a b", "a_b", "a-b", "größe (€)")
+    kinds = dict(zip((*ODD[:12], *ODD[-24:]), cycle(KINDS), strict=False))
+    columns = {name: COLUMNS[kind] for name, kind in kinds.items()}
+    known = {name: KNOWN[kind] for name, kind in kinds.items()}
+    known |= {name: KNOWN["price"] for name in targets if name not in known}
+    found = Statistics(splits={"train": SplitStatistics(examples=9, features=known)})
+    learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
+    outputs = dict.fromkeys(targets, (1,))
+    spec = InputSpec.of(columns, [*columns], outputs, targets=targets, learnt=learnt)
+    model = registry.build(ModelConfig(name="tabular"), spec, 0)
+    inputs = {name: tf.constant(EXAMPLES[kind]) for name, kind in kinds.items()}
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            found = model(inputs, training=True)
+            loss = tf.add_n([tf.reduce_sum(each**2) for each in found.values()])
+        return tape.gradient(loss, model.trainable_variables)
+
+    assert all(each is not None for each in step())
+    assert model(inputs).keys() == set(targets)
+    registry.require_readable("tabular", model)
+    # Each column is read from its own input.
+    before = model(inputs)["a b"].numpy()
+    for name, kind in [*kinds.items()][::6]:
+        other = {**inputs, name: tf.constant(EXAMPLES[kind][[1, 2, 0]])}
+        assert not np.array_equal(model(other)["a b"].numpy(), before), name
 
 
 def test_keras_reads_it_back():

@@ -9,7 +9,7 @@ import tensorflow as tf
 from trainer import storage
 from trainer.config.load import parse_config
 from trainer.data.spec import FeatureSpec
-from trainer.evaluation.signature import serving_name
+from trainer.names import argument_names
 
 AGE = FeatureSpec(shape=(), dtype="float32", stored="float")
 COUNT = FeatureSpec(shape=(), dtype="int64", stored="int")
@@ -30,8 +30,9 @@ def published(  # noqa: PLR0913
 ):
     """Publish a model that answers by a function of tensors, in the order of the features."""
     source = folder.with_name(f"{folder.name}-source")
+    arguments = argument_names(list(features))
     takes = [
-        tf.TensorSpec((None, *spec.shape), spec.dtype, name=serving_name(name))
+        tf.TensorSpec((None, *spec.shape), spec.dtype, name=arguments[name])
         for name, spec in features.items()
     ]
     module = tf.Module()
@@ -49,7 +50,7 @@ def published(  # noqa: PLR0913
         "name": "m",
         "saved_model": "serving/m/1",
         "task": "classification",
-        "inputs": [{"feature": name, "name": serving_name(name)} for name in features],
+        "inputs": [{"feature": name, "name": word} for name, word in arguments.items()],
         "reads": [
             {"feature": name, "type": (types or {}).get(name, ""), **spec.to_json()}
             for name, spec in features.items()

@@ -31,4 +31,4 @@ def test_a_name_that_is_not_known_is_an_error(tmp_path: Path) -> None:
 
 def test_text_that_turns_the_direction_of_what_follows_is_made_harmless() -> None:
     page = environment().from_string("{{ name }} is 0.4").render(name="a\u202eb\u2066<i>")
-    assert page == "a\ufffdb\ufffd&lt;i&gt; is 0.4"
+    assert page == "a\\u202eb\\u2066&lt;i&gt; is 0.4"

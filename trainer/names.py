@@ -1,0 +1,61 @@
+"""Names of ours in place of what people call their columns and outputs.
+
+A column may be called anything: `Sepal Length (cm)`, `user/age`, `class`, nothing at all. Layers of
+Keras, scopes of TensorFlow, variables of a checkpoint and arguments of a signature take few signs
+only. So none of them is called as a column is; these functions say what it is called instead. A
+name that all of them take, such as `age`, stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import re
+from collections.abc import Sequence
+
+_OF_LAYERS = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.-]{0,99}")
+# How a name ends that was made here, and that no column may take.
+_MADE = re.compile(r".*[._][0-9a-f]{16}", re.DOTALL)
+_LONGEST = 40
+
+
+def layer_name(name: str) -> str:
+    """Return what a layer, and so a variable and a scope, is called for a column or an output.
+
+    It depends on the name alone, so that a checkpoint fits whatever else a table has. What differs
+    in the name differs here.
+    """
+    if _OF_LAYERS.fullmatch(name) and not _MADE.fullmatch(name):
+        return name
+    readable = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+    return f"{readable[:_LONGEST] or 'column'}.{_digest(name)}"
+
+
+def argument_names(features: Sequence[str]) -> dict[str, str]:
+    """Return what the arguments of a signature are called, by feature, in the same order.
+
+    TensorFlow takes words of letters, digits and `_`, which begin with a letter, are no word of
+    Python, and differ in more than upper and lower case.
+    """
+    words = {name: _argument(name) for name in features}
+    # One that is called so itself goes first.
+    taken = {word.lower() for name, word in words.items() if name == word}
+    found: dict[str, str] = {}
+    for name in sorted(features, key=lambda name: (name != words[name], name)):
+        word = words[name]
+        seen = name != word and word.lower() in taken
+        twice = {each.lower() for each in found.values()}
+        if seen or word.lower() in twice or _MADE.fullmatch(name):
+            word = f"{word[:_LONGEST]}_{_digest(name)}"
+        found[name] = word
+    return {name: found[name] for name in features}
+
+
+def _argument(name: str) -> str:
+    word = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    is_word = re.match("[A-Za-z]", word) and not keyword.iskeyword(word) and word != "self"
+    return word if is_word else f"input_{word}"
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]
