@@ -469,13 +469,12 @@ def test_an_index_without_a_name_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (b"", "FILE is empty, or begins with an empty row; a header is needed"),
+        (b"", "FILE is empty; a header is needed"),
         (b"1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
         (b"a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
         (b"a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
-        (b"\xff\xfea\0", "FILE is UTF-16; write it as UTF-8"),
         (b"a\0b,c\n", "FILE is no CSV, it has binary data; set data.format"),
-        (b"a,b\n1,x\n2,\xfc\n", "FILE, row 3 is not UTF-8; write the file as UTF-8"),
+        (b"a,b\n1,x\n2,\xfc\n", "FILE, row 3 is not UTF-8: perhaps 'ü' in Windows-1252; write"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path: Path, data: bytes, line: str) -> None:
@@ -519,9 +518,8 @@ def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
     whole = gzip.compress(b"a,b\n" + bytes(f"{'1,2' * 999}\n", "ascii"))
     cut = file(tmp_path, whole[:30], "cut.csv.gz")
     assert "cannot be decompressed" in refusal(cut)
-    for suffix in (".zip", ".xz"):
-        none = file(tmp_path, b"a,b\n1,2\n", f"none.csv{suffix}")
-        assert "cannot be decompressed" in refusal(none)
+    for data in (b"PK\3\4 none", b"\xfd7zXZ\0 none"):
+        assert "cannot be decompressed" in refusal(file(tmp_path, data, "none.csv"))
 
 
 def test_a_row_longer_than_a_block_is_read_and_what_is_before_it_once(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
-"""Files as a stream of bytes, compressed or not; what expands beyond all measure is refused."""
+"""Files as a stream of bytes, by what they are and not by their names: compressed, or UTF-16.
+
+What expands beyond all measure is refused, and so is what is no table at all.
+"""
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -21,6 +26,38 @@ SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
 # DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.
 _MOST_RATIO = 200
 _FREE_BYTES = 256 << 20
+_SAMPLE = 512
+_COMPRESSED = {
+    "gzip": rb"\x1f\x8b\x08",
+    "zlib": rb"x[\x9c\xda](?!.{6}\0\0\0\0)",
+    "bz2": rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "xz": rb"\xfd7zXZ\0",
+    "zip": rb"PK\x03\x04",
+}
+_WIDE = {
+    "utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    "utf-16": rb"\xff\xfe|\xfe\xff",
+    "utf-16-le": rb"(?:[^\0]\0){4,}",
+    "utf-16-be": rb"(?:\0[^\0]){4,}",
+}
+_AS_CSV = "; write the table as CSV or Parquet"
+# What is no text, and what to do about it.
+_FOREIGN = {
+    rb"PAR1[\0-\x1f]": "Parquet; set data.format: parquet",
+    rb"\xd0\xcf\x11\xe0": "a workbook of Excel (xls); save it as CSV",
+    rb"SQLite format 3": f"a database of SQLite{_AS_CSV}",
+    rb"(?:ARROW1|FEA1)": f"a file of Arrow{_AS_CSV}",
+    rb"\x89HDF": f"HDF5{_AS_CSV}",
+    rb"\x93NUMPY": f"an array of NumPy{_AS_CSV}",
+    rb"\x80[\x02-\x05]": f"a pickle of Python{_AS_CSV}",
+    rb"Obj\x01": f"Avro{_AS_CSV}",
+    rb"%PDF-": f"a PDF{_AS_CSV}",
+    rb"(?:\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP)": "an image; set data.format: images",
+    rb"version https://git-lfs": "a pointer of Git LFS and not the file; run git lfs pull",
+    rb"(?i:\s*<(?:!doctype html|html))": "a page of HTML; download the file itself, as CSV",
+    rb"\s*<\?xml": f"XML{_AS_CSV}",
+}
 
 
 def bare_name(name: str) -> str:
@@ -29,9 +66,15 @@ def bare_name(name: str) -> str:
     return next((low.removesuffix(each) for each in SUFFIXES if low.endswith(each)), low)
 
 
+def is_whole(path: Path) -> bool:
+    """Say whether a file can be read from its beginning only: it is compressed, or UTF-16."""
+    head = _head(path)
+    return bool(_kind(_COMPRESSED, head) or _kind(_WIDE, head))
+
+
 def is_compressed(path: Path) -> bool:
-    """Say whether a file is compressed, by its name."""
-    return path.name.lower().endswith(SUFFIXES)
+    """Say whether a file is compressed."""
+    return bool(_kind(_COMPRESSED, _head(path)))
 
 
 @contextmanager
@@ -41,9 +84,10 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         UserError: it is damaged, or expands beyond all measure.
     """
+    compression = _kind(_COMPRESSED, _head(path))
     try:
-        with _raw(path) as raw:
-            yield io.BufferedReader(_Bounded(raw, path), 1 << 20) if is_compressed(path) else raw
+        with _raw(path, compression) as raw:
+            yield io.BufferedReader(_Bounded(raw, path), 1 << 20) if compression else raw
     except (zipfile.BadZipFile, lzma.LZMAError, EOFError, zlib.error, NotImplementedError) as error:
         raise UserError(f"data.source: {path} cannot be decompressed: {error}") from error
     except OSError as error:
@@ -52,17 +96,52 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def _raw(path: Path) -> Any:
-    low = path.name.lower()
-    if low.endswith(".gz"):
+@contextmanager
+def opened_text(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of texts, decompressed, as UTF-8 if it is UTF-16.
+
+    Raises:
+        UserError: it is damaged, expands beyond all measure, or is no text.
+    """
+    with opened(path) as file:
+        head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""
+        for pattern, what in _FOREIGN.items():
+            if re.match(pattern, head, re.DOTALL):
+                raise UserError(f"data.source: {path} is {what}")
+        encoding = _kind(_WIDE, head)
+        if not encoding:
+            yield file
+            return
+        try:
+            yield io.BufferedReader(_Transcoded(file, encoding), 1 << 20)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"data.source: {path} is {encoding.upper()} and damaged ({error.reason}); write it "
+                "as UTF-8"
+            ) from error
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_SAMPLE)
+
+
+def _kind(patterns: dict[str, bytes], head: bytes) -> str:
+    return next((kind for kind, each in patterns.items() if re.match(each, head, re.DOTALL)), "")
+
+
+def _raw(path: Path, compression: str) -> Any:
+    if compression == "gzip":
         return gzip.open(path)
-    if low.endswith(".bz2"):
+    if compression == "bz2":
         return bz2.open(path)
-    if low.endswith(".xz"):
+    if compression == "xz":
         return lzma.open(path)
-    if low.endswith(".zst"):
-        return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
-    if low.endswith(".zip"):
+    if compression in ("zstd", "zlib"):
+        # Arrow's gzip takes a stream of zlib, as TFRecords may be.
+        kind = compression.replace("zlib", "gzip")
+        return pa.CompressedInputStream(pa.OSFile(str(path)), kind)
+    if compression == "zip":
         return _only_member(path)
     return path.open("rb")
 
@@ -70,7 +149,14 @@ def _raw(path: Path) -> Any:
 @contextmanager
 def _only_member(path: Path) -> Iterator[IO[bytes]]:
     with zipfile.ZipFile(path) as archive:
-        members = [each for each in archive.infolist() if not each.is_dir()]
+        names = [each.filename for each in archive.infolist()]
+        if "[Content_Types].xml" in names:
+            raise UserError(f"data.source: {path} is a workbook of Excel; save it as CSV")
+        members = [
+            each
+            for each in archive.infolist()
+            if not each.is_dir() and not re.match(r"__MACOSX/|(.*/)?\.", each.filename)
+        ]
         if len(members) != 1:
             raise UserError(
                 f"data.source: {path} holds {len(members)} files, and one is read; unpack it"
@@ -101,3 +187,23 @@ class _Bounded(io.RawIOBase):
             )
         buffer[: len(data)] = data
         return len(data)
+
+
+class _Transcoded(io.RawIOBase):
+    def __init__(self, file: IO[bytes], encoding: str) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            data = self._file.read(1 << 20)
+            self._left = self._decoder.decode(data, final=not data).encode()
+            if not data:
+                break
+        taken, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)

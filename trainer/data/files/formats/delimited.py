@@ -1,4 +1,4 @@
-"""CSV: delimiters, headers, quotes, and where it is safe to cut a file. All values are texts."""
+"""CSV: how its records are read, and where it is safe to cut a file. All values are texts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
-from trainer.data.files.formats.decompression import bare_name, is_compressed, opened
+from trainer.data.files.formats.csv_layout import CsvLayout, layout_of
+from trainer.data.files.formats.decompression import is_whole, opened_text
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
-from trainer.data.files.text_values import NUMBER
 from trainer.errors import UserError
 
-_BOM = b"\xef\xbb\xbf"
-_WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_DELIMITERS = ",;\t|"
 _HEAD = 1 << 20
 # Pyarrow reads 32 blocks ahead. Only a file with a row that takes more than one is read by more.
 _BLOCKS = (1 << 20, 8 << 20)
@@ -33,26 +31,26 @@ _QUOTE = b'"'
 _STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
 
 
-class Header(NamedTuple):
-    """What the first record of a file says; `end` is the byte where the second one begins."""
-
-    names: tuple[str, ...]
-    delimiter: str
-    end: int
-
-
 class CsvReader(Reader):
     """Reads CSV by pyarrow, all values as texts."""
 
     parsed = True
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the columns by the header; an index without a name is left out."""
-        return tuple(filter(None, _header(path).names))
+        """Return the columns by the header; one without a name is left out."""
+        return tuple(filter(None, layout_of(path).names))
+
+    def notes(self, path: Path) -> tuple[str, ...]:
+        """Return what is noteworthy of how the file is laid out."""
+        return layout_of(path).notes
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Cut where a record ends for certain; a file whose quotes are in doubt stays whole."""
-        if is_compressed(path) or path.stat().st_size < 2 * size:
+        # A backslash or a quote of another kind is not counted.
+        if path.stat().st_size < 2 * size or is_whole(path):
+            return [(0, END)]
+        layout = layout_of(path)
+        if layout.escape or layout.quote != _QUOTE.decode():
             return [(0, END)]
         with path.open("rb") as file:
             ends = list(_safe_ends(file, size))
@@ -65,7 +63,7 @@ class CsvReader(Reader):
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
         """Yield the records; one with too few or too many values is broken."""
-        header = _header(path)
+        layout = layout_of(path)
         skipped: list[int] = []
 
         def skip(row: Any) -> str:
@@ -78,27 +76,33 @@ class CsvReader(Reader):
 
         done = 0
         for block in _BLOCKS:
-            with _body(path, piece, header.end) as stream:
+            with _body(path, piece, layout.start) as stream:
                 try:
-                    batches = _opened(stream, header, columns, block, skip)
+                    batches = _opened(stream, layout, columns, block, skip)
                     for rows in _numbered(batches, skipped, done):
-                        yield rows
+                        yield _right(rows, layout, columns, broken)
                         done = int(rows.numbers[-1]) + 1
                     return
                 except pa.ArrowInvalid as error:
                     if "Empty CSV" in str(error):
                         return
                     if _STRADDLING not in str(error) or block == _BLOCKS[-1]:
-                        raise _unreadable(path, error) from error
+                        raise _unreadable(path, layout, error) from error
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line where a record begins: values with newlines take several."""
-        header = _header(path)
-        start = max(piece.start, header.end)
-        with opened(path) as file:
+        layout = layout_of(path)
+        start = max(piece.start, layout.start)
+        with opened_text(path) as file:
             line = 1 + _newlines(file, start)
             text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="")
-            records = csv.reader(text, delimiter=header.delimiter)
+            records = csv.reader(
+                text,
+                delimiter=layout.delimiter,
+                quotechar=layout.quote or None,
+                quoting=csv.QUOTE_MINIMAL if layout.quote else csv.QUOTE_NONE,
+                escapechar=layout.escape or None,
+            )
             before = 0
             for record in records:
                 if record:
@@ -110,22 +114,56 @@ class CsvReader(Reader):
 
 
 def _opened(
-    stream: Any, header: Header, columns: Sequence[str], block: int, skip: Callable[[Any], str]
+    stream: Any, layout: CsvLayout, columns: Sequence[str], block: int, skip: Callable[[Any], str]
 ) -> Any:
-    # The names of columns that are left out need not differ from others.
-    names = [name or f"\0{place}" for place, name in enumerate(header.names)]
+    names = _names(layout)
     return arrow_csv.open_csv(
         stream,
         read_options=arrow_csv.ReadOptions(column_names=names, use_threads=False, block_size=block),
         parse_options=arrow_csv.ParseOptions(
-            delimiter=header.delimiter, newlines_in_values=True, invalid_row_handler=skip
+            delimiter=layout.delimiter,
+            quote_char=layout.quote or False,
+            escape_char=layout.escape or False,
+            newlines_in_values=bool(layout.quote),
+            invalid_row_handler=skip,
         ),
         convert_options=arrow_csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()),
-            include_columns=list(columns),
+            include_columns=[*columns, *(names[at] for at in layout.empty)],
             strings_can_be_null=False,
         ),
     )
+
+
+def _names(layout: CsvLayout) -> list[str]:
+    # The names of columns that are left out need not differ from others.
+    return [name or f"\0{place}" for place, name in enumerate(layout.names)]
+
+
+def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken) -> Rows:
+    """Return the rows but those that are the header again, or are longer than it."""
+    table, names = rows.table, _names(layout)
+    wrong = {
+        f"a value ({{}}) in column {at + 1}, which has no name": names[at] for at in layout.empty
+    }
+    bad = np.zeros(len(table), np.bool_)
+    for why, name in wrong.items():
+        values = pc.utf8_trim_whitespace(table[name])
+        for place in np.flatnonzero(pc.not_equal(values, "").to_numpy()):
+            broken(int(rows.numbers[place]), why.format(repr(values[int(place)].as_py()[:40])))
+            bad[place] = True
+    # As where files were put behind each other.
+    if columns and pc.any(again := pc.equal(table[columns[0]], columns[0])).as_py():
+        for name in columns[1:]:
+            again = pc.and_(again, pc.equal(table[name], name))
+        found = again.to_numpy() & ~bad
+        for place in np.flatnonzero(found):
+            broken(int(rows.numbers[place]), "it is the header again")
+        bad |= found
+    table = table.select(list(columns))
+    if not bad.any():
+        return Rows(table, rows.numbers)
+    return Rows(table.filter(pa.array(~bad)), rows.numbers[~bad])
 
 
 def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]:
@@ -147,71 +185,14 @@ def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]
 @contextmanager
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[Any]:
     start = max(piece.start, begin)
-    if is_compressed(path):
-        with opened(path) as file:
+    if is_whole(path):
+        with opened_text(path) as file:
             file.read(start)
             yield pa.PythonFile(file, mode="r")
         return
     stop = path.stat().st_size if piece.stop == END else piece.stop
     with pa.OSFile(str(path)) as file:
         yield file.get_stream(start, max(0, stop - start))
-
-
-def _header(path: Path) -> Header:
-    with opened(path) as file:
-        head = file.read(_HEAD)
-    if head.startswith(_WIDE_BOMS):
-        raise UserError(f"data.source: {path} is UTF-16; write it as UTF-8")
-    skip = len(_BOM) if head.startswith(_BOM) else 0
-    end = _first_end(head, skip)
-    try:
-        first = head[skip:end].decode()
-    except UnicodeDecodeError:
-        raise UserError(f"data.source: {path}, row 1 is not UTF-8; write it as UTF-8") from None
-    if not first.strip():
-        raise UserError(
-            f"data.source: {path} is empty, or begins with an empty row; a header is needed"
-        )
-    if "\0" in first:
-        raise UserError(f"data.source: {path} is no CSV, it has binary data; set data.format")
-    delimiter = _delimiter(path, first)
-    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
-    _check_names(path, names)
-    return Header(tuple(names), delimiter, end)
-
-
-def _check_names(path: Path, names: Sequence[str]) -> None:
-    if all(re.match(NUMBER, name) for name in names):
-        raise UserError(
-            f"data.source: {path} has no header: its first row is {', '.join(names[:5])}; "
-            "put a row with the names of the columns before it"
-        )
-    double = [name for place, name in enumerate(names) if name in names[:place]]
-    if double:
-        where = [place + 1 for place, name in enumerate(names) if name == double[0]]
-        what = f"two columns named {double[0]!r}" if double[0] else "columns without a name"
-        raise UserError(f"data.source: {path}, row 1 has {what} ({where}); rename one of them")
-    if "" in names[1:]:
-        raise UserError(
-            f"data.source: {path}, row 1 has no name for column {names.index('', 1) + 1}; name it"
-        )
-
-
-def _delimiter(path: Path, first: str) -> str:
-    if bare_name(path.name).endswith(".tsv"):
-        return "\t"
-    bare = re.sub(r'"[^"]*"', "", first)
-    return max(_DELIMITERS, key=bare.count)
-
-
-def _first_end(head: bytes, skip: int) -> int:
-    quotes = 0
-    for found in re.finditer(rb'\r\n|\n|\r|"', head[skip:]):
-        if found[0] == _QUOTE:
-            quotes += 1
-        elif quotes % 2 == 0:
-            return skip + found.end()
-    return len(head)
 
 
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:
@@ -240,21 +221,26 @@ def _newlines(file: IO[bytes], count: int) -> int:
     return found
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
+def _unreadable(path: Path, layout: CsvLayout, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
     if "UTF8" in reason or "UTF-8" in reason:
-        line = _first_not_unicode(path)
-        return UserError(f"data.source: {path}, row {line} is not UTF-8; write the file as UTF-8")
+        return UserError(
+            f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"
+        )
     if _STRADDLING in reason:
         reason = f"a row takes more than {_BLOCKS[-1] >> 20} MiB, or a quote is not closed"
     return UserError(f"data.source: {path} is no CSV that can be read: {reason}")
 
 
-def _first_not_unicode(path: Path) -> int:
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
+def _first_not_unicode(path: Path, layout: CsvLayout) -> str:
+    with opened_text(path) as file:
+        lines = file if layout.newline == b"\n" else iter(file.read().split(layout.newline))
+        for number, line in enumerate(lines, 1):
             try:
                 line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+            except UnicodeDecodeError as error:
+                mark = layout.delimiter.encode()
+                value = line[: error.start].rpartition(mark)[2] + line[error.start :]
+                guess = value.partition(mark)[0].strip()[:40].decode("cp1252", errors="replace")
+                return f"row {number} is not UTF-8: perhaps {guess!r} in Windows-1252"
+    return "a row is not UTF-8"

@@ -60,6 +60,11 @@ class Reader(ABC):
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns of a file."""
 
+    def notes(self, path: Path) -> tuple[str, ...]:
+        """Return what is noteworthy of how a file is read, each without the name of the file."""
+        del path
+        return ()
+
     @abstractmethod
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Return ranges of about `size` bytes that can be read alone, in order."""

@@ -1,0 +1,328 @@
+"""How a CSV is laid out: its delimiter and quotes, where the header is, and what is around it.
+
+All is told by the first rows, but for quotes: one that opens in a text and closes many rows later
+takes these with it, so that a file that has quotes is looked through once.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.data.files.formats.decompression import opened_text
+from trainer.data.files.formats.quotes import ESCAPE, QuoteSearch
+from trainer.data.files.text_values import NUMBER
+from trainer.errors import UserError
+
+_BOM = b"\xef\xbb\xbf"
+_DELIMITERS = ",;\t|"
+_HEAD = 1 << 20
+_SAMPLE = 200
+_VALUE_OR_NEWLINE = re.compile(
+    rb'(?P<value>"(?<![^,;\t|\r\n]")[^"]*+(?:""[^"]*+)*+"?)|\r\n|\n|\r'
+)
+# Of one value in quotes.
+_MOST_LINES = 50
+# Rows in which a title may be.
+_MOST_ABOVE = 20
+_FEWEST = 2
+_SEPARATOR = re.compile(rb'"?sep=(.|\\t)"?,*\r?\n', re.IGNORECASE)
+_NAMED = 5
+_NEARLY_ALL = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvLayout:
+    """How a file is laid out.
+
+    Attributes:
+        names: of the columns; empty for those that are left out.
+        empty: places of columns without a name, which have to be empty in each row.
+        quote: what quotes a value; empty where quotes are letters.
+        escape: what stands before a quote within a value, besides another quote; may be empty.
+        newline: by which rows are counted.
+        start: byte at which the first row begins.
+        notes: what is noteworthy, without the file.
+    """
+
+    names: tuple[str, ...]
+    delimiter: str
+    start: int
+    empty: tuple[int, ...] = ()
+    quote: str = '"'
+    escape: str = ""
+    newline: bytes = b"\n"
+    notes: tuple[str, ...] = ()
+
+
+class _Record(NamedTuple):
+    text: str
+    end: int
+
+
+def layout_of(path: Path) -> CsvLayout:
+    """Return how a file is laid out.
+
+    Raises:
+        UserError: it has no header, or rows of another length, or a quote swallows rows.
+    """
+    status = path.stat()
+    return _layout_of(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _layout_of(path: Path, size: int, changed: int) -> CsvLayout:
+    del size, changed
+    with opened_text(path) as file:
+        head = file.read(_HEAD)
+    start = 0
+    while head.startswith(_BOM, start):
+        start += len(_BOM)
+    separator = _SEPARATOR.match(head, start)
+    given = ""
+    if separator:
+        given = separator[1].decode(errors="replace").replace("\\t", "\t")
+        start = separator.end()
+    newline = b"\n" if b"\n" in head else b"\r"
+    first = _Head(path, _records(head[start:]), given)
+    found = first.layout()
+    found = replace(found, newline=newline, start=found.start + start)
+    if found.quote.encode() not in head and len(head) < _HEAD:
+        return found
+    use = QuoteSearch(
+        path=path,
+        start=found.start,
+        delimiter=found.delimiter,
+        quote=found.quote,
+        newline=newline,
+        rows=first.rows(len(found.names)),
+    ).use()
+    if use.is_escaped:
+        return replace(found, escape=ESCAPE)
+    if use.swallows and not use.is_literal:
+        raise UserError(
+            f"data.source: {path}, {use.swallows}, so that all these are one value; close it, "
+            'remove it, or write "" for a quote within a quoted text'
+        )
+    if not use.swallows:
+        return found
+    note = (
+        f"{use.swallows}, and all rows have {len(found.names)} values without quotes: quotes are "
+        "read as letters"
+    )
+    return replace(found, quote="", notes=(*found.notes, note))
+
+
+def _records(head: bytes) -> list[_Record]:
+    """Return the first records as texts; bytes that are not UTF-8 are kept as they are."""
+    found: list[_Record] = []
+    start = 0
+    while start < len(head) and len(found) < _SAMPLE:
+        end = _end_of(head, start)
+        if end == len(head) >= _HEAD and found:
+            break
+        found.append(_Record(head[start:end].decode(errors="surrogateescape"), end))
+        start = end
+    return found
+
+
+def _end_of(head: bytes, start: int) -> int:
+    for found in _VALUE_OR_NEWLINE.finditer(head, start):
+        if not found["value"]:
+            return found.end()
+        if found.end() == len(head) or found["value"].count(b"\n") > _MOST_LINES:
+            # A quote that is not closed says nothing of where a record ends.
+            return head.find(b"\n", found.start()) + 1 or len(head)
+    return len(head)
+
+
+class _Head:
+    """The first records of a file."""
+
+    def __init__(self, path: Path, records: Sequence[_Record], given: str) -> None:
+        self._path = path
+        self._lines: list[int] = []
+        line, kept = 1 + bool(given), []
+        for each in records:
+            # A row of Excel that is empty is nothing but delimiters.
+            if each.text.strip(f" {_DELIMITERS}{given}\r\n"):
+                kept.append(each)
+                self._lines.append(line)
+            line += each.text.count("\n") or each.text.count("\r")
+        if not kept:
+            raise UserError(f"data.source: {path} is empty; a header is needed")
+        if "\0" in kept[0].text:
+            raise UserError(f"data.source: {path} is no CSV, it has binary data; set data.format")
+        if re.match(r'\{\s*"|\[\s*[\[{]', kept[0].text) or kept[0].text.strip() in ("[", "{"):
+            raise UserError(f"data.source: {path} is JSON; set data.format: jsonl")
+        self._records = kept
+        self._delimiter = given or _delimiter(path, [each.text for each in kept])
+        self._rows = [_cells(each.text, self._delimiter) for each in kept]
+        bodies = self._rows[1:] or self._rows
+        self._width = Counter(map(len, bodies)).most_common(1)[0][0]
+
+    def rows(self, width: int) -> list[list[str]]:
+        """Return those of the first rows that have so many values."""
+        below = self._rows[self._header() + 1 :]
+        return [row for row in below if len(row) == width]
+
+    def layout(self) -> CsvLayout:
+        """Return the layout by the first rows; raises `UserError`."""
+        place = self._header()
+        cells = [each.strip() for each in self._rows[place]]
+        quote = '"'
+        if len(cells) >= _FEWEST and all(re.fullmatch("'[^']*'", each) for each in cells):
+            quote, cells = "'", [each[1:-1] for each in cells]
+        rows, notes = self.rows(self._width), []
+        if place:
+            notes.append(
+                f"row {self._lines[place]} is the header; what is above it is not read "
+                f"({self._records[0].text.strip()[:40]!r})"
+            )
+        names, index = self._fitting(place, cells, rows)
+        where = f"data.source: {self._path}, row {self._lines[place]}"
+        if any("\udc80" <= letter <= "\udcff" for name in names for letter in name):
+            raise UserError(f"{where} is not UTF-8; write the file as UTF-8")
+        empty = tuple(
+            at
+            for at, name in enumerate(names)
+            if not name and at not in index and not any(row[at].strip() for row in rows)
+        )
+        if not names[0] and 0 not in (*index, *empty) and _is_index(rows):
+            index = (0,)
+        if index:
+            notes.append("the first column has no name and is left out as an index; or name it")
+        _check(self._path, where, names, {*index, *empty})
+        return CsvLayout(
+            names=tuple(names),
+            delimiter=self._delimiter,
+            start=self._records[place].end,
+            empty=empty,
+            quote=quote,
+            notes=tuple(notes),
+        )
+
+    def _header(self) -> int:
+        """Return the place of the header: after comments, or a title."""
+        place = next(
+            (at for at, each in enumerate(self._records) if not each.text.startswith("#")), 0
+        )
+        # "#" may be the name of a column.
+        if place and len(self._rows[place - 1]) == self._width > 1 and not self._is_names(place):
+            place -= 1
+        if len(_full(self._rows[place])) > 1 and len(self._rows[place]) == self._width:
+            return place
+        for at in range(place, min(place + _MOST_ABOVE, len(self._rows))):
+            if len(self._rows[at]) == self._width > 1 and len(_full(self._rows[at])) > 1:
+                # A shorter row may well be a header which is not long enough.
+                alone = all(len(_full(row)) < _FEWEST for row in self._rows[place:at])
+                names = self._is_names(at) if not alone else _are_names(self._rows[at])
+                return at if names else place
+        return place
+
+    def _is_names(self, place: int) -> bool:
+        """Say whether a row has names for certain: numbers come below them."""
+        below = [row for row in self._rows[place + 1 :] if len(row) == self._width]
+        return _are_names(self._rows[place]) and any(
+            all(re.match(NUMBER, row[at].strip()) for row in below)
+            for at in range(len(self._rows[place]))
+            if below
+        )
+
+    def _fitting(
+        self, place: int, cells: list[str], rows: Sequence[Sequence[str]]
+    ) -> tuple[list[str], tuple[int, ...]]:
+        """Return as many names as rows have values, and whether the first column is an index."""
+        more = self._width - len(cells)
+        if not rows or not more:
+            return cells, ()
+        if more < 0 and not any(cells[more:]):
+            return cells[:more], ()
+        if more > 0 and not any(cell.strip() for row in rows for cell in row[len(cells) :]):
+            return [*cells, *[""] * more], ()
+        # R writes no name above the names of rows.
+        if more == 1 and [row[0] for row in rows] == [str(at + 1) for at in range(len(rows))]:
+            return ["", *cells], (0,)
+        share = len(rows) / max(1, len(self._rows) - place - 1)
+        if share < _NEARLY_ALL and len(rows) > 1:
+            return cells, ()
+        row = next(at for at, each in enumerate(self._rows) if at > place and each is rows[0])
+        cause = "is a name missing, or a title above the header?"
+        if any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
+            cause = "quote numbers that have a comma, or write them without"
+        elif re.search(r", [\"']|, '|^'", self._records[row].text):
+            cause = 'quote texts by ", right after the delimiter'
+        raise UserError(
+            f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, as have "
+            f"{len(rows)} of the first {len(self._rows) - place - 1} rows, and the header (row "
+            f"{self._lines[place]}) has {len(cells)} names, {', '.join(cells[:_NAMED])}; {cause}"
+        )
+
+
+def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> None:
+    if all(re.match(NUMBER, name) for name in names):
+        raise UserError(
+            f"data.source: {path} has no header: its first row is {', '.join(names[:_NAMED])}; "
+            "put a row with the names of the columns before it"
+        )
+    named = [name for at, name in enumerate(names) if at not in left_out]
+    for name, count in Counter(named).items():
+        places = [at + 1 for at, each in enumerate(names) if each == name]
+        if name and count > 1:
+            raise UserError(
+                f"{where} has two columns named {name!r} ({places}); rename one of them"
+            )
+        if not name:
+            raise UserError(f"{where} has no name for column {places[0]}; name it")
+
+
+def _delimiter(path: Path, texts: Sequence[str]) -> str:
+    """Return by which delimiter most rows have as many values as the header, or as others."""
+    best, found = (False, 0.0, 0), ""
+    for mark in _DELIMITERS:
+        widths = [len(_cells(text, mark)) for text in texts if not text.startswith("#")]
+        width, count = Counter(widths[1:] or widths or [1]).most_common(1)[0]
+        if width > 1:
+            score = (widths[0] == width, count / len(widths), width)
+            best, found = max((best, found), (score, mark))
+    if found:
+        return found
+    blanks = {len(text.split()) for text in texts}
+    if len(texts) > _FEWEST and len(blanks) == 1 and blanks != {1}:
+        if all(len(_cells(text.strip("\r\n"), " ")) in blanks for text in texts):
+            return " "
+        raise UserError(
+            f"data.source: {path} has columns of a fixed width, or several spaces between them; "
+            "write it with commas"
+        )
+    return max(_DELIMITERS, key=texts[0].count)
+
+
+def _cells(text: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter))
+    except (csv.Error, StopIteration):
+        # A value of more than 128 KiB, or a newline of another system.
+        return text.split(delimiter)
+
+
+def _full(row: Sequence[str]) -> list[str]:
+    return [cell for cell in row if cell.strip()]
+
+
+def _are_names(row: Sequence[str]) -> bool:
+    names = [cell.strip() for cell in row]
+    return all(names[1:]) and len({*names}) == len(names) and not any(
+        re.match(NUMBER, name) for name in names
+    )  # fmt: skip
+
+
+def _is_index(rows: Sequence[Sequence[str]]) -> bool:
+    first = [row[0] for row in rows]
+    return len({*first}) == len(first)
