@@ -24,9 +24,7 @@ _BOM = b"\xef\xbb\xbf"
 _DELIMITERS = ",;\t|"
 _HEAD = 1 << 20
 _SAMPLE = 200
-_VALUE_OR_NEWLINE = re.compile(
-    rb'(?P<value>"(?<![^,;\t|\r\n]")[^"]*+(?:""[^"]*+)*+"?)|\r\n|\n|\r'
-)
+_VALUE_OR_NEWLINE = re.compile(rb'(?P<value>"(?<![^,;\t|\r\n]")[^"]*+(?:""[^"]*+)*+"?)|\r\n|\n|\r')
 # Of one value in quotes.
 _MOST_LINES = 50
 # Rows in which a title may be.
@@ -247,7 +245,11 @@ class _Head:
         if more > 0 and not any(cell.strip() for row in rows for cell in row[len(cells) :]):
             return [*cells, *[""] * more], ()
         # R writes no name above the names of rows.
-        if more == 1 and [row[0] for row in rows] == [str(at + 1) for at in range(len(rows))]:
+        if (
+            more == 1
+            and len(rows) > _FEWEST
+            and [row[0] for row in rows] == [str(at + 1) for at in range(len(rows))]
+        ):
             return ["", *cells], (0,)
         share = len(rows) / max(1, len(self._rows) - place - 1)
         if share < _NEARLY_ALL and len(rows) > 1:

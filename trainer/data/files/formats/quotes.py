@@ -82,10 +82,8 @@ class QuoteSearch:
         pattern = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+(?:[\r\n]|<q>[^<d>\r\n])")
         return any(pattern.search(chunk) for chunk in self._chunks(whole_lines=True))
 
-    def _values(
-        self, pattern: re.Pattern[bytes]
-    ) -> Iterator[tuple[int, int, bytes, re.Match[bytes]]]:
-        """Yield the quoted values: row, letters before it that were in no other, buffer, match."""
+    def _values(self, pattern: re.Pattern[bytes]) -> Iterator[tuple[int, bytes, re.Match[bytes]]]:
+        """Yield the quoted values: the row, and the match with what it is in."""
         with opened_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
             buffer, done, data = b"", 0, b" "
@@ -97,7 +95,7 @@ class QuoteSearch:
                     if data and found.end() >= len(buffer) - 1 and is_short:
                         break
                     row += buffer.count(self.newline, done, found.start())
-                    yield row, done, buffer, found
+                    yield row, buffer, found
                     row += found[0].count(self.newline)
                     done = found.end()
                 else:
@@ -113,7 +111,7 @@ class QuoteSearch:
         """Say where the first value is that takes rows, and whether any is not well-formed."""
         pattern = self._pattern(rb"[^<q>]*+(?:<q><q>[^<q>]*+)*+(<q>?)")
         is_odd = False
-        for row, _, buffer, found in self._values(pattern):
+        for row, buffer, found in self._values(pattern):
             lines = found[0].count(self.newline)
             after = re.compile(rb" *(?:\Z|[\r\n]|%b)" % re.escape(self.delimiter.encode()))
             is_right = bool(found[1]) and bool(after.match(buffer, found.end()))
@@ -146,17 +144,14 @@ class QuoteSearch:
     def _is_escaped(self) -> bool:
         """Say whether all quoted values are well-formed where a backslash stands before a quote."""
         pattern = self._pattern(rb"[^<q>\\]*+(?:(?:<q><q>|\\[<q>\\])[^<q>\\]*+)*+(<q>?)")
-        delimiter = self.delimiter.encode()
-        seen = False
-        for _, done, buffer, found in self._values(pattern):
-            after = buffer[found.end() : found.end() + 1]
-            # Arrow takes the backslash before any letter, and in any value.
-            if not found[1] or after not in (b"", b"\r", b"\n", delimiter):
+        ends = (b"", b"\r", b"\n", self.delimiter.encode())
+        # Arrow takes a backslash before any letter, and in any value.
+        left = sum(chunk.count(b"\\") for chunk in self._chunks(whole_lines=False))
+        for _, buffer, found in self._values(pattern):
+            if not found[1] or buffer[found.end() : found.end() + 1] not in ends:
                 return False
-            if buffer.find(b"\\", done, found.start()) >= 0:
-                return False
-            seen = seen or b"\\" in found[0]
-        return seen
+            left -= found[0].count(b"\\")
+        return left == 0
 
     def _is_literal(self) -> bool:
         """Say whether rows have one length without quotes, and no value is within quotes."""

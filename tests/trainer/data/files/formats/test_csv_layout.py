@@ -1,0 +1,205 @@
+"""What is around the rows of a CSV: titles, comments, quotes, columns without a name."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+from trainer.data.files.formats.csv_layout import layout_of
+from trainer.data.files.formats.delimited import CsvReader
+from trainer.data.files.formats.raw_rows import Piece
+from trainer.errors import UserError
+
+READER = CsvReader()
+
+
+def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, str]], list[str]]:
+    """Return the rows of a file, and which of them are broken."""
+    path = folder / "t.csv"
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    broken: list[str] = []
+    names = READER.names(path)
+    found = READER.rows(
+        path,
+        Piece(0),
+        names,
+        lambda number, why: broken.append(f"{READER.row(path, Piece(0), number)}: {why}"),
+    )
+    return [row for rows in found for row in rows.table.to_pylist()], broken
+
+
+def refusal(folder: Path, data: str | bytes) -> str:
+    with pytest.raises(UserError) as refused:
+        table(folder, data)
+    return str(refused.value).replace(str(folder / "t.csv"), "FILE")
+
+
+BODY = "".join(f"{i},w{i % 3},{'ab'[i % 2]}\n" for i in range(30))
+PLAIN = f"n,word,kind\n{BODY}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        PLAIN.replace("\n", "\r\n"),
+        PLAIN.replace("\n", "\r"),
+        PLAIN.replace(",", ";"),
+        PLAIN.replace(",", "\t"),
+        PLAIN.replace(",", " "),
+        f"sep=,\n{PLAIN}",
+        "SEP=;\r\n" + PLAIN.replace(",", ";").replace("\n", "\r\n"),
+        f"\n  \n,,\n{PLAIN}",
+        f"# made by a tool\n# on 3 May, at noon\n{PLAIN}",
+        f"# n,word,kind\n{PLAIN}",
+        f"Sales of May\n{PLAIN}",
+        f"Sales of May,,\n\n{PLAIN}",
+        f"Sales of May\nfrom,Bonn\n{PLAIN}",
+        f"n,word,kind,\n{BODY}".replace("a\n", "a,\n").replace("b\n", "b,\n"),
+        f"n,word,kind\n{BODY}".replace("a\n", "a,\n").replace("b\n", "b,\n"),
+        f"n,word,kind,,\n{BODY}",
+        PLAIN + "\n\n",
+        "\ufeff\ufeff" + PLAIN,
+        "\ufeff" + PLAIN.replace("n,word,kind", '"n","word","kind"'),
+        "'n','word','kind'\n" + "".join(f"{i},'w{i % 3}','{'ab'[i % 2]}'\n" for i in range(30)),
+    ],
+)  # fmt: skip
+def test_what_is_around_a_table_is_not_read(tmp_path: Path, text: str) -> None:
+    expected = [{"n": str(i), "word": f"w{i % 3}", "kind": "ab"[i % 2]} for i in range(30)]
+    assert table(tmp_path, text) == (expected, [])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_texts_of_two_bytes_are_read(tmp_path: Path, encoding: str) -> None:
+    text = PLAIN.replace("w1", "größe")
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+    for data in (text.encode(encoding), mark + text.encode(encoding)):
+        rows, broken = table(tmp_path, data)
+        assert len(rows) == 30
+        assert rows[1]["word"] == "größe"
+        assert not broken
+    assert layout_of(tmp_path / "t.csv").names == ("n", "word", "kind")
+
+
+def test_what_is_compressed_is_known_by_its_content(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "z", "w") as archive:
+        archive.writestr("__MACOSX/t.csv", b"x")
+        archive.writestr("a/.hidden", b"x")
+        archive.writestr("a/t.csv", PLAIN)
+    for data in (gzip.compress(PLAIN.encode()), zlib.compress(PLAIN.encode()),
+                 (tmp_path / "z").read_bytes()):  # fmt: skip
+        assert len(table(tmp_path, data)[0]) == 30
+
+
+def test_names_of_rows_are_an_index(tmp_path: Path) -> None:
+    rows = "".join(f'"{i + 1}",{i},"{"ab"[i % 2]}"\n' for i in range(30))
+    for head in ('"","n","kind"', '"n","kind"'):
+        found, broken = table(tmp_path, f"{head}\n{rows}")
+        assert found[2] == {"n": "2", "kind": "a"}
+        assert not broken
+        assert "left out as an index" in layout_of(tmp_path / "t.csv").notes[0]
+    again = ",n,kind\n" + "5,1,a\n" * 3
+    assert refusal(tmp_path, again) == "data.source: FILE, row 1 has no name for column 1; name it"
+
+
+def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
+    text = "#,Name,Type\n1,Bud,grass\n2,Ivy,grass\n3,Fox,fire\n"
+    assert table(tmp_path, text)[0][2] == {"#": "3", "Name": "Fox", "Type": "fire"}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "n,word\n1,5,a\n2,7,b\n",
+            "FILE, row 2 has 3 values, as have 2 of the first 2 rows, and the header (row 1) has 2 "
+            "names, n, word; quote numbers that have a comma, or write them without",
+        ),
+        ('x,t\n1, "a, b"\n2, "c, d"\n', "FILE, row 2 has 3 values"),
+        ("n,word,kind\n1,2\n3,4\n", "FILE, row 2 has 2 values"),
+        ("   x  y\n 1.5  a\n-0.5  b\n 2.5  b\n", "FILE has columns of a fixed width"),
+        ('{"x": 1, "y": 2}\n{"x": 2, "y": 3}\n', "FILE is JSON; set data.format: jsonl"),
+        ('[\n{"x": 1}\n]', "FILE is JSON; set data.format: jsonl"),
+        ("<!DOCTYPE html>\n<html>", "FILE is a page of HTML; download the file itself, as CSV"),
+        ("version https://git-lfs.github.com/spec/v1\n", "FILE is a pointer of Git LFS"),
+        (b"PAR1\x15\x04", "FILE is Parquet; set data.format: parquet"),
+        (b"x,gr\xf6\xdfe\n1,2\n", "FILE, row 1 is not UTF-8; write the file as UTF-8"),
+        (b"x,y\r1,2\r3,K\xf6ln\r", "FILE, row 3 is not UTF-8: perhaps 'Köln' in Windows-1252"),
+        (b"x,y\n" + b"1,2\n" * 9 + b"3,\x80\n", "FILE, row 11 is not UTF-8"),
+    ],
+)
+def test_what_is_laid_out_otherwise_is_one_line(
+    tmp_path: Path, text: str | bytes, line: str
+) -> None:
+    assert refusal(tmp_path, text).startswith(f"data.source: {line}")
+
+
+def test_a_column_without_a_name_is_empty_in_each_row(tmp_path: Path) -> None:
+    lines = [f"{i},b,\n" for i in range(500)]
+    lines[400] = "400,b,more\n"
+    rows, broken = table(tmp_path, "n,word,\n" + "".join(lines))
+    assert len(rows) == 499
+    assert broken == ["402: a value ('more') in column 3, which has no name"]
+
+
+def test_a_header_that_comes_again_is_broken(tmp_path: Path) -> None:
+    rows, broken = table(tmp_path, PLAIN + PLAIN)
+    assert len(rows) == 60
+    assert broken == ["32: it is the header again"]
+
+
+def titles(**rows: str) -> str:
+    lines = [f"{i},a thing,{'ab'[i % 2]}" for i in range(300)]
+    for row, text in rows.items():
+        lines[int(row.removeprefix("row"))] = text
+    return "n,title,kind\n" + "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        ({"row20": '20,"Lost,a'}, "row 22 opens a quote that is not closed in 280 lines"),
+        ({"row20": '20,"Lost,a', "row90": '90,27" disk,a'}, "row 22 opens a quote that takes 70"),
+        ({"row20": '20,"Lost,a', "row90": '90,of 27",a'}, "row 22 opens a quote that takes 70"),
+        ({"row9": '9,5" disk,a', "row280": '280,"Lost,a'}, "row 282 opens a quote that is not"),
+        ({"row20": '20,"Lost,a', "row21": '21,27",a'}, "row 22 opens a quote that takes 1 lines"),
+    ],
+)
+def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
+    tmp_path: Path, rows: dict[str, str], where: str
+) -> None:
+    found, broken = table(tmp_path, titles(**rows))
+    assert len(found) == 300
+    assert not broken
+    assert found[int(next(iter(rows))[3:])]["title"] == next(iter(rows.values())).split(",")[1]
+    assert layout_of(tmp_path / "t.csv").notes[0].startswith(where)
+    # A value in quotes says that quotes are none.
+    line = refusal(tmp_path, titles(**rows, row5='5,"a, b",a'))
+    assert line.startswith(f"data.source: FILE, {where}")
+    assert "close it, remove it, or write" in line
+
+
+@pytest.mark.parametrize(
+    "value", ['"one\ntwo"', '"a, b\nc, d, e\nf"', '"say ""hi""\nand go"', '"x\r\n\r\ny"', '"\n"']
+)
+def test_values_of_several_lines_are_values(tmp_path: Path, value: str) -> None:
+    rows, broken = table(
+        tmp_path, titles(**{f"row{i}": f"{i},{value},a" for i in range(0, 300, 7)})
+    )
+    assert len(rows) == 300
+    assert rows[7]["title"] == value[1:-1].replace('""', '"')
+    assert not broken
+
+
+def test_quotes_after_a_backslash(tmp_path: Path) -> None:
+    rows, _ = table(tmp_path, titles(row3=r'3,"say \"a, b\" \\ twice\"",a', row4='4,"x\ny",b'))
+    assert len(rows) == 300
+    assert rows[3]["title"] == r'say "a, b" \ twice"'
+    # Another backslash would be lost.
+    rows, _ = table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
+    assert rows[4]["title"] == r"C:\temp"
