@@ -100,12 +100,16 @@ def handed_on(uri: str, choice: str) -> HandedOn:
     """Return the checkpoint below `uri` that training hands on, and emit which one it is.
 
     With `choice` "best" it is the best by validation loss that is not damaged; else, or where none
-    was measured, the last. Raises `UserError` where there is none, or a last one that is damaged.
+    was measured after training began, the last. Raises `UserError` where there is none, or a last
+    one that is damaged.
     """
     found = index_of(uri)
     if not found:
         raise none_below(uri)
     ranked = best_first(found) if choice == "best" else []
+    # An evaluator that fell behind may have measured only the weights of before training.
+    if found[-1].global_step and not any(each.global_step for each in ranked):
+        ranked = []
     why = "best by validation loss"
     for entry in ranked:
         try:

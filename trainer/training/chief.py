@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,7 +16,7 @@ from functools import partial
 import keras
 import tensorflow as tf
 
-from trainer import storage, user_code
+from trainer import events, storage, user_code
 from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
@@ -24,6 +26,7 @@ from trainer.cluster import completion, loopback, signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
+from trainer.cluster.supervisor import EVALUATION_SECONDS
 from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.data.random_access import by_number
@@ -54,6 +57,8 @@ from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
 from trainer.training.server import configure_gpus, serve_in_process
 from trainer.training.stall import StallWatch
+
+log = logging.getLogger(__name__)
 
 
 def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
@@ -95,17 +100,48 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     with fed, publishes, _lost_cluster(strategy), refused_input():
         with checkpoints.flushed():
             train(job.config, strategy, checkpoints, hooks)
-        _end(job, strategy, checkpoints)
+        _end(job, strategy, checkpoints, stop_requested)
 
 
-def _end(job: Job, strategy: Strategy, checkpoints: Checkpoints) -> None:
+def _end(
+    job: Job, strategy: Strategy, checkpoints: Checkpoints, stop_requested: Callable[[], bool]
+) -> None:
     """Record the end of training, and leave the other leading tasks; raises `ClusterLostError`."""
     if strategy.publishes:
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
+        cluster = job.config.cluster
+        # On this machine the launcher waits, which sees when the evaluator fails for good.
+        if cluster.evaluator and cluster.launcher != "local":
+            await_validation(checkpoints, stop_requested)
     strategy.leave()
     if not strategy.publishes and not completion.is_over(job):
         raise ClusterLostError("worker-0 is gone, and the end of training is not on record")
+
+
+def await_validation(
+    checkpoints: Checkpoints, stop_requested: Callable[[], bool], poll: float = 1.0
+) -> None:
+    """Wait until the evaluator has measured the last checkpoint: an engine ends it with this task.
+
+    It has `EVALUATION_SECONDS` for each checkpoint.
+    """
+    created = storage.read_manifest(checkpoints.last).created
+    measured, since = -1, 0.0
+    # A store sends no event for a new row.
+    pause = threading.Event()
+    while not stop_requested():
+        rows = checkpoints.measured()
+        if rows and rows[-1]["created"] == created:
+            return
+        if len(rows) > measured:
+            measured, since = len(rows), time.monotonic()
+            log.info("waiting for the evaluator, which has measured %d checkpoints", measured)
+        elif time.monotonic() - since > EVALUATION_SECONDS:
+            reason = f"no evaluation for {EVALUATION_SECONDS:g} s"
+            events.emit(events.EvaluatorLeft(reason=reason))
+            return
+        pause.wait(poll)
 
 
 def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -> Checkpoints:

@@ -98,6 +98,8 @@ class TestHandedOn:
             ({10: 0.3, 20: None}, "best", (10, "best by validation loss")),
             ({10: None, 20: None}, "best", (20, "the last: none was validated")),
             ({10: 0.1, 20: 0.1}, "best", (10, "best by validation loss")),
+            ({0: 0.1, 20: None}, "best", (20, "the last: none was validated")),
+            ({0: 0.1, 20: 0.2}, "best", (0, "best by validation loss")),
         ],
     )
     def test_it_is_the_one_that_is_asked_for(self, run, tmp_path, losses, choice, expected):

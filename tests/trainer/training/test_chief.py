@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer.objectives import NO_ROLES
+from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.cluster.lease import LeaseLostError, NoLease
 from trainer.cluster.process import MODULES
@@ -25,7 +26,8 @@ from trainer.errors import UserError
 from trainer.storage import Manifest
 from trainer.strategies.server_state import is_lost
 from trainer.strategies.strategy import Strategy
-from trainer.training.chief import _lost_cluster, hooks_of
+from trainer.training import chief
+from trainer.training.chief import _lost_cluster, await_validation, hooks_of
 from trainer.training.input import NUMBER_FILE, SHARDS
 from trainer.training.stall import StallWatch
 
@@ -227,3 +229,31 @@ for module in {sorted(set(MODULES.values()))}:
 raise SystemExit(context.context()._initialized)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Return the checkpoints of a run whose last one is published."""
+    (tmp_path / "a").write_text("1")
+    last = storage.publish(tmp_path, f"{tmp_path.as_uri()}-last", kind="checkpoint", fields={})
+    made = create_autospec(Checkpoints, instance=True, last=f"{tmp_path.as_uri()}-last")
+    return made, {"global_step": 9, "created": last.created}
+
+
+def test_the_chief_waits_until_the_last_checkpoint_is_measured(published):
+    checkpoints, last = published
+    before = {"global_step": 0, "created": "2026"}
+    checkpoints.measured.side_effect = [[], [before], [before], [before, last]]
+    await_validation(checkpoints, lambda: False, poll=0)
+    assert checkpoints.measured.call_count == 4
+
+
+@pytest.mark.parametrize(("stops", "left"), [(True, 0), (False, 1)])
+def test_an_evaluator_that_never_measures_is_left(published, monkeypatch, stops, left):
+    checkpoints, _ = published
+    checkpoints.measured.return_value = []
+    monkeypatch.setattr(chief, "EVALUATION_SECONDS", 0)
+    seen = []
+    with events.heard_by(seen.append):
+        await_validation(checkpoints, lambda: stops, poll=0)
+    assert [type(each) for each in seen] == [events.EvaluatorLeft] * left
