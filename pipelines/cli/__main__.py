@@ -34,6 +34,7 @@ def _catch() -> None:
 
 def main() -> NoReturn:
     """Handle interrupts, then load what takes time and run the command line."""
+    _require_utf8()
     _catch()
     _open_closed_streams()
     sys.excepthook = _show_bug
@@ -51,6 +52,16 @@ def _open_closed_streams() -> None:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _require_utf8() -> None:
+    """Begin again with UTF-8 for the names of files and for texts, where the locale has another.
+
+    A working folder, a column or a class may have any name, and all processes have to agree.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -15,13 +15,17 @@ from trainer.config.base import Free, Section, Whole, key
 from trainer.config.data_gate import DataGateConfig
 
 DEFAULT_DATASET = "digits"
+_IMAGES = (
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".gif", ".bmp", ".dib", ".webp", ".tif", ".tiff",
+    ".apng", ".mpo", ".avif", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".ico",
+)  # fmt: skip
 #: Form of the files of a source, and the endings of names by which it is found.
-FORMATS = {
+FORMATS: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv", ".txt"),
     "parquet": (".parquet", ".pq"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "tfrecord": (".tfrecord", ".tfrecords"),
-    "images": (".png", ".jpg", ".jpeg", ".gif", ".bmp"),
+    "images": _IMAGES,
 }
 #: What a column of files can be said to hold.
 TYPES = ("int", "float", "bool", "text", "class", "time", "image")

@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,14 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, in the order of their spans and paths."""
+    """The files of a source, in the order of their spans and paths.
+
+    `hidden` are those that are left out by their names, and how many there are by ending.
+    """
 
     root: str
     files: tuple[SourceFile, ...]
+    hidden: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -98,7 +103,8 @@ class Listing:
     def of_spans(self, spans: Iterable[str]) -> Listing:
         """Return the files of these spans, and those that belong to none."""
         kept = {"", *spans}
-        return Listing(self.root, tuple(file for file in self.files if file.span in kept))
+        kept_files = tuple(file for file in self.files if file.span in kept)
+        return replace(self, files=kept_files)
 
     def to_json(self) -> bytes:
         """Return it compressed: a file is a short row."""
@@ -106,6 +112,7 @@ class Listing:
         number = {root: place for place, root in enumerate(roots)}
         rows = [[number[f.root], f.path, f.size, f.tag, f.span, f.split] for f in self.files]
         tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
+        tree |= {"hidden": dict(self.hidden)} if self.hidden else {}
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
         # Without the time of day equal listings are equal bytes.
         return gzip.compress(text.encode(), mtime=0)
@@ -122,7 +129,7 @@ class Listing:
                 SourceFile(roots[root], str(path), int(size), str(tag), str(span), str(split))
                 for root, path, size, tag, span, split in tree["files"]
             )
-            return cls(str(tree["root"]), tuple(files))
+            return cls(str(tree["root"]), tuple(files), dict(tree.get("hidden", {})))
         except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
             raise UserError(
                 f"{where} is no listing of this version ({error}); list again"
@@ -147,12 +154,13 @@ def list_source(config: DataConfig) -> Listing:
         for split in named
     } or {"": patterns.parse("data.source", config.source)}
     files: list[SourceFile] = []
+    hidden: Counter[str] = Counter()
     for split, pattern in wanted.items():
-        files += _matching(pattern, split)
+        files += _matching(pattern, split, hidden)
     files.sort(key=lambda file: (span_order(file.span), file.root, file.path, file.split))
     root = next(iter(wanted.values())).root
     _warn(config.source, files)
-    return Listing(root, tuple(files))
+    return Listing(root, tuple(files), hidden)
 
 
 def chosen(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
@@ -218,14 +226,14 @@ def _place(root: str, digest: str) -> str:
     return storage.join(root, "listings", digest)
 
 
-def _matching(pattern: Pattern, split: str) -> list[SourceFile]:
-    """Return the files that a pattern names; where it names folders, those below them."""
+def _matching(pattern: Pattern, split: str, hidden: Counter[str]) -> list[SourceFile]:
+    """Return the files that a pattern names, or below folders that it names; count hidden ones."""
     exact: list[SourceFile] = []
     below: list[SourceFile] = []
     others: list[str] = []
     spellings: dict[str, str] = {}
     count = 0
-    for found in _listed(pattern):
+    for found in _listed(pattern, hidden):
         count += 1
         if count % _PROGRESS == 0:
             _log.info("%s: %d files listed so far", pattern.key, count)
@@ -249,12 +257,14 @@ def _matching(pattern: Pattern, split: str) -> list[SourceFile]:
     return exact or below
 
 
-def _listed(pattern: Pattern) -> Iterator[Any]:
+def _listed(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
     """Yield the files below the root of a pattern which are not hidden."""
     with reported(f"list {pattern.key} {pattern.text}"):
         try:
             for found in store_for(pattern.root).files(pattern.root):
-                if not _is_hidden(found.path):
+                if _is_hidden(found.path):
+                    hidden[Path(found.path).suffix.lower()] += 1
+                else:
                     yield found
         except FileNotFoundError as error:
             raise UserError(

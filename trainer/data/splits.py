@@ -7,6 +7,7 @@ examples stay in one split, and an example keeps its split when others come.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,12 +119,22 @@ _ALIASES = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test",
 }  # fmt: skip
+# Such as train, seg_test or Training_Set2.
+_FOLDER = re.compile(
+    rf"(?:.*[ _-])?({'|'.join(_ALIASES)})(?:[ _-]?(?:set|data|images))?[ _-]?\d*", re.DOTALL
+)
 
 
 def split_named(text: str) -> int:
     """Return the split that a word stands for, as an index into `SPLITS`; -1 for none."""
     name = _ALIASES.get(text.strip().lower())
     return SPLITS.index(name) if name else -1
+
+
+def split_of_folder(name: str) -> str:
+    """Return the split whose examples are in a folder of this name; empty for none."""
+    found = _FOLDER.fullmatch(name.lower())
+    return _ALIASES[found[1]] if found else ""
 
 
 def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:

@@ -234,13 +234,12 @@ def _listed(model: ExportedModel, request: Request, scratch: Path) -> FilePieces
     if len(model.inputs) != 1 or not pictures:
         takes = _few([each.feature for each in model.inputs])
         raise UserError(f"these are images, and the model takes {takes}: give a table with these")
-    order = {id(file): place for place, file in enumerate(files)}
-    kept = sorted(found.files, key=lambda file: order[id(file)])
+    kept = found.files
     several = len(request.inputs) > 1
     paths = [str(storage.local_path(f.uri) or f.uri) if several else f.path for f in kept]
     uris = [file.uri for file in kept]
     reader = ImageFilesReader(paths, uris, pictures[0].feature, labelled=False)
-    return replace(found, files=kept, reader=reader)
+    return replace(found, reader=reader)
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:

@@ -217,7 +217,7 @@ def test_what_is_wrong_with_a_file_is_one_line(model, tmp_path, name, text, says
 
 def test_files_of_two_formats_and_none_are_refused(model, tmp_path):
     paths = [write_csv(tmp_path / "a.csv"), write_jsonl(tmp_path / "b.jsonl")]
-    with pytest.raises(ConfigError, match=r"csv, jsonl; set --format"):
+    with pytest.raises(ConfigError, match=r"csv \(a\.csv\) and jsonl \(b\.jsonl\); set --format"):
         asked(model, paths, tmp_path / "out.csv")
     with pytest.raises(UserError, match="nothing at"):
         asked(model, [tmp_path / "absent.csv"], tmp_path / "out.csv")

@@ -125,16 +125,27 @@ def _decodes(data: bytes, channels: int) -> bool:
     return True
 
 
-def _encoded_again(image: Image.Image, channels: int) -> bytes:
-    lossy = image.format == "JPEG" and channels != len("RGBA")
+def as_seen(image: Image.Image, channels: int) -> Image.Image:
+    """Return an image as it is meant, turned and with 8 bits a channel; raises `UndecodableError`.
+
+    It may be damaged, which whatever Pillow raises says.
+    """
     turned: Any = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I"):
         # Pillow would cut off what is above 255.
         wide = np.asarray(turned).astype(np.int64)
         turned = Image.fromarray((np.clip(wide, 0, 0xFFFF) >> 8).astype(np.uint8))
-    if turned.mode == "P":
+    if turned.mode == "F":
+        raise UndecodableError("its pixels have no known range; save them with 8 or 16 bits")
+    if turned.mode in ("P", "PA"):
         turned = turned.convert("RGBA" if "transparency" in turned.info else "RGB")
-    return _saved(turned.convert(MODES[channels]), "JPEG" if lossy else "PNG")
+    seen: Image.Image = turned.convert(MODES[channels])
+    return seen
+
+
+def _encoded_again(image: Image.Image, channels: int) -> bytes:
+    lossy = image.format == "JPEG" and channels != len("RGBA")
+    return _saved(as_seen(image, channels), "JPEG" if lossy else "PNG")
 
 
 def _saved(image: Image.Image, form: str) -> bytes:

@@ -6,23 +6,22 @@ Local files are read in place; others are fetched, and removed again.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainer import storage
 from trainer.config.data import FORMATS, DataConfig
-from trainer.data.files.formats.class_folders import ImageFilesReader
+from trainer.data.files.formats.class_folders import ImageFilesReader, mixed, split_folders
 from trainer.data.files.formats.columnar import ParquetReader
 from trainer.data.files.formats.decompression import bare_name
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.json_lines import JsonReader
 from trainer.data.files.formats.raw_rows import Piece, Reader
-from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError, UserError
 from trainer.storage.errors import reported
 from trainer.storage.schemes import store_for
@@ -70,8 +69,11 @@ class FilePieces:
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces, in order."""
         if self.is_listing:
-            for start, stop in self.reader.cut(Path(), _IMAGES):
-                yield Piece(start, start, stop)
+            # A piece is of one split.
+            for _, files in groupby(range(len(self.files)), lambda at: self.files[at].split):
+                places = list(files)
+                for start in places[::_IMAGES]:
+                    yield Piece(start, start, min(start + _IMAGES, places[-1] + 1))
             return
         for number in range(len(self.files)):
             yield from self._cut(number)
@@ -101,23 +103,46 @@ class FilePieces:
             return [Piece(number, *range_) for range_ in self.reader.cut(path, PART_BYTES)]
 
 
-def of_listing(config: DataConfig, files: Sequence[Any], scratch: Path) -> FilePieces:
-    """Choose the files of one format, and their reader.
+def of_listing(
+    config: DataConfig,
+    files: Sequence[Any],
+    scratch: Path,
+    hidden: Mapping[str, int] | None = None,
+) -> FilePieces:
+    """Choose the files of one format, and their reader; `hidden` are those not listed, by ending.
 
     Raises:
         ConfigError: the format cannot be told.
         UserError: there is no file.
     """
     form, kept = _of_one_format(config, files)
+    notes = _left_out(files, kept, hidden or {})
     if form == "images":
-        # In the order of folders each class would come as a whole.
-        order = np.random.RandomState(config.seed).permutation(len(kept))
-        mixed = sorted((kept[place] for place in order), key=lambda file: file.split or SPLITS[0])
-        reader: Reader = ImageFilesReader(
-            [x.path for x in mixed], [x.uri for x in mixed], labelled=True
-        )
-        return FilePieces(files=mixed, reader=reader, scratch=scratch)
-    return FilePieces(files=kept, reader=_reader(form), scratch=scratch)
+        paths, uris = [file.path for file in kept], [file.uri for file in kept]
+        reader: Reader = ImageFilesReader(paths, uris, labelled=True)
+    else:
+        reader = _reader(form)
+    return FilePieces(files=kept, reader=reader, scratch=scratch, notes=notes)
+
+
+def by_class(config: DataConfig, images: FilePieces) -> FilePieces:
+    """Return a folder of images in a drawn order, with the splits that its folders say.
+
+    Raises:
+        UserError: an image is in no folder of a class, or of a split where others are.
+    """
+    files, notes = list(images.files), list(images.notes)
+    if not any(file.split for file in files):
+        files, found = split_folders(files)
+        if found:
+            said = ", ".join(f"{folder} is {split}" for folder, split in sorted(found.items()))
+            notes.append(
+                f"data.splits: by the folders above those of the classes, {said}; set data.splits: "
+                "{train: '**/*'} to draw them instead"
+            )
+    files = mixed(files, config.seed)
+    reader = ImageFilesReader([x.path for x in files], [x.uri for x in files], labelled=True)
+    return replace(images, files=files, reader=reader, notes=notes)
 
 
 def _reader(form: str) -> Reader:
@@ -135,22 +160,56 @@ def _reader(form: str) -> Reader:
 
 
 def _of_one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    suffixes = {suffix: name for name, found in FORMATS.items() for suffix in found}
-    formats = [suffixes.get(Path(bare_name(file.path)).suffix, "") for file in files]
-    chosen: str = config.format
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
-    if not chosen:
-        known = sorted({each for each in formats if each})
-        if len(known) != 1:
-            found = ", ".join(known) if known else f"names such as {files[0].path!r}"
-            raise ConfigError(
-                f"data.format: {config.source} has {found}; set data.format to one of "
-                f"{', '.join(FORMATS)}"
-            )
-        chosen = known[0]
+    formats = [_format_of(file.path) for file in files]
+    first = {form: file.path for file, form in reversed(list(zip(files, formats, strict=True)))}
+    first.pop("", None)
+    if "images" in first and all(
+        form != "csv" or file.path.lower().endswith(".txt")
+        for file, form in zip(files, formats, strict=True)
+    ):
+        # Notes next to images are no table.
+        first.pop("csv", None)
+    chosen: str = config.format or next(iter(first), "")
+    if not config.format and len(first) != 1:
+        several = " and ".join(f"{form} ({path})" for form, path in sorted(first.items()))
+        found = several or f"names such as {files[0].path!r}"
+        raise ConfigError(
+            f"data.format: {config.source} has {found}; set data.format to one of "
+            f"{', '.join(FORMATS)}"
+        )
     kept = [file for file, form in zip(files, formats, strict=True) if form == chosen]
     return chosen, kept or list(files)
+
+
+def _format_of(path: str) -> str:
+    suffix = Path(bare_name(path)).suffix
+    return next((form for form, suffixes in FORMATS.items() if suffix in suffixes), "")
+
+
+def _left_out(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, int]) -> list[str]:
+    """Return a note of the files of a source that are not read; none where all are.
+
+    Args:
+        files: all that are not hidden.
+        kept: those that are read.
+        hidden: how many there are of each ending. Those of another form are of no interest.
+    """
+    taken = {id(file) for file in kept}
+    others = [file.path for file in files if id(file) not in taken]
+    endings = Counter(Path(path).suffix.lower() or "without an ending" for path in others)
+    known = {Path(file.path).suffix.lower() for file in kept}
+    unseen = sum(count for ending, count in hidden.items() if ending in known)
+    said = [f"{count} {ending}" for ending, count in endings.most_common()]
+    said += [f"{unseen} hidden (by a dot or an underscore in front)"] if unseen else []
+    such = f", such as {others[0]}" if others else ""
+    if not said:
+        return []
+    return [
+        f"data.source: {len(others) + unseen} of {len(files) + unseen} files are left out{such}: "
+        f"{', '.join(said)}"
+    ]
 
 
 @contextmanager

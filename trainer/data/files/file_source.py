@@ -25,7 +25,7 @@ from trainer.data.files.columns import (
     described,
 )
 from trainer.data.files.conversion import Values, converted, spec_of
-from trainer.data.files.file_pieces import of_listing
+from trainer.data.files.file_pieces import by_class, of_listing
 from trainer.data.files.formats.class_folders import IMAGE
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
@@ -47,9 +47,10 @@ class FileSource(Source):
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
-        self._files = of_listing(config, listing.files, scratch)
+        self._files = of_listing(config, listing.files, scratch, listing.hidden)
         self._said: dict[str, str] = dict(config.types)
         if self._files.is_listing:
+            self._files = by_class(config, self._files)
             self._said[IMAGE] = "image"
         self._roles: ColumnRoles | None = None
         self._columns: dict[str, Column] = {}

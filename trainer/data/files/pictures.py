@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from trainer import storage
 from trainer.config.data import ImageConfig
-from trainer.data.examples.images import MODES, ORIENTATION, UndecodableError, opened, stored_image
+from trainer.data.examples.images import (
+    ORIENTATION,
+    UndecodableError,
+    as_seen,
+    opened,
+    stored_image,
+)
 from trainer.data.features import image_spec
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
@@ -151,7 +157,7 @@ def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fea
 def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:
     sizes = spec.sizes
     with opened(data) as image:
-        pixels = np.asarray(image.convert(MODES[sizes[-1]]))
+        pixels = np.asarray(as_seen(image, sizes[-1]))
     if pixels.shape[:2] != sizes[:2]:
         raise UndecodableError(f"its size is {list(pixels.shape[:2])}, not {list(sizes[:2])}")
     return pixels.reshape(sizes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Listed:
     root: str
     files: tuple[File, ...]
     digest: str = "digest"
+    hidden: Mapping[str, int] = field(default_factory=dict)
 
 
 def listed(folder: Path) -> Listed:

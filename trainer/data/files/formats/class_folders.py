@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.data.listing import SourceFile
+from trainer.data.spec import SPLITS
+from trainer.data.splits import split_of_folder
 from trainer.errors import UserError
 
 IMAGE, LABEL = "image", "label"
@@ -76,3 +80,41 @@ def class_of(path: str) -> str:
             "give a table with a column of paths"
         )
     return parts[_CLASS]
+
+
+def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
+    """Return files with the splits that folders above those of the classes say, and these folders.
+
+    Raises:
+        UserError: some of the folders are those of splits, and some are not.
+    """
+    paths = [file.path.split("/") for file in files]
+    classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
+    if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):
+        raise UserError(
+            f"data.source: {files[0].path} is in the folder of a split, and of no class; put it at "
+            f"{'/'.join([*paths[0][:-1], 'CLASS', paths[0][-1]])}, or give a table with a column "
+            "of paths"
+        )
+    for depth in range(max((len(each) for each in paths), default=0) + _CLASS):
+        above = {each[depth] for each in paths if len(each) + _CLASS > depth}
+        found = {name: split for name in above if (split := split_of_folder(name))}
+        if not {"train"} < set(found.values()):
+            continue
+        for path in paths:
+            if len(path) + _CLASS <= depth or path[depth] not in found:
+                raise UserError(
+                    f"data.source: {' and '.join(sorted(found))} are folders of splits, and "
+                    f"{'/'.join(path)} is in none of them; move it, or name the folders by "
+                    "data.splits: {train: ..., test: ...}"
+                )
+        return [
+            replace(file, split=found[path[depth]]) for file, path in zip(files, paths, strict=True)
+        ], found
+    return list(files), {}
+
+
+def mixed(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
+    """Return files in an order that is drawn: in that of folders each class comes as a whole."""
+    order = np.random.RandomState(seed).permutation(len(files))
+    return sorted((files[at] for at in order), key=lambda file: file.split or SPLITS[0])
