@@ -38,6 +38,7 @@ from trainer.models.shared_branch import SharedBranch
 from trainer.models.sieve import mixed, sieve_of
 from trainer.models.spec import InputSpec, initializer, layer_of
 from trainer.models.table_shard import Asked, Noted, Rules, Shard
+from trainer.models.vocabulary import stripped
 from trainer.unique_rows import spread
 
 KEYS = ("int64", "string")
@@ -177,7 +178,7 @@ class EmbeddingTable(keras.layers.Layer):
         most optimizers, before it adds up what belongs to one row.
         """
         if self.keys == "string":
-            unique, places, counts = tf.unique_with_counts(ids)
+            unique, places, counts = tf.unique_with_counts(stripped(ids))
             keys = tf.strings.to_hash_bucket_fast(unique, _FINGERPRINTS)
             checks = tf.strings.to_hash_bucket_strong(unique, _FINGERPRINTS, key=_SIP_KEY)
         else:

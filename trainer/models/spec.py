@@ -13,6 +13,7 @@ import keras
 
 from trainer import names
 from trainer.errors import ConfigError, nearest
+from trainer.models.normalization import Normalization
 from trainer.models.vocabulary import Vocabulary, Words
 from trainer.statistics.statistics import (
     NOTHING,
@@ -182,10 +183,11 @@ class InputSpec:
         known = _frequent(self._text(name).words, most)
         return Words(known, length, name=layer_of(name, "words"))
 
-    def normalization(self, name: str) -> keras.layers.Normalization:
+    def normalization(self, name: str) -> Normalization:
         """Return a layer that brings a feature to a mean of 0 and a variance of 1.
 
-        That of a tensor is over all of its elements. A number that is missing, NaN, stays so.
+        That of a vector is element by element, that of other tensors over all elements. A number
+        that is missing, NaN, stays so.
 
         Raises:
             ConfigError: the feature is none of numbers.
@@ -194,13 +196,9 @@ class InputSpec:
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
             raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it as it is")
         # A constant says nothing, and must not become large where it changes later.
-        variance = (found.std or 1.0) ** 2
-        return keras.layers.Normalization(
-            axis=None,
-            mean=found.mean or 0.0,
-            variance=variance,
-            name=layer_of(name, "normalization"),
-        )
+        std = [each or 1.0 for each in found.stds] or found.std or 1.0
+        mean = found.means or found.mean or 0.0
+        return Normalization(mean, std, name=layer_of(name, "normalization"))
 
     def _text(self, name: str) -> FeatureStatistics:
         found = self.statistics(name)

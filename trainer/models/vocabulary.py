@@ -21,6 +21,13 @@ from trainer.statistics.accumulator import PUNCTUATION
 
 # FarmHash, which is the same on every machine and in every version, without its sign.
 _FINGERPRINTS = 2**63 - 1
+# Of Unicode, as Arrow and Python have it: separators, and control characters of white space.
+_SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
+
+
+def stripped(texts: tf.Tensor) -> tf.Tensor:
+    """Return texts without spaces around them, as those of files are when they are read."""
+    return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")
 
 
 class _Known:
@@ -29,7 +36,8 @@ class _Known:
     def __init__(self, values: Sequence[str], first: int) -> None:
         """Number the values from `first` on."""
         with tf.init_scope(), tf.device("CPU:0"):
-            found = tf.strings.to_hash_bucket_fast(tf.constant([*values], tf.string), _FINGERPRINTS)
+            known = stripped(tf.constant([*values], tf.string))
+            found = tf.strings.to_hash_bucket_fast(known, _FINGERPRINTS)
             fingerprints: NDArray[np.int64] = found.numpy()
         order = np.argsort(fingerprints, kind="stable")
         # One that none has, so that an empty vocabulary is no special case.
@@ -38,7 +46,7 @@ class _Known:
 
     def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
         """Return the number of each text [n], `unknown` where there is none."""
-        found = tf.strings.to_hash_bucket_fast(texts, _FINGERPRINTS)
+        found = tf.strings.to_hash_bucket_fast(stripped(texts), _FINGERPRINTS)
         places = tf.searchsorted(self._sorted, found)
         known = tf.equal(tf.gather(self._sorted, places), found)
         return tf.where(known, tf.gather(self._numbers, places), np.int64(unknown))
@@ -46,7 +54,10 @@ class _Known:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
-    """Texts of any shape to whole numbers: 0 for one that is not known, or from 1 on."""
+    """Texts of any shape to whole numbers: 0 for one that is not known, or from 1 on.
+
+    Spaces around a text make no other one of it.
+    """
 
     def __init__(self, values: Sequence[str], **kwargs: Any) -> None:
         """Know these values, of which the first is number 1."""
@@ -98,7 +109,7 @@ class Words(keras.layers.Layer):
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
         """Return the numbers of the words, filled up with 0."""
-        plain = tf.strings.regex_replace(tf.strings.lower(texts), PUNCTUATION, "")
+        plain = tf.strings.regex_replace(tf.strings.lower(stripped(texts)), PUNCTUATION, "")
         words = tf.strings.split(plain)
         numbers = words.with_flat_values(self._known.numbers(words.flat_values, 1))
         return numbers.to_tensor(0, shape=[None, self.length])

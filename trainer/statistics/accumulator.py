@@ -31,6 +31,8 @@ STEPS = 1000
 # By which examples are told apart in another place than the draw of their split.
 _SALT = 0x5EED
 _PROJECTIONS = 4
+# Of a longer vector the elements are no columns.
+_LONGEST = 4096
 # Hashes of values, of all numbers together, and of one at least.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 # As Keras's TextVectorization leaves out: all of it, and what is between words.
@@ -76,6 +78,11 @@ class Accumulator:
         self._inputs, self._targets = inputs, targets
         self._missing = dict.fromkeys(features, 0)
         self._moments = {name: Moments() for name in features}
+        self._elements = {
+            name: [Moments() for _ in range(features[name].shape[0] or 0)]
+            for name in inputs
+            if self._kinds[name] == TENSOR and _is_vector(features[name])
+        }
         counted = [name for name, kind in self._kinds.items() if kind in (TEXT, CLASS)]
         self._counts = {name: BoundedCounter(vocabulary) for name in counted}
         texts = [name for name in inputs if self._kinds[name] == TEXT]
@@ -115,6 +122,9 @@ class Accumulator:
         for name in self._features:
             self._missing[name] += other._missing[name]
             self._moments[name].merge(other._moments[name])
+        for name, elements in self._elements.items():
+            for mine_, other_ in zip(elements, other._elements[name], strict=True):
+                mine_.merge(other_)
         for mine, others in ((self._counts, other._counts), (self._words, other._words)):
             for name, counter in mine.items():
                 counter.merge(others[name])
@@ -147,6 +157,9 @@ class Accumulator:
             "examples": self.examples,
             "missing": self._missing,
             "moments": {name: each.state() for name, each in self._moments.items()},
+            "elements": {
+                name: [each.state() for each in found] for name, found in self._elements.items()
+            },
             "counts": {name: each.state() for name, each in self._counts.items()},
             "words": {name: each.state() for name, each in self._words.items()},
         }
@@ -163,6 +176,9 @@ class Accumulator:
         rest = json.loads(str(arrays["rest"]))
         self.examples, self._missing = rest["examples"], rest["missing"]
         self._moments = {name: Moments(*state) for name, state in rest["moments"].items()}
+        self._elements = {
+            name: [Moments(*state) for state in states] for name, states in rest["elements"].items()
+        }
         for counters, states in ((self._counts, rest["counts"]), (self._words, rest["words"])):
             for name, counter in counters.items():
                 counter.restore(states[name])
@@ -177,13 +193,14 @@ class Accumulator:
         return [name, f"{name}/std", *(f"{name}/{index}" for index in range(_PROJECTIONS))]
 
     def _add_numbers(self, name: str, values: Any) -> NDArray[np.float64]:
-        wide = np.asarray(values).astype(np.float64)
-        present = wide[np.isfinite(wide)]
+        given = np.asarray(values)
+        wide = given.astype(np.float64)
+        present = given[np.isfinite(wide)]
         self._missing[name] += len(wide) - len(present)
         self._moments[name].add(present)
         if name in self._values and len(present):
             # Of what was read: a float has not all digits of an integer.
-            self._values[name].add(hashes({"": np.asarray(values)[np.isfinite(wide)]}, 0))
+            self._values[name].add(hashes({"": present}, 0))
         if name in self._counts:
             names = dict(enumerate(self._features[name].labels))
             found, counts = np.unique(present.astype(np.int64), return_counts=True)
@@ -210,8 +227,11 @@ class Accumulator:
         self, name: str, values: Any, chosen: NDArray[np.intp]
     ) -> dict[str, NDArray[np.float64]]:
         if isinstance(values, np.ndarray) and values.dtype != object:
-            wide = values.reshape(len(values), -1).astype(np.float64)
+            flat = values.reshape(len(values), -1)
+            wide = flat.astype(np.float64)
             self._add_elements(name, wide)
+            for place, moments in enumerate(self._elements.get(name, ())):
+                moments.add(flat[np.isfinite(wide[:, place]), place])
             rows = wide[chosen]
             found = [rows.mean(1), rows.std(1), *_projected(rows)]
         else:
@@ -243,6 +263,8 @@ class Accumulator:
             std=moments.std if is_number else None,
             least=moments.least if is_number else None,
             most=moments.most if is_number else None,
+            means=tuple(each.mean for each in self._elements.get(name, ())),
+            stds=tuple(each.std for each in self._elements.get(name, ())),
             quantiles=tuple(quantiles.tolist()) if is_number else (),
             counts=self._counts[name].counts() if name in self._counts else {},
             distinct=self._distinct(name),
@@ -275,6 +297,10 @@ class Accumulator:
             ),
             6,
         )
+
+
+def _is_vector(feature: Feature) -> bool:
+    return len(feature.shape) == 1 and 0 < (feature.shape[0] or 0) <= _LONGEST
 
 
 def _texts_of(value: Any) -> list[bytes]:

@@ -24,6 +24,7 @@ from trainer.statistics.sampling import MOST_EXAMPLES, Hashes
 
 # Of the texts that are asked for, so many are counted: what is left out is far from being asked.
 _MARGIN = 4
+_CLOSE = 2**63
 
 
 @dataclass
@@ -40,10 +41,14 @@ class Moments:
         """Add numbers, all of them finite or not missing."""
         if not values.size:
             return
-        wide = values.astype(np.float64)
+        least, most = values.min().item(), values.max().item()
+        # Of large integers the differences have the digits that floats of them have not.
+        is_close = values.dtype == np.int64 and most - least < _CLOSE
+        wide = (values - least if is_close else values).astype(np.float64)
         mean = float(wide.mean())
         squares = float(((wide - mean) ** 2).sum())
-        self.merge(Moments(wide.size, mean, squares, float(wide.min()), float(wide.max())))
+        mean += least if is_close else 0
+        self.merge(Moments(wide.size, mean, squares, float(least), float(most)))
 
     def merge(self, other: Moments) -> None:
         """Add the sums over further numbers."""

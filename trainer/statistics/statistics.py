@@ -64,6 +64,7 @@ class FeatureStatistics:
         missing: examples without a value: a number that is NaN, an empty text.
         mean: of the numbers, or of all elements of a tensor; likewise `std`, `least` and `most`.
             None where there is no number.
+        means: of each element of a vector, where it is an input; likewise `stds`.
         quantiles: at even steps from the least to the most, by a sample of the examples; of a
             tensor those of the means of its examples.
         counts: examples by value, the most frequent first; of a class by its name.
@@ -80,6 +81,8 @@ class FeatureStatistics:
     std: float | None = None
     least: float | None = None
     most: float | None = None
+    means: tuple[float, ...] = ()
+    stds: tuple[float, ...] = ()
     quantiles: tuple[float, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     distinct: int = 0

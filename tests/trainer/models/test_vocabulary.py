@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import tensorflow as tf
 
-from trainer.models.vocabulary import Vocabulary, Words
+from trainer.models.vocabulary import Vocabulary, Words, stripped
 
 CITIES = ["Rome", "Köln", "São Paulo", "x\ny"]
 
@@ -64,3 +66,15 @@ def test_a_graph_needs_no_table():
     graph = tf.function(layer).get_concrete_function(tf.TensorSpec([None], tf.string))
     assert not {op.type for op in graph.graph.get_operations() if "Table" in op.type}
     assert graph(tf.constant(["Köln"])).numpy().tolist() == [2]
+
+
+def test_spaces_around_a_text_are_those_that_are_left_out_of_files():
+    spaces = [chr(each) for each in range(0x3001) if chr(each).isspace()]
+    cut = pc.utf8_trim_whitespace(pa.array([f"{each}Köln{each}" for each in spaces])).to_pylist()
+    assert cut == ["Köln"] * len(spaces)
+    texts = tf.constant([f"{each}Köln{each} " for each in spaces])
+    assert Vocabulary(CITIES)(texts).numpy().tolist() == [2] * len(spaces)
+    assert Vocabulary([" Rome\t"])(tf.constant(["Rome", "R ome"])).numpy().tolist() == [1, 0]
+    assert Words(["köln"], 1)(texts).numpy().tolist() == [[2]] * len(spaces)
+    # No letter is a space, and what is no UTF-8 stays as it is.
+    assert stripped(tf.constant([b"\xff ", b" a\x00"])).numpy().tolist() == [b"\xff", b"a\x00"]

@@ -13,11 +13,12 @@ SPECS = {
     "city": FeatureSpec(shape=(), dtype="string", stored="bytes"),
     "review": FeatureSpec(shape=(), dtype="string", stored="bytes"),
     "pixels": FeatureSpec(shape=(4, 2), dtype="uint8", stored="raw"),
+    "row": FeatureSpec(shape=(2,), dtype="float32", stored="raw"),
     "label": FeatureSpec(
         shape=(), dtype="int64", stored="int", num_classes=2, labels=("no", "yes")
     ),
 }
-INPUTS = ("age", "city", "review", "pixels")
+INPUTS = ("age", "city", "review", "pixels", "row")
 
 
 def examples(count, seed=0):
@@ -28,7 +29,9 @@ def examples(count, seed=0):
     cities = np.array([b"Rome", b"Oslo", b""], object)[random.integers(0, 3, count)]
     reviews = np.array([b"Good, good film!", b"bad film"], object)[1 - label]
     pixels = random.integers(0, 256, (count, 4, 2)).astype(np.uint8)
-    return {"age": age, "city": cities, "review": reviews, "pixels": pixels, "label": label}
+    row = np.stack([age, 1e6 + age * 1e3], axis=1).astype(np.float32)
+    texts = {"city": cities, "review": reviews}
+    return {"age": age, **texts, "pixels": pixels, "row": row, "label": label}
 
 
 def accumulated(columns, cuts=(), seed=0):
@@ -78,6 +81,11 @@ def test_tensors_and_classes():
     assert pixels.std == pytest.approx(columns["pixels"].std())
     means = columns["pixels"].reshape(500, -1).mean(1)
     assert (pixels.quantiles[0], pixels.quantiles[-1]) == (means.min(), means.max())
+    assert pixels.means == ()
+    row = columns["row"][np.isfinite(columns["row"][:, 0])].astype(np.float64)
+    assert found["row"].missing == 50
+    np.testing.assert_allclose(found["row"].means, row.mean(0))
+    np.testing.assert_allclose(found["row"].stds, row.std(0))
     ones = int(columns["label"].sum())
     assert label.counts == {"yes": ones, "no": 500 - ones}
 
@@ -109,7 +117,7 @@ def assert_same(first, second):
     assert first.examples == second.examples
     for name, one in first.features.items():
         found, expected = dataclasses.asdict(one), dataclasses.asdict(second.features[name])
-        for floats in ("mean", "std", "quantiles", "association"):
+        for floats in ("mean", "std", "means", "stds", "quantiles", "association"):
             assert found.pop(floats) == pytest.approx(expected.pop(floats)), (name, floats)
         assert found == expected
 

@@ -92,3 +92,17 @@ def test_they_go_on_from_their_state():
     found = Moments()
     found.add(np.array([1.0, 2.0]))
     assert Moments(*found.state()) == found
+
+
+def test_moments_of_large_integers_have_the_spread_of_their_last_digits():
+    values = np.int64(10**18) + np.arange(1000)
+    found = Moments()
+    found.add(values[:500])
+    found.add(values[500:])
+    np.testing.assert_allclose(found.std, np.arange(1000).std(), rtol=0.2)
+    alone = Moments()
+    alone.add(values)
+    np.testing.assert_allclose(alone.std, np.arange(1000).std())
+    wide = Moments()
+    wide.add(np.array([-(2**63), 2**63 - 1]))
+    np.testing.assert_allclose(wide.std, 2.0**63)
