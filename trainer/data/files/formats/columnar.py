@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,23 @@ class ParquetReader(Reader):
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns by the schema."""
         with _file(path) as file:
-            return tuple(_flat(file.schema_arrow))
+            names = tuple(_flat(file.schema_arrow))
+        double = [name for name, count in Counter(names).items() if count > 1]
+        if double:
+            raise UserError(
+                f"data.source: {path} has two columns named {double[0]!r}; rename one of them"
+            )
+        return names
+
+    def index(self, path: Path) -> tuple[str, ...]:
+        """Return the columns that are an index of pandas, by what it wrote into the file."""
+        with _file(path) as file:
+            written = (file.schema_arrow.metadata or {}).get(b"pandas", b"{}")
+        try:
+            found = json.loads(written).get("index_columns", [])
+        except (ValueError, AttributeError):
+            found = []
+        return tuple(each for each in found if isinstance(each, str))
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Return ranges of row groups."""

@@ -1,4 +1,4 @@
-"""TFRecord files of `tf.train.Example`."""
+"""TFRecord files of `tf.train.Example`, or of `SequenceExample`, whose lists are features too."""
 
 from __future__ import annotations
 
@@ -74,17 +74,27 @@ class ExampleReader(Reader):
 
 
 def _example(data: bytes) -> dict[str, Any] | str:
+    # The context of a `SequenceExample` is where the features of an `Example` are.
     try:
-        features = tf.train.Example.FromString(data).features.feature
+        found = tf.train.SequenceExample.FromString(data)
     # Protobuf's own class of error differs between its implementations.
     except Exception:
         return "it is no tf.train.Example"
-    found = {}
-    for name, feature in features.items():
-        kind = feature.WhichOneof("kind")
-        if kind:
-            found[name] = list(getattr(feature, kind).value)
-    return found
+    context = found.context.feature
+    values = {name: _values(one) for name, one in context.items() if one.WhichOneof("kind")}
+    for name, steps in found.feature_lists.feature_list.items():
+        if name in values:
+            return f"{name!r} is both a feature and a list of features"
+        each = [_values(step) for step in steps.feature]
+        # A step of one value is that value.
+        flat = all(len(step) == 1 for step in each)
+        values[name] = [step[0] for step in each] if flat else each
+    return values
+
+
+def _values(feature: Any) -> list[Any]:
+    kind = feature.WhichOneof("kind")
+    return list(getattr(feature, kind).value) if kind else []
 
 
 def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:

@@ -1,8 +1,14 @@
-"""JSON, one object a line: nested keys become `outer/inner`; each record has keys of its own."""
+"""JSON: one object a line, a list of objects, or objects one after the other.
+
+Nested keys become `outer/inner`; each record has keys of its own.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -11,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.files.formats.decompression import is_compressed, opened
+from trainer.data.files.formats.decompression import is_whole, opened_text
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
 
@@ -20,31 +26,45 @@ _AT_ONCE = 8192
 # By which a missing label is refused before all is read.
 _FIRST = 1000
 _LONGEST = 64 << 20
+_CHUNK = 1 << 20
+_BETWEEN = re.compile(r"[\s,]*")
+# Of keys that most records do not share.
+_FEWEST = 20
+_NEARLY_ALL = 0.9
+_AS_ROWS = "write one object a line (pandas: to_json(orient='records', lines=True))"
 
 
 class JsonReader(Reader):
-    """Reads JSON lines by Python: every line is checked by itself."""
+    """Reads JSON by Python: every record is checked by itself."""
 
     varies = True
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the keys of the first records; later ones may have more."""
-        found: dict[str, None] = {}
-        with opened(path) as file:
-            for line in islice(file, _FIRST):
-                record = _record(line)
-                if isinstance(record, dict):
-                    found.update(dict.fromkeys(_flat(record)))
+        found: Counter[str] = Counter()
+        records = [each for each in islice(_records(path, Piece(0)), _FIRST) if each is not None]
+        flat = [_flat(each) if isinstance(each, dict) else each for each in records]
+        objects = [each for each in flat if isinstance(each, dict)]
+        if len(records) == 1 and isinstance(records[0], dict) and (why := _as_one(records[0])):
+            raise UserError(f"data.source: {path} is one JSON object {why}; {_AS_ROWS}")
+        for record in objects:
+            found.update(record)
         if not found:
             raise UserError(
-                f"data.source: {path} has no JSON object in its first {_FIRST} lines; write one "
-                "object a line"
+                f"data.source: {path} has no JSON object in its first {_FIRST} lines"
+                f"{f' (row 1: {flat[0]})' if flat else ''}; {_AS_ROWS}"
+            )
+        alone = [name for name, count in found.items() if count == 1]
+        if len(objects) > _FEWEST and len(alone) > max(_NEARLY_ALL * len(found), len(objects) / 2):
+            raise UserError(
+                f"data.source: each record of {path} has keys of its own, such as {alone[0]!r} and "
+                f"{alone[-1]!r}; write records with the same keys"
             )
         return tuple(found)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Cut at ends of lines."""
-        if is_compressed(path):
+        if is_whole(path) or not _has_lines(path):
             return [(0, END)]
         bounds, total = [0], path.stat().st_size
         with path.open("rb") as file:
@@ -60,23 +80,23 @@ class JsonReader(Reader):
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
         """Yield the records; all keys of each block if no columns are named."""
-        lines = enumerate(_lines(path, piece))
-        while block := list(islice(lines, _AT_ONCE)):
+        numbered = enumerate(_records(path, piece))
+        while block := list(islice(numbered, _AT_ONCE)):
             records, numbers = [], []
-            for number, line in block:
-                if not line.strip():
-                    continue
-                record = _record(line)
-                if isinstance(record, dict):
-                    records.append(_flat(record))
+            for number, record in block:
+                found = _flat(record) if isinstance(record, dict) else record
+                if isinstance(found, dict):
+                    records.append(found)
                     numbers.append(number)
-                else:
-                    broken(number, record)
+                elif found is not None:
+                    broken(number, found)
             yield _rows(records, numbers, columns)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line."""
-        with opened(path) as file:
+        """Return the line; of objects in a list, or over several lines, which one it is."""
+        if not piece.start:
+            return 1 + number
+        with opened_text(path) as file:
             return 1 + number + sum(1 for _ in _bounded(file, 0, piece.start))
 
 
@@ -100,17 +120,90 @@ def _text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {name!r} is there twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _records(path: Path, piece: Piece) -> Iterator[dict[str, Any] | str | None]:
+    """Yield objects, or what is wrong with one; None for a line without any."""
+    if not _has_lines(path):
+        yield from _values(path)
+        return
+    for line in _lines(path, piece):
+        yield _record(line) if line.strip() else None
+
+
+def _has_lines(path: Path) -> bool:
+    """Say whether there is one object a line, by the first line."""
+    with opened_text(path) as file:
+        head = file.read(_CHUNK).removeprefix(_BOM).lstrip()
+    line = head.partition(b"\n")[0].rstrip()
+    return not (re.match(rb"\[\s*[{\]]", head) or (head[:1] == b"{" and line[-1:] in b"{[,:"))
+
+
 def _record(line: bytes) -> dict[str, Any] | str:
     """Return the object of a line, or what is wrong with it."""
     try:
-        found = json.loads(line.removeprefix(_BOM))
+        found = _DECODER.decode(line.removeprefix(_BOM).decode())
     except UnicodeDecodeError:
         return "it is not UTF-8"
     except (ValueError, RecursionError) as error:
         return f"it is no JSON ({error})"
-    if b"\\ud" in line.lower() and not _is_unicode(found):
+    return _checked(found, doubtful=b"\\ud" in line.lower())
+
+
+def _checked(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
+    if doubtful and not _is_unicode(found):
         return "it has half of a pair of surrogates (\\ud800), which is no character"
     return found if isinstance(found, dict) else f"it is a {type(found).__name__}, and no object"
+
+
+def _values(path: Path) -> Iterator[dict[str, Any] | str]:
+    """Yield the objects of a list, or those that are one after the other, a chunk at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    text, at, count, more = "", 0, 0, True
+    with opened_text(path) as file:
+
+        def longer() -> str:
+            nonlocal more
+            data = file.read(max(_CHUNK, len(text) - at))
+            more = bool(data)
+            return text[at:] + decoder.decode(data, final=not data)
+
+        text = longer().removeprefix("\ufeff").lstrip().removeprefix("[")
+        while True:
+            found = _BETWEEN.match(text, at)
+            at = found.end() if found else at
+            if at == len(text) and more:
+                text, at = longer(), 0
+                continue
+            if at == len(text) or text[at] == "]":
+                return
+            try:
+                value, end = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                if more and isinstance(error, json.JSONDecodeError) and len(text) - at < _LONGEST:
+                    text, at = longer(), 0
+                    continue
+                raise UserError(
+                    f"data.source: {path}, record {count + 1} is no JSON ({error}), so that those "
+                    "after it cannot be read"
+                ) from error
+            count += 1
+            yield _not_utf8(value) or _checked(value, doubtful="\\ud" in text[at:end].lower())
+            at = end
+
+
+def _not_utf8(value: Any) -> str:
+    # Bytes that are no UTF-8 were kept as halves of surrogates, which JSON writes as \\udc80.
+    return "it is not UTF-8" if re.search(r"\\udc[89a-f]", json.dumps(value)) else ""
 
 
 def _is_unicode(value: Any) -> bool:
@@ -121,18 +214,38 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-def _flat(record: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _as_one(record: Mapping[str, Any]) -> str:
+    """Say why an object that is alone in a file is a table and no row; empty if it is a row."""
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return f"with a list of objects in {name!r}"
+    if {"columns", "data"} <= record.keys():
+        return "with columns and data apart"
+    inner = [tuple(value) for value in record.values() if isinstance(value, dict)]
+    if len(inner) == len(record) > 1 and len({*inner}) == 1:
+        numbered = [tuple(map(str, range(len(each)))) for each in (tuple(record), inner[0])]
+        if tuple(record) == numbered[0] or inner[0] == numbered[1] or len(record) > _FEWEST:
+            return "with a key for each row"
+    return ""
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Return nested keys as one each, or which of them there are two of."""
     found: dict[str, Any] = {}
     for key, value in record.items():
-        if isinstance(value, dict):
-            found.update(_flat(value, f"{before}{key}/"))
-        else:
-            found[f"{before}{key}"] = value
+        inner = _flat(value) if isinstance(value, dict) else {"": value}
+        if isinstance(inner, str):
+            return inner
+        for name, each in inner.items():
+            whole = f"{key}/{name}" if isinstance(value, dict) else key
+            if whole in found:
+                return f"{whole!r} is there twice, as one key and as nested ones"
+            found[whole] = each
     return found
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
-    with opened(path) as file:
+    with opened_text(path) as file:
         for line in _bounded(file, piece.start, piece.stop):
             if len(line) > _LONGEST:
                 raise UserError(

@@ -65,6 +65,11 @@ class Reader(ABC):
         del path
         return ()
 
+    def index(self, path: Path) -> tuple[str, ...]:
+        """Return the columns which a file says are an index, and not data."""
+        del path
+        return ()
+
     @abstractmethod
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Return ranges of about `size` bytes that can be read alone, in order."""
