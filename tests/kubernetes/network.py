@@ -24,6 +24,7 @@ from contextlib import suppress
 
 from tests.kubernetes.resolver import UNKNOWN, VARIABLE
 from tests.kubernetes.store import RefusedError, Store, Tree, selected
+from trainer.cluster import rejoin
 
 CHUNK = 1 << 18
 DOMAIN = "svc"
@@ -64,7 +65,9 @@ class Network:
     def environment(self) -> dict[str, str]:
         """Return what a pod's processes need to use it."""
         address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
-        return {"grpc_proxy": f"http://{address}", VARIABLE: address}
+        # A task takes no proxy for its channels, unless its environment says so in this way.
+        options = {rejoin.VARIABLE: "grpc.enable_http_proxy=1"}
+        return {"grpc_proxy": f"http://{address}", VARIABLE: address, **options}
 
     def resolves(self, host: str) -> bool:
         """Return whether a name has an address now."""
