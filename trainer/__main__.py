@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             line = user_code.line_of(error)
             _report(options.workdir, f"the code that it was given raised {line}", trace)
             return FAILED
-        termination.write(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
+        termination.write(options.workdir, user_code.line_of(error))
         logging.exception("a bug of Flotilla, or of the code that it was given")
         return FAILED
     return DONE

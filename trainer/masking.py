@@ -116,11 +116,15 @@ def is_sent_openly(url: str) -> bool:
 
 
 def log_to_stderr() -> None:
-    """Write the log of this process to standard error, masked; the last traceback as well."""
+    """Write the log of this process to standard error, masked; the last traceback as well.
+
+    Where another program has begun the process, as KFP's, its log is masked where it is.
+    """
     sys.excepthook = _log_bug
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        if not isinstance(handler.formatter, _Masked):
+            handler.setFormatter(_Masked(handler.formatter or logging.Formatter()))
 
 
 def _log_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -130,8 +134,12 @@ def _log_bug(kind: type[BaseException], error: BaseException, trace: TracebackTy
 class _Masked(logging.Formatter):
     """Masks the whole text of a record, the traceback of an exception too."""
 
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
     def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
+        return masked(self._inner.format(record))
 
 
 def _without_user(found: re.Match[str]) -> str:

@@ -17,6 +17,7 @@ _OF_LAYERS = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.-]{0,99}")
 # How a name ends that was made here, and that no column may take.
 _MADE = re.compile(r".*[._][0-9a-f]{16}", re.DOTALL)
 _LONGEST = 40
+_OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 
 
 def layer_name(name: str) -> str:
@@ -49,6 +50,15 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
             word = f"{word[:_LONGEST]}_{_digest(name)}"
         found[name] = word
     return {name: found[name] for name in features}
+
+
+def curve_name(name: str) -> str:
+    """Return what a tracker calls a metric or a parameter: MLflow takes words and paths."""
+    is_path = not {"", ".", ".."} & {*name.split("/")}
+    if is_path and len(name) <= _LONGEST_CURVE and _OF_CURVES.fullmatch(name):
+        return name
+    readable = re.sub(r"[^\w-]+", "_", name)
+    return f"{readable[:_LONGEST]}.{_digest(name)}"
 
 
 def _argument(name: str) -> str:

@@ -190,7 +190,7 @@ def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monke
     assert one_line(words(options)) == r"KeyError: 'two\nlines'"
     monkeypatch.setattr(topology, "check_port", Mock(side_effect=RuntimeError(" two\n lines ")))
     assert main(flat(options)) == errors.FAILED
-    assert one_line(words(options)) == "RuntimeError: two lines"
+    assert one_line(words(options)) == "RuntimeError: two"
 
 
 def test_an_error_in_the_users_code_is_a_line_with_its_place(

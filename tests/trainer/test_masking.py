@@ -183,7 +183,7 @@ COMMANDS += ["\ufeff", "\u200b", "\u2028", "\udc80", "\U000e0041"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_terminal_or_a_page_obeys_is_shown_as_an_escape(command):
+def test_what_a_terminal_or_a_page_obeys_becomes_an_escape(command):
     written = printable(f"a{command}b")
     assert written.isprintable()
     assert written.encode().decode("unicode_escape") == f"a{command}b"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.odd_names import names
-from trainer.names import argument_names, layer_name
+from trainer.names import argument_names, curve_name, layer_name
 
 
 @given(st.lists(names(), unique=True))
@@ -55,3 +55,18 @@ def test_an_argument_is_called_as_its_column_where_that_is_a_word():
     assert found["a_b"].startswith("a_b_")
     words = {"größe": "gr__e", "class": "input_class", "self": "input_self", "1st": "input_1st"}
     assert {name: found[name] for name in (*words, "x")} == {**words, "x": "x"}
+
+
+@given(st.lists(names(), unique=True))
+def test_curves_are_called_as_a_tracker_takes_them_and_apart(found):
+    called = [curve_name(f"{name}_mae") for name in found]
+    assert len(set(called)) == len(found)
+    for name in called:
+        assert re.fullmatch(r"[\w\-. :/]{1,250}", name)
+        assert not {"", ".", ".."} & {*name.split("/")}
+        assert len(name.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["loss", "validation_accuracy", "workers/worker-0", "größe_mae"])
+def test_a_plain_curve_stays(name):
+    assert curve_name(name) == name

@@ -141,7 +141,7 @@ def parse_value(text: str) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
-        tree = _load(text)
+        tree = _recorded(text) if path.suffix == ".json" else _load(text)
     except Exception as error:  # as in `parse_value`
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -152,6 +152,14 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has to hold sections with keys, not a {type(tree).__name__}")
     return tree
+
+
+def _recorded(text: str) -> Any:
+    """Return what a run has recorded: JSON, of which YAML refuses some names and changes others."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _load(text)
 
 
 def _text(path: Path) -> str:

@@ -6,6 +6,8 @@ Which metrics there are the task and the model know; here only the form of a rul
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -15,6 +17,26 @@ from trainer.config.base import Section, key
 
 #: Metrics whose names end like this are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
+
+
+# Of several outputs it begins with the name of one, which may have any signs.
+_METRIC = re.compile(r"(?:.*_)?[^\W\d]\w*", re.DOTALL)
+
+
+def split_rule(
+    rule: str, beginnings: Iterable[str] = (), features: Iterable[str] = ()
+) -> tuple[str, str, str | None]:
+    """Return the metric, the feature and the value of a rule: an empty one and None without.
+
+    Names may have the signs of a rule themselves: the longest of `beginnings` of metrics, and of
+    `features`, is taken.
+    """
+    begun = max((each for each in beginnings if rule.startswith(each)), key=len, default="")
+    rest, _, part = rule[len(begun) :].partition("@")
+    known = [each for each in features if part == each or part.startswith(f"{each}=")]
+    feature = max(known, key=len, default=part.partition("=")[0])
+    value = part[len(feature) + 1 :] if len(part) > len(feature) else None
+    return begun + rest, feature, value
 
 
 class ChampionRule(Section):
@@ -85,12 +107,12 @@ class GateConfig(Section):
     @classmethod
     def _well_formed(cls, rules: dict[str, float]) -> dict[str, float]:
         for rule, value in rules.items():
-            metric, sliced, part = rule.partition("@")
-            if not metric.isidentifier():
+            metric, feature, _ = split_rule(rule)
+            if not _METRIC.fullmatch(metric):
                 raise ValueError(
                     f"{rule!r} names no metric: write it as accuracy, or accuracy@label"
                 )
-            if sliced and not part.partition("=")[0]:
+            if "@" in rule and not feature:
                 raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
             if metric.endswith(SHARES) and not 0 <= value <= 1:
                 raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")

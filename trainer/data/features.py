@@ -306,7 +306,13 @@ def _flat(keys: Any) -> list[str]:
 
 
 def _below(key: str, leaves: list[str]) -> list[str]:
-    return [leaf for leaf in leaves if leaf == key or leaf.startswith(f"{key}/")]
+    """Return the feature of this name, or those below it; headers are without spaces around."""
+    for name in (key, key.strip()):
+        if name in leaves:
+            return [name]
+        if below := [leaf for leaf in leaves if name and leaf.startswith(f"{name}/")]:
+            return below
+    return []
 
 
 def image_spec(image: ImageConfig) -> FeatureSpec:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.config.schema import Config
+from trainer.config.thresholds import split_rule
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.statistics.statistics import NOTHING, Learnt
 from trainer.storage import Manifest
@@ -173,9 +174,10 @@ def require_slices(
 ) -> None:
     """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want."""
     able = slice_features(features, targets, config.evaluation.slices)
+    outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []
     for bound in ("min", "max"):
         for rule in getattr(config.gate, bound):
-            feature = rule.partition("@")[2].partition("=")[0]
+            _, feature, _ = split_rule(rule, outputs, able)
             if feature and feature not in able:
                 raise ConfigError(
                     f"gate.{bound}.{rule}: there is no slice by {feature!r}{nearest(feature, able)}"

@@ -28,8 +28,15 @@ def described(spec: DatasetSpec) -> list[dict[str, Any]]:
 
 
 def labels_of(task: Task) -> dict[str, list[str]]:
-    """Return the names of the classes of each of several outputs; nothing of a single one."""
-    return {name: list(part.labels) for name, part in task.parts.items() if name}
+    """Return the names of the classes of each of several outputs.
+
+    Those of a single one are in `LABELS`, but where one of them is no single line of a file.
+    """
+    return {
+        name: list(part.labels)
+        for name, part in task.parts.items()
+        if name or any(label and label.splitlines() != [label] for label in part.labels)
+    }
 
 
 def kinds_of(task: Task) -> dict[str, str]:

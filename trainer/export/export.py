@@ -130,7 +130,8 @@ def _proved(
     paths = {str(form): format_path(form, name, step) for form in fields["formats"]}
     parity = prove(subject, paths, folder)
     if subject.task.labels:
-        _write_text(folder / LABELS, "\n".join(subject.task.labels))
+        lines = [" ".join(label.splitlines()) for label in subject.task.labels]
+        (folder / LABELS).write_text("\n".join([*lines, ""]), encoding="utf-8")
     parity["smoke"] = answered(subject, folder, fields["saved_model"], process)
     return parity
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.config.thresholds import GateConfig
+from trainer.config.thresholds import GateConfig, split_rule
 from trainer.errors import UserError, nearest
 
 KIND = "decision"
@@ -124,9 +124,10 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
     bounds: dict[Literal["min", "max"], dict[str, float]] = {"min": config.min, "max": config.max}
     for bound, thresholds in bounds.items():
         for name, threshold in thresholds.items():
-            metric, _, part = name.partition("@")
+            slices = measured.get("slices", {})
+            metric, feature, value = split_rule(name, measured["metrics"], slices)
             key = f"gate.{bound}"
-            for label, metrics in _parts(part, f"{key}.{name}", measured):
+            for label, metrics in _parts(feature, value, f"{key}.{name}", measured):
                 yield Rule(
                     metric=f"{metric}{label}",
                     bound=bound,
@@ -137,13 +138,12 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 
 
 def _parts(
-    part: str, key: str, measured: Mapping[str, Any]
+    feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield a label and the metrics of all examples, of one part, or of each part of a slice."""
-    if not part:
+    if not feature:
         yield "", measured["metrics"]
         return
-    feature, one, value = part.partition("=")
     slices = measured.get("slices", {})
     if feature not in slices:
         known = ", ".join(slices) or "nothing"
@@ -152,12 +152,12 @@ def _parts(
             f"{known}); name it in evaluation.slices"
         )
     rows = {row["value"]: row["metrics"] for row in slices[feature]}
-    if one and value not in rows:
+    if value is not None and value not in rows:
         raise UserError(
             f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (there is "
             f"{', '.join(rows)})"
         )
-    for each in [value] if one else rows:
+    for each in rows if value is None else [value]:
         yield f"@{feature}={each}", rows[each]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.masking import masked
+from trainer.names import curve_name
 from trainer.tracking import addresses
 
 OWN_ID = "flotilla.run_id"
@@ -101,12 +101,12 @@ def parameters_of(config: Config) -> dict[str, str]:
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
-        name = re.sub(r"[^\w\-. /:]", "_", f"{prefix}{key}")[:250]
+        name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{name}.")
         elif value not in ("", [], None):
             text = value if isinstance(value, str) else json.dumps(value)
-            yield name, masked(text)[:_LONGEST_PARAMETER]
+            yield curve_name(name), masked(text)[:_LONGEST_PARAMETER]
 
 
 class MlflowRun:

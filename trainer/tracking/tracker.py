@@ -21,6 +21,7 @@ from trainer.errors import ClusterLostError, RunInterruptedError
 from trainer.events import AttemptBegin, Event, Progress, Restart, StepEnd, Validation
 from trainer.json_records import is_number
 from trainer.masking import masked
+from trainer.names import curve_name
 from trainer.run_state import RunState
 from trainer.tracking import addresses
 from trainer.tracking.mlflow_run import (
@@ -111,7 +112,9 @@ def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, ti
             _add(pending, f"{prefix}{name}/", value, step, time)
         elif is_number(value):
             repeats = not prefix.startswith(("validation_", "test_"))
-            point = Point(f"{prefix}{name}", float(value), step, int(time * 1000), repeats)
+            point = Point(
+                curve_name(f"{prefix}{name}"), float(value), step, int(time * 1000), repeats
+            )
             pending.points.append(point)
 
 

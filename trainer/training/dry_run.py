@@ -30,6 +30,7 @@ from trainer import storage, user_code
 from trainer.checkpoints import learnt_before, warm_start
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config, TrainingConfig
+from trainer.config.thresholds import split_rule
 from trainer.data import prepare
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
@@ -154,7 +155,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
     if compared := config.gate.champion.metric:
         rules.append(("gate.champion.metric", compared))
     for key, rule in rules:
-        metric = rule.partition("@")[0]
+        metric, _, _ = split_rule(rule, known)
         if metric not in known:
             hint = nearest(metric, known) or f" (measured: {', '.join(sorted(known))})"
             task = objective.task.name

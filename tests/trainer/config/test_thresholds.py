@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config.load import parse_config
-from trainer.config.thresholds import ChampionRule
+from trainer.config.thresholds import ChampionRule, split_rule
 from trainer.errors import ConfigError
 
 
@@ -62,3 +62,28 @@ def test_metrics_of_any_task_have_bounds():
     gate = {"min": {"r2_score": -1.5}, "max": {"days_mean_absolute_error@shop": 20}}
     found = parse_config({"gate": gate}).gate
     assert (found.min, found.max) == (gate["min"], gate["max"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        ("accuracy", ("accuracy", "", None)),
+        ("accuracy@kind", ("accuracy", "kind", None)),
+        ("accuracy@kind=a", ("accuracy", "kind", "a")),
+        ("accuracy@kind=", ("accuracy", "kind", "")),
+        ("accuracy@size (cm)=a@b=c", ("accuracy", "size (cm)", "a@b=c")),
+        ("accuracy@a=b", ("accuracy", "a=b", None)),
+        ("accuracy@a=b=c", ("accuracy", "a=b", "c")),
+        ("x@y_mae", ("x@y_mae", "", None)),
+        ("x@y_mae@a@b=1", ("x@y_mae", "a@b", "1")),
+        ("f1@größe", ("f1", "größe", None)),
+    ],
+)
+def test_a_rule_is_split_where_names_have_its_signs_themselves(rule, parts):
+    metrics, features = ["accuracy", "x@y_mae"], ["kind", "size (cm)", "a", "a=b", "a@b", "größe"]
+    assert split_rule(rule, metrics, features) == parts
+
+
+def test_a_metric_of_an_output_of_any_name_may_be_bounded():
+    rules = {"Preis (€)_mae": 3.0, "_mae": 1.0, "a@b_mae@c": 2.0}
+    assert parse_config({"gate": {"max": rules}}).gate.max == rules
