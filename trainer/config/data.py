@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "images": _IMAGES,
 }
 #: What a column of files can be said to hold.
-TYPES = ("int", "float", "bool", "text", "class", "time", "image")
+TYPES = ("int", "float", "number", "number_comma", "bool", "text", "class", "time", "image")
 #: Partition by which examples are handed out as workers are free.
 DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"

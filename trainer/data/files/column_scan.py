@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainer.data.files import text_values
+from trainer.data.files import text_values, written_numbers
 
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
@@ -31,8 +32,9 @@ class ColumnScan:
         kinds: values of each kind: int, huge (a whole number beyond 64 bits), code, float, bool,
             time, text, tensor, image.
         empty: values that are null or an empty text.
-        words: values that are a word for missing, as NA.
+        marks: words that stand for missing, as NA, and how often; not those of a text.
         texts: the first values that are texts, with file and row number.
+        writing: how many texts are numbers or dates in writing, and of which units.
         values: different values as texts; no longer gathered beyond `most`.
         gathers: whether those of numbers with a fraction are gathered too, as for classes.
         shapes: shapes of tensors.
@@ -46,7 +48,8 @@ class ColumnScan:
     rows: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     empty: int = 0
-    words: int = 0
+    marks: Counter[str] = field(default_factory=Counter)
+    writing: Counter[str] = field(default_factory=Counter)
     texts: list[tuple[Any, int, str]] = field(default_factory=list)
     values: set[str] = field(default_factory=set)
     many: bool = False
@@ -91,6 +94,11 @@ class ColumnScan:
                 self.shapes.add(size)
         self.rows += missing
 
+    @property
+    def missing(self) -> int:
+        """How many values are missing, if it is no text."""
+        return self.empty + self.marks.total()
+
     def lack(self, rows: int) -> None:
         """Count the rows that have no value of this column, of `rows` in all."""
         self.empty += rows - self.rows
@@ -100,7 +108,8 @@ class ColumnScan:
         """Add the sums of a later piece."""
         self.rows += other.rows
         self.empty += other.empty
-        self.words += other.words
+        self.marks += other.marks
+        self.writing += other.writing
         for kind, count in other.kinds.items():
             self._count(kind, count)
         self.texts = (self.texts + other.texts)[:_NAMED]
@@ -146,7 +155,7 @@ class ColumnScan:
 
     def is_doubtful(self, kind: str, *, required: bool) -> bool:
         """Say whether some rows may be broken where the values are read as a type."""
-        if required and self.empty + self.words:
+        if required and self.missing:
             return True
         if kind == "image":
             return self.kinds.get("image", 0) < self.rows
@@ -177,13 +186,14 @@ class ColumnScan:
         empty = pc.equal(short, "")
         missing = text_values.is_missing(short)
         self.empty += pc.sum(empty).as_py() or 0
-        if not parsed:
-            self._count("text", len(short) - (pc.sum(empty).as_py() or 0))
-            self._keep_texts(short, pc.invert(empty), piece, numbers)
-            return
-        self.words += (pc.sum(missing).as_py() or 0) - (pc.sum(empty).as_py() or 0)
+        for each in pc.value_counts(pc.filter(short, pc.and_not(missing, empty))).to_pylist():
+            self.marks[each["values"]] += each["counts"]
         known = pc.filter(short, pc.invert(missing))
         if not len(known):
+            return
+        rows = pc.filter(pa.array(numbers), pc.invert(missing))
+        if not parsed:
+            self._add_left(known, pa.array(np.ones(len(known), np.bool_)), piece, rows)
             return
         if text_values.are_numbers(known, pa.int64()):
             self._count("int", len(known))
@@ -197,10 +207,13 @@ class ColumnScan:
             if count and kind in _NUMBERS:
                 self._measure(pc.filter(known, found))
             left = pc.and_not(left, found)
-        self._count("text", pc.sum(left).as_py() or 0)
         if pc.any(left).as_py():
-            rows = pc.filter(pa.array(numbers), pc.invert(missing))
-            self._keep_texts(known, left, piece, rows)
+            self._add_left(known, left, piece, rows)
+
+    def _add_left(self, known: pa.Array, left: pa.Array, piece: Any, numbers: Any) -> None:
+        self._count("text", pc.sum(left).as_py() or 0)
+        self._keep_texts(known, left, piece, numbers)
+        self.writing += written_numbers.writing_of(pc.filter(known, left))
 
     def _keep_texts(self, array: pa.Array, chosen: pa.Array, piece: Any, numbers: Any) -> None:
         if len(self.texts) < _NAMED:

@@ -5,17 +5,18 @@ That is inferred over all rows, and not over the first ones.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.config.data import DataConfig
 from trainer.data.features import Roles, find, find_one, require_apart
-from trainer.data.files import text_values
+from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, ColumnScan
 from trainer.data.files.file_pieces import FilePieces
+from trainer.data.files.labels import Label, classes_in, read_label
 from trainer.data.files.pictures import spec_for
+from trainer.data.files.written_numbers import NEARLY_ALL
 from trainer.data.shapes import named
 from trainer.errors import ConfigError, UserError
 
@@ -98,14 +99,11 @@ def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> No
             )
 
 
-#: Ints of a label with at most so many different values are classes.
-FEW_VALUES = 20
-# From this share of numbers on, texts among them are taken for mistakes.
-_NEARLY_ALL = 0.9
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")
 _INT64 = 2**63
-_COMMA = re.compile(r"[+-]?\d+(\.\d{3})*,\d+(\.\d+)?$")
+# Words for missing that a note names.
+_MARKS = 5
 _TENSORS = {"float": "float32", "int": "int64", "bool": "bool"}
 
 
@@ -121,6 +119,8 @@ class Column:
         dtype: of a tensor or an image; of a number only float64, where it loses digits else.
         stored: the form of an image.
         classes: texts of the classes, in order.
+        unit: of numbers in writing.
+        missing: the words that stand for a missing value, and how often.
         hint: what is noteworthy, such as a column that is constant; may be empty.
         note: what a user is told on the terminal, with the key that changes it; may be empty.
     """
@@ -133,6 +133,8 @@ class Column:
     dtype: str = ""
     stored: str = ""
     classes: tuple[str, ...] = ()
+    unit: str = ""
+    missing: Mapping[str, int] = field(default_factory=dict)
     hint: str = ""
     note: str = ""
 
@@ -156,21 +158,20 @@ def decide(  # noqa: PLR0913
     Raises:
         UserError: the values are of several types or shapes, or too many for classes.
     """
-    kind, why, note = said, "data.types", ""
+    # A single value may be a list of one.
+    single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
+    label = Label("", "")
+    if is_label and (single or "tensor" not in scan.kinds):
+        label = read_label(name, said, scan, parsed=files.reader.parsed)
+    kind, why, note = label.type or said, label.why or "data.types", ""
     if not kind:
         kind, why = _inferred(name, scan, files, tolerates=config.bad_rows > 0)
-    # A single value may be a list of one.
-    single = files.reader.lists and kind == "tensor" and scan.shapes <= {(0,), (1,)}
-    if single:
+    if single and kind == "tensor":
         kind = scan.tensor or "text"
-    missing = bool(scan.empty + scan.words) or (single and (0,) in scan.shapes)
+    missing = bool(scan.missing) or (single and (0,) in scan.shapes)
     gaps = missing and not (is_label or required)
     if kind == "int" and not (is_label or required):
         kind, why, note = _int_or_id(name, scan, said, why, gaps=gaps)
-    if is_label:
-        if not scan.kinds:
-            raise UserError(f"data.label: {name!r} has no value in any row; name another column")
-        kind, why = _as_label(kind, why, scan, said=bool(said))
     if kind == "image":
         spec = spec_for(name, config.image, scan.shapes)
         return Column(
@@ -181,9 +182,24 @@ def decide(  # noqa: PLR0913
             f"data.types: {name!r} has more than {scan.most} different values, too many for "
             f"classes; set data.types: {{{name}: float}} if it is a number"
         )
-    column = Column(name=name, type=kind, why=why, gaps=gaps, hint=_hint(scan, kind), note=note)
+    if kind == "class" and missing and not (is_label or config.bad_rows):
+        raise UserError(
+            f"data.types: {name!r} has {scan.empty} rows without a value, which is no class; set "
+            f"data.types: {{{name}: text}}, which takes them as well"
+        )
+    column = Column(
+        name=name,
+        type=kind,
+        why=why,
+        gaps=gaps,
+        missing={} if kind in ("text", "class") else dict(sorted(scan.marks.items())),
+        hint=_hint(scan, kind),
+        note="; ".join(filter(None, [note, *label.notes, *_notes(name, kind, said, scan)])),
+    )
     if kind == "class":
-        return replace(column, classes=sorted_classes(scan))
+        return replace(column, classes=label.classes or classes_in(scan))
+    if kind in written_numbers.KINDS:
+        return replace(column, unit=_unit(name, scan), dtype="" if is_label else "float64")
     exact = exact or not (is_label or scan.fits("float32"))
     return _with_dtype(config, column, scan, "float64" if exact else "")
 
@@ -238,13 +254,15 @@ def _shape(name: str, scan: ColumnScan) -> tuple[int, ...]:
     return next(iter(scan.shapes), ())
 
 
-def sorted_classes(scan: ColumnScan) -> tuple[str, ...]:
-    """Return the texts of classes: numbers by size, all else by text."""
-    whole = set(scan.kinds) <= {"int", "huge"}
-    values = {each.strip() if whole else each for each in scan.values} - {""}
-    if whole:
-        return tuple(sorted(values - set(text_values.MISSING), key=int))
-    return tuple(sorted(values))
+def _unit(name: str, scan: ColumnScan) -> str:
+    """Return the one unit of numbers in writing; another one is another number."""
+    units = written_numbers.units_in(scan.writing)
+    if len(units) > 1:
+        raise UserError(
+            f"data.types: {name!r} has numbers in several units ({', '.join(units[:3])}); bring "
+            "them to one, in the files or by data.map"
+        )
+    return "".join(units)
 
 
 def _inferred(
@@ -253,7 +271,7 @@ def _inferred(
     kinds = scan.kinds
     total = sum(kinds.values())
     if not total:
-        return "text", "no value in any row"
+        return "text", "texts" if scan.marks else "no value in any row"
     if len(kinds) == 1 or set(kinds) <= {"int", "huge"}:
         only = "int" if "huge" in kinds else next(iter(kinds))
         return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
@@ -262,37 +280,69 @@ def _inferred(
     counted = sum(kinds.get(each, 0) for each in _NUMBERS)
     if set(kinds) <= {*_NUMBERS, "code"}:
         return "text", "numbers, some with leading zeros"
-    if counted < _NEARLY_ALL * total:
+    if counted < NEARLY_ALL * total:
         return "text", "texts"
     if tolerates:
         return "float" if "float" in kinds else "int", f"{counted} of {total} values are numbers"
     places = ", ".join(f"{files.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
+    best = _written(scan)
+    ways = (
+        f"{{{name}: {best}}} to read them as numbers, {{{name}: text}}"
+        if best
+        else f"{{{name}: text}}"
+    )
     raise UserError(
         f"data.types: the column {name!r} has mixed types: {counted} numbers and "
-        f"{total - counted} other values ({places}); set data.types: {{{name}: text}}, or "
+        f"{total - counted} other values ({places}); set data.types: {ways}, or "
         "data.bad_rows to the share of rows that may be skipped"
     )
 
 
-def _as_label(kind: str, why: str, scan: ColumnScan, *, said: bool) -> tuple[str, str]:
-    if kind in ("text", "bool"):
-        return "class", f"label of {'texts' if kind == 'text' else 'true and false'}"
-    few = not scan.many and len(scan.values) <= min(FEW_VALUES, max(2, scan.rows // 2))
-    if kind == "int" and not said:
-        if few:
-            return "class", f"label of {len(scan.values)} whole numbers"
-        return "float", f"label of whole numbers, more than {FEW_VALUES} different ones"
-    return kind, why
+def _written(scan: ColumnScan) -> str:
+    """Return the type by which nearly all values are numbers, some of them in writing, or empty."""
+    texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *_NUMBERS))
+    whole += huge
+    others = sum(scan.kinds.values()) - texts - whole - fractions
+    return written_numbers.kind_of(
+        scan.writing, texts=texts, whole=whole, fractions=fractions, others=others
+    )
+
+
+def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
+    """Say what is doubtful: words that are taken as missing, numbers and dates that are texts."""
+    odd = {mark: n for mark, n in scan.marks.items() if not text_values.is_null(mark)}
+    if odd and kind not in ("text", "class"):
+        marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])
+        yield (
+            f"the column {name!r} has {marks}, taken as missing; set data.types: {{{name}: text}} "
+            "if it means something"
+        )
+    if kind != "text" or said or not scan.writing:
+        return
+    first = scan.texts[0][2]
+    if best := _written(scan):
+        other = next(each for each in written_numbers.KINDS if each != best)
+        both = scan.writing[best] == scan.writing[other] and "," in first
+        yield (
+            f"the column {name!r} has numbers that are written as texts, such as {first!r}, and is "
+            f"taken as text; set data.types: {{{name}: {best}}} to read them as numbers"
+            f"{f' ({other} if the comma is before the fraction)' if both else ''}, or {{{name}: "
+            "text} if they are texts"
+        )
+    elif scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * sum(scan.kinds.values()):
+        yield (
+            f"the column {name!r} has dates or times of the day, such as {first!r}, and is taken "
+            f"as text; write them as 2026-11-23 10:30, or set data.types: {{{name}: text}} if they "
+            "are texts"
+        )
 
 
 def _hint(scan: ColumnScan, kind: str) -> str:
-    if not scan.kinds:
+    if not scan.kinds and not scan.marks:
         return "no value in any row"
-    missing = bool(scan.empty + scan.words)
+    missing = bool(scan.missing)
     if not scan.many and len(scan.values) == 1 and scan.rows > 1 and not missing:
         return f"always {next(iter(scan.values))!r}"
-    if kind == "text" and scan.texts and all(_COMMA.match(text) for _, _, text in scan.texts):
-        return "numbers with a comma are texts; write 1234.5"
     if kind == "text" and not missing and _FEWEST_IDS < scan.rows == len(scan.values):
         return "another text in each row, as an id"
     return ""
@@ -302,6 +352,8 @@ def described(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
     """Return what a manifest says of the columns."""
     return [
         {"name": each.name, "type": each.type, "why": each.why}
+        | ({"unit": each.unit} if each.unit else {})
+        | ({"missing": dict(each.missing)} if each.missing else {})
         | ({"hint": each.hint} if each.hint else {})
         | ({"classes": len(each.classes)} if each.classes else {})
         for each in columns.values()

@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from trainer.data.files import text_values
+from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, is_list
 from trainer.data.files.columns import Column
+from trainer.data.files.labels import class_ids
+from trainer.data.files.written_numbers import KINDS
 from trainer.data.spec import FeatureSpec
 
 _DTYPES = {
@@ -40,7 +42,8 @@ def spec_of(column: Column) -> FeatureSpec:
         stored = column.stored or "raw"
         return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
     # An int or a bool has no form for a missing value.
-    kind = "float" if column.gaps and column.type in ("int", "bool") else column.type
+    is_float = column.type in KINDS or (column.gaps and column.type in ("int", "bool"))
+    kind = "float" if is_float else column.type
     dtype, stored = _DTYPES[kind]
     if column.dtype == "float64":
         dtype, stored = _DTYPES["time"]
@@ -69,7 +72,7 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
         array = _only_values(array)
     if column.type in ("text", "class"):
         return _texts(column, array, required=required)
-    numbers = numbers_of(column.type, array)
+    numbers = numbers_of(column.type, array, column.unit)
     values, bad = numbers.values, numbers.bad
     dtype = spec_of(column).dtype
     if dtype in ("int64", "bool"):
@@ -106,13 +109,13 @@ class Numbers(NamedTuple):
     bad: NDArray[np.bool_]
 
 
-def numbers_of(kind: str, array: pa.Array) -> Numbers:
-    """Return the values of some rows as numbers of a kind: int, float, bool or time."""
+def numbers_of(kind: str, array: pa.Array, unit: str = "") -> Numbers:
+    """Return the values of some rows as numbers of a kind: int, float, bool, time, in writing."""
     if pa.types.is_decimal(array.type):
         # Its text is exact, and read as that of any other format.
         array = pc.cast(array, pa.string())
     if _is_text(array.type):
-        return _parsed(kind, text_values.trimmed(array))
+        return _parsed(kind, text_values.trimmed(array), unit)
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         return _known(kind, _seconds(array))
     if pa.types.is_boolean(array.type):
@@ -128,13 +131,16 @@ def numbers_of(kind: str, array: pa.Array) -> Numbers:
     return _known(kind, wide.to_numpy(zero_copy_only=False))
 
 
-def _parsed(kind: str, short: pa.Array) -> Numbers:
+def _parsed(kind: str, short: pa.Array, unit: str) -> Numbers:
+    missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
+    if kind in KINDS:
+        values, wrong = written_numbers.numbers(kind, short, unit)
+        return Numbers(values, missing, wrong & ~missing)
     if kind != "int":
         parse = {"bool": text_values.bools, "time": text_values.times}
         values, bad = parse.get(kind, text_values.numbers)(short)
         return _known(kind, values, bad)
     whole, wrong = text_values.ints(short)
-    missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
     left = wrong & ~missing
     if left.any():
         # 30.0 and 3e1 are whole as well.
@@ -174,8 +180,7 @@ def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     texts, broken = _as_texts(array)
     texts = text_values.trimmed(texts)
     if column.type == "class":
-        found = pc.index_in(texts, value_set=pa.array(column.classes))
-        ids = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        ids = class_ids(column.classes, texts)
         return Values(ids, ids < 0, "is none of the classes, or missing")
     bad = broken
     if required:

@@ -26,10 +26,11 @@ from trainer.data.files.columns import (
 )
 from trainer.data.files.conversion import Values, converted, spec_of
 from trainer.data.files.file_pieces import by_class, of_listing
-from trainer.data.files.formats.class_folders import IMAGE
+from trainer.data.files.formats.class_folders import IMAGE, LABEL
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
+from trainer.data.files.written_numbers import KINDS
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS
 from trainer.errors import UserError
@@ -51,7 +52,7 @@ class FileSource(Source):
         self._said: dict[str, str] = dict(config.types)
         if self._files.is_listing:
             self._files = by_class(config, self._files)
-            self._said[IMAGE] = "image"
+            self._said |= {IMAGE: "image", LABEL: "class"}
         self._roles: ColumnRoles | None = None
         self._columns: dict[str, Column] = {}
         self._scan: Scan | None = None
@@ -308,7 +309,7 @@ class FileSource(Source):
         return splits.shares(self._config, self._scan.broken.rows, named)
 
     def _check_times(self, name: str, scan: Scan) -> None:
-        if self._columns[name].type in ("time", "int", "float"):
+        if self._columns[name].type in ("time", "int", "float", *KINDS):
             return
         places = "; ".join(
             f"{self._files.place(piece, row)}: {text!r}"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Height, width and channels.
 _PICTURE = 3
+# How the values of a column are read.
+_READ = ("type", "unit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +36,9 @@ def recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[d
     """Return what the manifest of a model says of the inputs of a dataset, in their order."""
     # Those of `data.map` are columns before the function.
     columns = [] if config.map else dataset.fields.get("columns", [])
-    types = {each["name"]: each["type"] for each in columns}
+    read = {each["name"]: {key: each[key] for key in _READ if key in each} for each in columns}
     return [
-        {"feature": name, "type": types.get(name, ""), **spec.features[name].to_json()}
+        {"feature": name, "type": "", **read.get(name, {}), **spec.features[name].to_json()}
         for name in spec.inputs
     ]
 
@@ -45,17 +47,17 @@ def inputs_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]
     """Return the inputs from what `recorded` returned."""
     found = []
     for entry in entries:
-        given = {name: value for name, value in entry.items() if name not in ("feature", "type")}
+        given = {name: value for name, value in entry.items() if name not in ("feature", *_READ)}
         spec = FeatureSpec(
             **{**given, "shape": tuple(given["shape"]), "labels": tuple(given["labels"])}
         )
         name = str(entry["feature"])
-        column = _column(name, spec, str(entry["type"]))
+        column = _column(name, spec, str(entry["type"]), str(entry.get("unit", "")))
         found.append(RecordedInput(feature=name, spec=spec, column=column))
     return tuple(found)
 
 
-def _column(name: str, spec: FeatureSpec, said: str) -> Column:
+def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
     # It loads Arrow, which an export does not need.
     from trainer.data.files.columns import Column  # noqa: PLC0415
 
@@ -69,6 +71,7 @@ def _column(name: str, spec: FeatureSpec, said: str) -> Column:
         dtype=spec.dtype if spec.shape or spec.dtype == "float64" else "",
         stored=spec.stored,
         classes=spec.labels if kind == "class" else (),
+        unit=unit,
     )
 
 

@@ -10,8 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-# Of a column of numbers; of a column of texts only an empty one is missing.
-MISSING = ("", "NA", "N/A", "n/a", "#N/A", "nan", "NaN", "NAN", "null", "NULL", "None", "?")
+# What R, pandas, databases and spreadsheets write for a value that is missing.
+_WRITTEN = (
+    "", "NA", "N/A", "n/a", "<NA>", "#N/A", "#NA", "#N/A N/A", "nan", "NaN", "NAN", "-nan", "-NaN",
+    "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
+    "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
+)  # fmt: skip
+# What people write, in lower case: it is missing among numbers, and a text among texts.
+_AMONG_NUMBERS = (
+    "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil",
+    "na", "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
+    "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
+    "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
+)  # fmt: skip
 _MOST = str(2**63 - 1)
 # What has 19 digits fits where it is below the largest one in its first digit that differs.
 _BELOW = "|".join(
@@ -20,7 +31,7 @@ _BELOW = "|".join(
     if digit != "0"
 )
 INT = rf"^([+-]?(\d{{1,{len(_MOST) - 1}}}|{_BELOW}|{_MOST})|-{2**63})$"
-NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^[+-]?inf$"
+NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^(?i:[+-]?inf(inity)?)$"
 # 007 is a code and not a number; Arrow reads 0x10 as one.
 _CODE = r"^[+-]?0[0-9xX]"
 WHOLE = r"^[+-]?\d+$"
@@ -37,8 +48,13 @@ def trimmed(array: pa.Array) -> pa.Array:
 
 
 def is_missing(array: pa.Array) -> pa.Array:
-    """Say which trimmed texts stand for a missing number."""
-    return pc.is_in(array, value_set=_MISSING)
+    """Say which trimmed texts stand for a missing number, truth or time."""
+    return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
+
+
+def is_null(text: str) -> bool:
+    """Say whether a tool wrote a trimmed text for what is missing: it is no class either."""
+    return text in _WRITTEN
 
 
 def matches(array: pa.Array, pattern: str) -> pa.Array:
@@ -126,4 +142,4 @@ def _filled(array: pa.Array, value: Any) -> NDArray[Any]:
     return filled
 
 
-_MISSING = pa.array(MISSING)
+_MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))

@@ -1,0 +1,155 @@
+"""What a class is: which spellings are one, which only look alike, and by which name it goes.
+
+Whatever reads, counts, weighs or compares classes asks here. One for certain are texts that differ
+in spaces or in the form of Unicode, the words of a boolean in any case, and spellings of a number.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+
+#: Of the pairs false and true, in the order in which they give the names of two classes.
+_PAIRS = (("false", "true"), ("no", "yes"), ("off", "on"), ("f", "t"), ("n", "y"), ("0", "1"))
+_SENSES = {word: number for pair in _PAIRS for number, word in enumerate(pair)}
+# Words, not letters: `T` and `t` may be two things where there are more.
+_WORDS = {word for pair in _PAIRS[:3] for word in pair}
+_LETTERS = ({"f", "t"}, {"n", "y"})
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+_CODE = re.compile(r"0\d+", re.ASCII)
+_UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
+_END = ".,;:! "
+_JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
+
+
+def squeezed(text: str) -> str:
+    """Return a text without spaces around it, one at a time in it, in one form of Unicode."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
+    return " ".join(text.split())
+
+
+def number_in(text: str) -> str:
+    """Return the one spelling of a number: `1` of `+1`, `01` and `1.0`; empty of another text."""
+    if not _NUMBER.fullmatch(text):
+        return ""
+    found = format(Decimal(text).normalize(), "f")
+    return "0" if found == "-0" else found
+
+
+def key_of(text: str) -> str:
+    """Return what all spellings of a class have in common, whatever other classes there are."""
+    short = squeezed(text)
+    word = short.lower()
+    return word if word in _WORDS else number_in(short) or short
+
+
+def is_truth(keys: Iterable[str]) -> bool:
+    """Say whether these are yes and no, in whichever words."""
+    found = {key.lower() for key in keys}
+    letters = [bool(found & pair) for pair in _LETTERS]
+    return found <= _SENSES.keys() and not (all(letters) and not found & _WORDS)
+
+
+class Spellings:
+    """The spellings of a column's classes, put together: one for certain are one."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        """Take all texts that are not missing."""
+        self.by_key: dict[str, list[str]] = {}
+        for text in sorted({squeezed(each) for each in texts}):
+            self.by_key.setdefault(key_of(text), []).append(text)
+        self.is_truth = is_truth(self.by_key)
+        #: Whether all are numbers, and whether all of these are whole.
+        self.are_numbers = all(map(_NUMBER.fullmatch, self.by_key))
+        self.are_whole = self.are_numbers and not any("." in key for key in self.by_key)
+
+    @property
+    def count(self) -> int:
+        """How many classes there are."""
+        return len({_SENSES[key.lower()] for key in self.by_key} if self.is_truth else self.by_key)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the classes in their order: false before true, numbers by size, texts by text."""
+        if self.is_truth:
+            return self._of_truth()
+        if self.are_numbers:
+            return tuple(self._name(key) for key in sorted(self.by_key, key=Decimal))
+        return tuple(sorted(self._name(key) for key in self.by_key))
+
+    def _of_truth(self) -> tuple[str, ...]:
+        keys = {key.lower() for key in self.by_key}
+        pairs = [pair for pair in _PAIRS if keys & set(pair)]
+        as_written = len(pairs) == 1 and pairs[0] not in (_PAIRS[0], _PAIRS[-1])
+        found = []
+        for number, word in enumerate(pairs[0]):
+            texts = {
+                text
+                for key, texts in self.by_key.items()
+                for text in texts
+                if _SENSES[key.lower()] == number
+            }
+            if texts:
+                found.append(min(texts) if as_written and len(texts) == 1 else word)
+        return tuple(found)
+
+    def _name(self, key: str) -> str:
+        texts = self.by_key[key]
+        # A code keeps its zeros, and `1` is `1` in whichever format it comes.
+        plain = len(texts) == 1 and (_CODE.fullmatch(texts[0]) or not _NUMBER.fullmatch(key))
+        return texts[0] if plain and key not in _PAIRS[0] else key
+
+    def merged(self) -> list[list[str]]:
+        """Return the spellings of each class that has several; those of yes and no are expected."""
+        if self.is_truth:
+            return []
+        return [texts for key, texts in self.by_key.items() if len(texts) > 1 and key not in _WORDS]
+
+
+def lookalikes(names: Iterable[str]) -> list[list[str]]:
+    """Return classes that may be one: they differ in case, in a full stop, or in `-` and `_`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_folded(name), []).append(name)
+    return [each for each in found.values() if len(each) > 1]
+
+
+def _folded(name: str) -> str:
+    key = key_of(name)
+    if _NUMBER.fullmatch(key) or key in _WORDS:
+        return str(bool(_SENSES[key])) if key in _WORDS else key
+    folded = unicodedata.normalize("NFKC", key).casefold()
+    return _JOINS.sub(" ", folded.rstrip(_END) or folded)
+
+
+class ClassIndex:
+    """The numbers of classes by any of their spellings."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Take the names in their order, such as those of a prepared dataset or a model."""
+        self._exact = {name: number for number, name in enumerate(names)}
+        keys = [key_of(name) for name in names]
+        senses = [_SENSES.get(key.lower(), -1) for key in keys]
+        self._is_truth = is_truth(keys) and len(set(senses)) == len(senses)
+        own: Sequence[str | int] = senses if self._is_truth else keys
+        counts = Counter(own)
+        # Those that were kept apart on request have no spelling but their own.
+        self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
+
+    def number(self, text: str) -> int:
+        """Return the number of a class, -1 of a text that is none."""
+        if text in self._exact:
+            return self._exact[text]
+        key = key_of(text)
+        return self._known.get(_SENSES.get(key.lower(), -1) if self._is_truth else key, -1)
+
+
+def are_same(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Say whether two lists are the same classes in the same order."""
+    if len(one) != len(other):
+        return False
+    known = ClassIndex(one)
+    return all(known.number(name) == number for number, name in enumerate(other))

@@ -1,0 +1,156 @@
+"""What a label of files is: classes, or a quantity; which, over all rows and in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from trainer.class_names import ClassIndex, Spellings, lookalikes
+from trainer.data.files import text_values, written_numbers
+from trainer.data.files.column_scan import ColumnScan
+from trainer.data.files.written_numbers import NEARLY_ALL
+from trainer.errors import UserError
+
+#: Whole numbers of a label with at most so many different values are classes.
+FEW_VALUES = 20
+_NUMBERS = ("int", "huge", "float")
+_TWO = 2
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a label is read as: its type, why, the classes if it has some, and notes."""
+
+    type: str
+    why: str
+    classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def classes_in(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
+    """Return the classes of a column in their order; `as_written` keeps spellings apart."""
+    return tuple(sorted(scan.values - {""})) if as_written else _spellings(scan).names()
+
+
+def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
+    """Decide what a label of single values is; one whose type is empty is what any column is.
+
+    Args:
+        name: of the column.
+        said: its type by `data.types`, or empty.
+        scan: its values.
+        parsed: whether texts in the file may be numbers, as those of CSV.
+
+    Raises:
+        UserError: it has no value, or is a number in writing.
+    """
+    spellings = _spellings(scan)
+    if not (scan.kinds or spellings.count):
+        raise UserError(f"data.label: {name!r} has no value in any row; name another column")
+    if said == "text":
+        classes = classes_in(scan, as_written=True)
+        return Label("class", "label of texts as they are written", classes)
+    if scan.many or not spellings.count or said not in ("", "class", "bool"):
+        return Label("", "")
+    if said or spellings.is_truth:
+        why = "data.types" if said else "label of yes and no"
+        return _of_classes(name, why, spellings, scan)
+    are_texts = not parsed and set(scan.kinds) == {"text"}
+    if spellings.are_whole:
+        return _of_whole(name, spellings, scan, are_texts=are_texts)
+    if _is_quantity(spellings, scan, are_texts=are_texts):
+        return Label("", "")
+    _refuse_numbers(name, spellings, scan)
+    return _of_classes(name, "label of texts", spellings, scan)
+
+
+def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
+    """Say whether a label is what its values are, or has numbers and a few mistakes."""
+    if set(scan.kinds) == {"time"} or (spellings.are_numbers and not are_texts):
+        return True
+    numbers = sum(scan.kinds.get(each, 0) for each in _NUMBERS)
+    return NEARLY_ALL * sum(scan.kinds.values()) <= numbers
+
+
+def _spellings(scan: ColumnScan) -> Spellings:
+    among_numbers = scan.kinds and set(scan.kinds) <= {*_NUMBERS, "code"}
+    marks = scan.marks if among_numbers else ()
+    return Spellings(
+        each for each in scan.values if not text_values.is_null(each) and each not in marks
+    )
+
+
+def _of_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> Label:
+    count = spellings.count
+    if are_texts or count <= min(FEW_VALUES, max(_TWO, scan.rows // 2)):
+        found = _of_classes(name, f"label of {count} whole numbers", spellings, scan)
+        says = (
+            f"the label {name!r} has {count} different whole numbers and is taken as classes; set "
+            f"data.types: {{{name}: float}} if it is a quantity"
+        )
+        return replace(found, notes=(*found.notes, says)) if count > _TWO else found
+    says = (
+        f"the label {name!r} has {count} different whole numbers and is taken as a quantity; set "
+        f"data.types: {{{name}: class}} if they are classes"
+    )
+    return Label("float", f"label of {count} different whole numbers", (), (says,))
+
+
+def _of_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> Label:
+    names = spellings.names()
+    notes = []
+    if merged := spellings.merged():
+        notes.append(
+            f"the label {name!r} has several spellings of a class, which are taken as one: "
+            f"{_pairs(merged)}; set data.types: {{{name}: text}} if they are several"
+        )
+    if alike := lookalikes(names):
+        notes.append(
+            f"the label {name!r} has classes that look alike: {_pairs(alike)}; give them one "
+            f"spelling, or set data.types: {{{name}: text}} if they are several"
+        )
+    if _TWO * len(names) > scan.rows and len(names) > _TWO:
+        notes.append(
+            f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them have "
+            "an example or two, from which nothing can be learnt; set data.label to another "
+            "column, or put classes together by data.map"
+        )
+    return Label("class", why, names, tuple(notes))
+
+
+def _pairs(groups: Sequence[Sequence[str]]) -> str:
+    more = f", and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
+    return ", ".join(" and ".join(map(repr, each)) for each in groups[:_NAMED]) + more
+
+
+def _refuse_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> None:
+    """Refuse a label of numbers that are texts: as classes no two values would be near."""
+    texts = [text for each in spellings.by_key.values() for text in each]
+    writing = written_numbers.writing_of(pa.array(texts))
+    kind = written_numbers.kind_of(writing, texts=len(texts))
+    few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
+    # `3 doors` may be a class, a price is none.
+    if not kind or (few and not written_numbers.is_amount(writing)):
+        return
+    raise UserError(
+        f"data.types: the label {name!r} has numbers that are written as texts, such as "
+        f"{texts[0]!r}; set data.types: {{{name}: {kind}}} to read them as numbers, or {{{name}: "
+        "class} if they are classes"
+    )
+
+
+def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
+    """Return the numbers of the classes of some texts, -1 where there is none."""
+    index = ClassIndex(classes)
+    coded = pc.dictionary_encode(texts)
+    known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)
+    if not len(known):
+        return np.full(len(texts), -1, np.int64)
+    found: NDArray[np.int64] = known[coded.indices.to_numpy(zero_copy_only=False)]
+    return found

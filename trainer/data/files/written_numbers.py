@@ -1,0 +1,167 @@
+"""Numbers as people write them: units, currency, per cent, thousands, a comma for the point.
+
+`number` has a point before its fraction, `number_comma` a comma. Both read `1'234`, `1 234`, `$5`,
+`5 kg`, `(5)` and `5-` for minus, and 12 % as 0.12. All values have one unit, or none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+#: Types that are read so, on request alone.
+KINDS = ("number", "number_comma")
+#: From this share on a column is what most of its values are.
+NEARLY_ALL = 0.9
+# Texts such as addresses begin with a number as well.
+_MOST_UNITS = 3
+_LONGEST = 40
+_UNIT_OF = "unit "
+#: It divides by a hundred, and is no unit.
+PER_CENT = "%"
+_CODES = (
+    "AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|HKD|HUF|INR|JPY|KRW|MXN|NOK|NZD|PLN|RUB|SEK|SGD|TRY|USD|ZAR"
+    "|Rs\\.?|kr\\.?"
+)
+_CURRENCY = rf"[A-Za-z]{{0,3}}\p{{Sc}}|(?:{_CODES})"
+_UNIT = r"(?:[%‰]|\p{Sc}|[\p{L}°µ²³][\p{L}\p{M}°µ²³/.*^ -]{0,15})"
+_MONEY = re.compile(rf"[A-Za-z]{{0,3}}[$\u00a2-\u00a5\u20a0-\u20c0]|{_CODES}")
+# Groups of three, or as in India of two before the last.
+_GROUPED = r"[1-9]\d{{0,2}}(?:{0}\d{{3}})+"
+_SHARED = "|".join(_GROUPED.format(each) for each in (" ", "'", "_"))
+_DIGITS = {
+    "number": rf"(?:(?:{_GROUPED.format(',')}|[1-9]\d?(?:,\d{{2}})+,\d{{3}}|{_SHARED}|\d+)"
+    r"(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?",
+    "number_comma": rf"(?:(?:{_GROUPED.format('[.]')}|{_SHARED}|\d+)(?:,\d*)?|,\d+)"
+    r"(?:[eE][+-]?\d{1,3})?",
+}
+_NUMBER = (
+    r"^(?P<sign>[+-]?) ?(?P<open>\(?) ?(?P<before>(?:{currency})?) ?(?P<inner>[+-]?)(?P<late>\(?) ?"
+    r"(?P<digits>{digits}) ?(?P<after>{unit}?) ?(?P<close>\)?) ?(?P<trailing>-?)$"
+)
+_PATTERNS = {
+    kind: _NUMBER.format(currency=_CURRENCY, digits=digits, unit=_UNIT)
+    for kind, digits in _DIGITS.items()
+}
+_SEPARATORS = {"number": r"[ ,'_]", "number_comma": r"[ .'_]"}
+_DATE = (
+    r"^(\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-(\d{2}|\d{4})|\d{4}-\d{1,2}-\d{1,2}"
+    r"|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}\p{L}{3,9}[ .,-]{1,2}\d{2,4}"
+    r"|(\p{L}{3,9},? )?\p{L}{3,9}\.? \d{1,2},? \d{4}|\p{L}{3,9}[ -]\d{4})([ T].{1,20})?$"
+)
+_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
+# `2nd` is no number of nd.
+_ORDINALS = {"st", "nd", "rd", "th"}
+_SPACES = "[\u00a0\u2007\u2009\u202f]"
+_MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
+
+
+def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return trimmed texts as numbers, NaN where there is none, and which are none of the unit."""
+    found = _parts(kind, array)
+    if found is None:
+        return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
+    fields, right = found
+    units = _units(fields)
+    values = np.full(len(array), np.nan)
+    values[right] = _values(kind, fields)[right]
+    values[right & (units == PER_CENT)] /= 100
+    return values, ~(right & np.isin(units, ("", PER_CENT, unit)))
+
+
+def writing_of(array: pa.Array) -> Counter[str]:
+    """Count how many texts are in each kind of writing; units are counted as `unit kg`."""
+    found: Counter[str] = Counter()
+    short = pc.filter(array, pc.less_equal(pc.utf8_length(array), _LONGEST))
+    short = pc.filter(short, pc.match_substring_regex(short, r"\d"))
+    for kind in KINDS:
+        parts = _parts(kind, short)
+        if parts is None:
+            continue
+        fields, right = parts
+        units = _units(fields)
+        right &= ~np.isin(units, list(_ORDINALS))
+        found[kind] += int(right.sum())
+        if kind == KINDS[0] or not found[KINDS[0]]:
+            found.update(f"{_UNIT_OF}{each}" for each in units[right] if each)
+    for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
+        found[name] += pc.sum(pc.match_substring_regex(short, pattern)).as_py() or 0
+    return +found
+
+
+def kind_of(
+    writing: Mapping[str, int], *, texts: int, whole: int = 0, fractions: int = 0, others: int = 0
+) -> str:
+    """Return the type by which nearly all values of a column are numbers, or empty.
+
+    Args:
+        writing: counts of `writing_of` over its texts.
+        texts: how many these are.
+        whole: how many other values are plain numbers without a fraction.
+        fractions: how many are plain numbers with one.
+        others: how many values are neither.
+    """
+    plain = {"number": whole + fractions, "number_comma": whole}
+    best = max(KINDS, key=lambda kind: writing.get(kind, 0) + plain[kind])
+    found, total = writing.get(best, 0), texts + whole + fractions + others
+    are_numbers = found >= NEARLY_ALL * texts and found + plain[best] >= NEARLY_ALL * total
+    return best if found and are_numbers and len(units_in(writing)) <= _MOST_UNITS else ""
+
+
+def units_in(writing: Mapping[str, int]) -> list[str]:
+    """Return the units of some writing, the most frequent first; per cent is none."""
+    found = {name.removeprefix(_UNIT_OF): n for name, n in writing.items() if name[:5] == _UNIT_OF}
+    return sorted(found.keys() - {PER_CENT}, key=lambda unit: (-found[unit], unit))
+
+
+def is_amount(writing: Mapping[str, int]) -> bool:
+    """Say whether some of it is money, a share of a hundred, or has no unit at all."""
+    units = units_in(writing)
+    return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
+
+
+def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_]] | None:
+    plain = pc.replace_substring_regex(array, _SPACES, " ")
+    plain = pc.replace_substring_regex(plain, _MINUS, "-")
+    plain = pc.replace_substring_regex(plain, "[\u2019\u02bc]", "'")
+    found = pc.extract_regex(plain, _PATTERNS[kind])
+    right = pc.is_valid(found).to_numpy(zero_copy_only=False)
+    if not right.any():
+        return None
+    fields = {
+        field.name: pc.fill_null(pc.struct_field(found, field.name), "") for field in found.type
+    }
+    brackets = _is_there(fields["open"], "(") | _is_there(fields["late"], "(")
+    closed = _is_there(fields["close"], ")")
+    minus = sum(_is_there(fields[name], "-").astype(int) for name in ("sign", "inner", "trailing"))
+    return fields, right & (brackets == closed) & (minus + closed <= 1)
+
+
+def _is_there(array: pa.Array, text: str) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = pc.equal(array, text).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _values(kind: str, fields: dict[str, Any]) -> NDArray[np.float64]:
+    digits = pc.replace_substring_regex(fields["digits"], _SEPARATORS[kind], "")
+    digits = pc.replace_substring(digits, ",", ".")
+    empty = pc.equal(digits, "")
+    values = pc.cast(pc.if_else(empty, pa.scalar(None, digits.type), digits), pa.float64())
+    found: NDArray[np.float64] = pc.fill_null(values, np.nan).to_numpy(zero_copy_only=False)
+    minus = _is_there(fields["close"], ")")
+    for name in ("sign", "inner", "trailing"):
+        minus = minus | _is_there(fields[name], "-")
+    return np.where(minus, -found, found)
+
+
+def _units(fields: dict[str, Any]) -> NDArray[Any]:
+    joined = pc.binary_join_element_wise(fields["before"], fields["after"], "")
+    units: NDArray[Any] = pc.utf8_trim(joined, " .").to_numpy(zero_copy_only=False)
+    return units.astype(str)
