@@ -21,7 +21,8 @@ _LETTERS = ({"f", "t"}, {"n", "y"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 _CODE = re.compile(r"0\d+", re.ASCII)
 _UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
-_END = ".,;:! "
+_QUOTES = "'\""
+_END = ".,;:! '\""
 _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
@@ -81,20 +82,17 @@ class Spellings:
         return tuple(sorted(self._name(key) for key in self.by_key))
 
     def _of_truth(self) -> tuple[str, ...]:
-        keys = {key.lower() for key in self.by_key}
-        pairs = [pair for pair in _PAIRS if keys & set(pair)]
+        texts: list[list[str]] = [[], []]
+        for key, each in self.by_key.items():
+            texts[_SENSES[key.lower()]] += each
+        pairs = [pair for pair in _PAIRS if any(key.lower() in pair for key in self.by_key)]
+        # `Yes` of `Yes` and `No` is kept; true and 1 are written so in every format.
         as_written = len(pairs) == 1 and pairs[0] not in (_PAIRS[0], _PAIRS[-1])
-        found = []
-        for number, word in enumerate(pairs[0]):
-            texts = {
-                text
-                for key, texts in self.by_key.items()
-                for text in texts
-                if _SENSES[key.lower()] == number
-            }
-            if texts:
-                found.append(min(texts) if as_written and len(texts) == 1 else word)
-        return tuple(found)
+        words = list(pairs[0])
+        for number, each in enumerate(texts):
+            if as_written and max(map(len, texts)) == 1 and each:
+                words[number] = each[0]
+        return tuple(word for word, each in zip(words, texts, strict=True) if each)
 
     def _name(self, key: str) -> str:
         texts = self.by_key[key]
@@ -122,7 +120,7 @@ def _folded(name: str) -> str:
     if _NUMBER.fullmatch(key) or key in _WORDS:
         return str(bool(_SENSES[key])) if key in _WORDS else key
     folded = unicodedata.normalize("NFKC", key).casefold()
-    return _JOINS.sub(" ", folded.rstrip(_END) or folded)
+    return _JOINS.sub(" ", folded.lstrip(_QUOTES).rstrip(_END) or folded)
 
 
 class ClassIndex:

@@ -326,7 +326,7 @@ def test_a_csv_becomes_a_dataset_and_is_found_again(tmp_path: Path) -> None:
     assert len(spec.shards["train"]) == 3
     assert made.manifest.fields["dataset"] == str(path)
     assert made.manifest.fields["columns"][2] == {
-        "name": "label", "type": "class", "why": "label of texts", "classes": 2,
+        "name": "label", "type": "class", "why": "label of yes and no", "classes": 2,
     }  # fmt: skip
     assert prepare(config, root, tmp_path / "scratch").reused
     assert selected(config, tmp_path / "scratch").specs == spec.features

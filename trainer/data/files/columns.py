@@ -177,35 +177,37 @@ def decide(  # noqa: PLR0913
         return Column(
             name=name, type=kind, why=why, shape=spec.sizes, dtype=spec.dtype, stored=spec.stored
         )
-    if kind == "class" and scan.many:
+    note = "; ".join(filter(None, [note, *label.notes, *_notes(name, kind, said, scan)]))
+    marks = {} if kind in ("text", "class") else dict(sorted(scan.marks.items()))
+    hint = _hint(scan, kind)
+    column = Column(name=name, type=kind, why=why, gaps=gaps, missing=marks, hint=hint, note=note)
+    if kind == "class":
+        _check_class(name, scan, gaps=gaps and not config.bad_rows)
+        return replace(column, classes=label.classes or classes_in(scan))
+    return _with_dtype(config, column, scan, exact=exact, is_label=is_label)
+
+
+def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
+    if scan.many:
         raise UserError(
             f"data.types: {name!r} has more than {scan.most} different values, too many for "
             f"classes; set data.types: {{{name}: float}} if it is a number"
         )
-    if kind == "class" and missing and not (is_label or config.bad_rows):
+    if gaps:
         raise UserError(
             f"data.types: {name!r} has {scan.empty} rows without a value, which is no class; set "
             f"data.types: {{{name}: text}}, which takes them as well"
         )
-    column = Column(
-        name=name,
-        type=kind,
-        why=why,
-        gaps=gaps,
-        missing={} if kind in ("text", "class") else dict(sorted(scan.marks.items())),
-        hint=_hint(scan, kind),
-        note="; ".join(filter(None, [note, *label.notes, *_notes(name, kind, said, scan)])),
-    )
-    if kind == "class":
-        return replace(column, classes=label.classes or classes_in(scan))
-    if kind in written_numbers.KINDS:
-        return replace(column, unit=_unit(name, scan), dtype="" if is_label else "float64")
-    exact = exact or not (is_label or scan.fits("float32"))
-    return _with_dtype(config, column, scan, "float64" if exact else "")
 
 
-def _with_dtype(config: DataConfig, column: Column, scan: ColumnScan, wide: str) -> Column:
-    """Return a column with the shape of tensors, and a type that is `wide` where it is a float."""
+def _with_dtype(
+    config: DataConfig, column: Column, scan: ColumnScan, *, exact: bool, is_label: bool
+) -> Column:
+    """Return a column with the shape of tensors, and a type of floats that holds its numbers."""
+    if column.type in written_numbers.KINDS:
+        unit = _unit(column.name, scan)
+        return replace(column, unit=unit, dtype="" if is_label else "float64")
+    wide = "float64" if exact or not (is_label or scan.fits("float32")) else ""
     if column.type == "tensor":
         held = scan.tensor or "float"
         given = config.shapes.get(column.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,8 +66,8 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
         return _of_whole(name, spellings, scan, are_texts=are_texts)
     if _is_quantity(spellings, scan, are_texts=are_texts):
         return Label("", "")
-    _refuse_numbers(name, spellings, scan)
-    return _of_classes(name, "label of texts", spellings, scan)
+    found = _of_classes(name, "label of texts", spellings, scan)
+    return replace(found, notes=(*found.notes, *_numbers_in(name, spellings, scan)))
 
 
 def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
@@ -115,6 +115,12 @@ def _of_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> 
             f"the label {name!r} has classes that look alike: {_pairs(alike)}; give them one "
             f"spelling, or set data.types: {{{name}: text}} if they are several"
         )
+    if doubtful := [each for each in names if text_values.may_be_missing(each)]:
+        marks = ", ".join(map(repr, doubtful))
+        notes.append(
+            f"the label {name!r} has {marks} as a class; write nothing there if it stands for what "
+            "is missing"
+        )
     if _TWO * len(names) > scan.rows and len(names) > _TWO:
         notes.append(
             f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them have "
@@ -129,20 +135,20 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
     return ", ".join(" and ".join(map(repr, each)) for each in groups[:_NAMED]) + more
 
 
-def _refuse_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> None:
-    """Refuse a label of numbers that are texts: as classes no two values would be near."""
+def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
+    """Note or refuse a label of numbers that are texts: as classes no two values would be near."""
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.writing_of(pa.array(texts))
     kind = written_numbers.kind_of(writing, texts=len(texts))
-    few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
-    # `3 doors` may be a class, a price is none.
-    if not kind or (few and not written_numbers.is_amount(writing)):
+    if not kind:
         return
-    raise UserError(
-        f"data.types: the label {name!r} has numbers that are written as texts, such as "
-        f"{texts[0]!r}; set data.types: {{{name}: {kind}}} to read them as numbers, or {{{name}: "
-        "class} if they are classes"
-    )
+    says = f"the label {name!r} has numbers that are written as texts, such as {texts[0]!r}"
+    ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
+    # `3 doors` may be a class, a price is none.
+    few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
+    if not few or written_numbers.is_amount(writing):
+        raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
+    yield f"{says}, and is taken as classes; {ways}, or {{{name}: class}} if they are classes"
 
 
 def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:

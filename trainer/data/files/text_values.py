@@ -18,8 +18,8 @@ _WRITTEN = (
 )  # fmt: skip
 # What people write, in lower case: it is missing among numbers, and a text among texts.
 _AMONG_NUMBERS = (
-    "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil",
-    "na", "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
+    "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
+    "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
@@ -50,6 +50,11 @@ def trimmed(array: pa.Array) -> pa.Array:
 def is_missing(array: pa.Array) -> pa.Array:
     """Say which trimmed texts stand for a missing number, truth or time."""
     return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
+
+
+def may_be_missing(text: str) -> bool:
+    """Say whether people write a text for what is missing; only among numbers it is so."""
+    return text.lower() in _DOUBTFUL
 
 
 def is_null(text: str) -> bool:
@@ -143,3 +148,7 @@ def _filled(array: pa.Array, value: Any) -> NDArray[Any]:
 
 
 _MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))
+# As a class `-` is the opposite of `+`, `none` is a degree, and `unknown` an answer.
+_DOUBTFUL = {
+    "''", '""', "--", "?", "??", ".", "..", "...", "na", "n.a.", "n/d", "(null)", "missing",
+}  # fmt: skip

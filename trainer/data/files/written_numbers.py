@@ -80,7 +80,9 @@ def writing_of(array: pa.Array) -> Counter[str]:
     """Count how many texts are in each kind of writing; units are counted as `unit kg`."""
     found: Counter[str] = Counter()
     short = pc.filter(array, pc.less_equal(pc.utf8_length(array), _LONGEST))
-    short = pc.filter(short, pc.match_substring_regex(short, r"\d"))
+    # What has no digit is no number, and 007 is a code.
+    short = pc.filter(short, pc.match_substring_regex(short, r"[1-9]|0$|0\D"))
+    short = pc.filter(short, pc.invert(pc.match_substring_regex(short, r"^0\d+$")))
     for kind in KINDS:
         parts = _parts(kind, short)
         if parts is None:

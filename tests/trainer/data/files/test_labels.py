@@ -1,0 +1,152 @@
+"""What a label is, over all files, rows and spellings; the same in every format."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.trainer.data.files.sources import opened, read, source
+from trainer.errors import UserError
+
+
+def write_csv(folder: Path, labels: list[str], name: str = "a.csv") -> None:
+    rows = [f"{place},{each}" for place, each in enumerate(labels)]
+    (folder / name).write_text("\n".join(["x,y", *rows]) + "\n")
+
+
+def labels_of(folder: Path, **keys: Any) -> tuple[tuple[str, ...], list[str], list[str]]:
+    """Return the classes, that of each row by `x`, and the notes."""
+    made = source(folder, label="y", seed=1, **keys)
+    selection = made.select()
+    found = read(made, selection)
+    names = selection.specs["y"].labels
+    rows = sorted(zip(found["x"].tolist(), found["y"].tolist(), strict=True))
+    return names, [names[each] if names else each for _, each in rows], list(made.notes())
+
+
+@pytest.mark.parametrize(
+    ("written", "classes"),
+    [
+        (["True", "TRUE", "false", "False"], ["true", "true", "false", "false"]),
+        (["1.0", "0.0", "1", "0"], ["1", "0", "1", "0"]),
+        (["Yes", "no", "NO ", "YES"], ["yes", "no", "no", "yes"]),
+        (["cat", " cat", "dog ", "do\u200bg"], ["cat", "cat", "dog", "dog"]),
+    ],
+)
+def test_spellings_of_a_class_are_one_between_files_as_well(tmp_path, written, classes):
+    write_csv(tmp_path, written * 5)
+    assert labels_of(tmp_path)[1] == classes * 5
+    (tmp_path / "a.csv").unlink()
+    for place, each in enumerate(written):
+        rows = "".join(f"{20 * place + row},{each}\n" for row in range(20))
+        (tmp_path / f"{place}.csv").write_text("x,y\n" + rows)
+    assert labels_of(tmp_path)[1] == [each for each in classes for _ in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ([True, False], ("false", "true")),
+        ([1.0, 0.0], ("0", "1")),
+        ([Decimal("1"), Decimal("0")], ("0", "1")),
+        ([3.0, 1.0, 2.0], ("1", "2", "3")),
+        (["True", "False"], ("false", "true")),
+        (["2", "10"], ("2", "10")),
+    ],
+)
+def test_a_label_is_the_same_in_parquet_json_and_csv(tmp_path, values, names):
+    rows = values * 6
+    array = pa.array(rows, pa.decimal128(38, 0)) if isinstance(rows[0], Decimal) else pa.array(rows)
+    for form in ("parquet", "jsonl", "csv"):
+        (folder := tmp_path / form).mkdir()
+        if form == "parquet":
+            pq.write_table(pa.table({"x": range(len(rows)), "y": array}), folder / "a.parquet")
+        elif form == "jsonl":
+            plain = [float(each) if isinstance(each, Decimal) else each for each in rows]
+            lines = [json.dumps({"x": place, "y": each}) for place, each in enumerate(plain)]
+            (folder / "a.jsonl").write_text("\n".join(lines))
+        else:
+            write_csv(folder, [str(each) for each in rows])
+        found, classes, _ = labels_of(folder)
+        assert found == names, form
+        expected = [names[sorted(set(values), key=lambda v: float(_as_number(v))).index(each)]
+                    for each in rows]  # fmt: skip
+        assert classes == expected, form
+
+
+def _as_number(value: Any) -> float:
+    return float(value == "True") if value in ("True", "False") else float(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        (["Cat", "cat", "dog"], "look alike: 'Cat' and 'cat'"),
+        (["<=5", "<=5.", ">5"], "look alike: '<=5' and '<=5.'"),
+        (["1", "01", "2"], "taken as one: '01' and '1'"),
+        (["1", "2", "3"], "3 different whole numbers and is taken as classes"),
+        (["?", "a", "b"], "has '?' as a class"),
+        (["3 doors", "5 doors"], "numbers that are written as texts"),
+    ],
+)
+def test_what_is_doubtful_is_noted_with_the_key(tmp_path, written, says):
+    write_csv(tmp_path, written * 10)
+    notes = labels_of(tmp_path)[2]
+    assert len(notes) == 1
+    assert says in notes[0]
+    assert "data.types: {y: " in notes[0] or "write nothing" in notes[0]
+
+
+def test_many_whole_numbers_are_a_quantity_and_said(tmp_path):
+    write_csv(tmp_path, [str(place % 25) for place in range(100)])
+    names, values, (note,) = labels_of(tmp_path)
+    assert (names, values[:3]) == ((), [0.0, 1.0, 2.0])
+    assert note == (
+        "the label 'y' has 25 different whole numbers and is taken as a quantity; set data.types: "
+        "{y: class} if they are classes"
+    )
+    assert len(labels_of(tmp_path, types={"y": "class"})[0]) == 25
+
+
+def test_classes_of_nearly_every_row_are_said(tmp_path):
+    write_csv(tmp_path, [f"name {place}" for place in range(30)])
+    (note,) = labels_of(tmp_path)[2]
+    assert note.startswith("the label 'y' has 30 classes in 30 rows")
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        (["$1,200", "$3"], "number"), (["5%", "7%", "9%"], "number"),
+        (["1,5", "2,25"], "number_comma"), (["1 200", "3"], "number"),
+        (["1.200,50 \u20ac", "3 \u20ac"], "number_comma"), (["(5)", "7"], "number"),
+    ],
+)  # fmt: skip
+def test_numbers_in_writing_are_no_classes(tmp_path, written, kind):
+    write_csv(tmp_path, [f'"{each}"' for each in written] * 10)
+    with pytest.raises(UserError, match=rf"data.types: \{{y: {kind}\}}"):
+        opened(tmp_path, label="y")
+    names, values, _ = labels_of(tmp_path, types={"y": kind})
+    assert names == ()
+    assert all(isinstance(each, float) for each in values)
+    assert len(labels_of(tmp_path, types={"y": "class"})[0]) == len(written)
+
+
+def test_texts_are_kept_as_they_are_written_on_request(tmp_path):
+    write_csv(tmp_path, ["Yes", "YES", "None", "no"] * 5)
+    names, classes, notes = labels_of(tmp_path, types={"y": "text"})
+    assert names == ("None", "YES", "Yes", "no")
+    assert classes == ["Yes", "YES", "None", "no"] * 5
+    assert not notes
+
+
+def test_a_label_without_any_value_is_refused(tmp_path):
+    write_csv(tmp_path, ["", "NA", "nan"] * 5)
+    with pytest.raises(UserError, match="'y' has no value in any row"):
+        opened(tmp_path, label="y")

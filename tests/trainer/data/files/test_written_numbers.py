@@ -1,0 +1,104 @@
+"""Numbers in writing: what each reading takes, refuses, and which of them a column asks for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.files import written_numbers
+
+NEITHER = "neither"
+
+
+def read(kind: str, text: str, unit: str = "") -> float | None:
+    values, bad = written_numbers.numbers(kind, pa.array([text]), unit)
+    return None if bad[0] else float(values[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "point", "comma"),
+    [
+        ("12", 12, 12), ("-7", -7, -7), ("+7", 7, 7), ("12.5", 12.5, None), ("12,5", None, 12.5),
+        ("1,234", 1234, 1.234), ("1.234", 1.234, 1234), ("1,234,567.25", 1234567.25, None),
+        ("1.234.567,25", None, 1234567.25), ("1 234", 1234, 1234), ("1'234.5", 1234.5, None),
+        ("1\u2019234,5", None, 1234.5), ("1\u00a0234", 1234, 1234), ("1\u202f234,5", None, 1234.5),
+        ("12,34,567", 1234567, None), ("1,23", None, 1.23), ("0,123", None, 0.123),
+        ("45%", 0.45, 0.45), ("45,5 %", None, 0.455), ("\u22125", -5, -5), ("\u20135", -5, -5),
+        ("(5)", -5, -5), ("5-", -5, -5), ("(-5)", None, None), ("-5-", None, None),
+        ("(5", None, None), ("1_000", 1000, 1000),
+        (".5", 0.5, None), ("5.", 5, None), (",5", None, 0.5), ("1e3", 1000, 1000),
+        ("1,2345", None, 1.2345), ("12 34", None, None), ("abc", None, None), ("", None, None),
+        ("5 5", None, None), ("5kg5", None, None), ("--5", None, None),
+    ],
+)  # fmt: skip
+def test_each_reading_takes_what_it_means(text, point, comma):
+    assert (read("number", text), read("number_comma", text)) == (point, comma)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("$5", "$"), ("-$5", "$"), ("$-5", "$"), ("($5)", "$"), ("$(5)", "$"),
+        ("5 \u20ac", "\u20ac"), ("5 m\u00b2", "m\u00b2"),
+        ("US$5", "US$"), ("EUR 5", "EUR"), ("5 EUR", "EUR"), ("Rs. 5", "Rs"), ("5 kg", "kg"),
+        ("5kg", "kg"), ("5 \u00b0C", "\u00b0C"), ("5 km/h", "km/h"), ("5 sq ft", "sq ft"),
+    ],
+)  # fmt: skip
+def test_a_unit_is_that_of_the_column_or_the_row_is_broken(text, unit):
+    writing = written_numbers.writing_of(pa.array([text]))
+    assert written_numbers.units_in(writing) == [unit]
+    value = -5 if "-" in text or "(" in text else 5
+    assert read("number", text, unit) == value
+    assert read("number", text) is None
+    assert read("number", "5", unit) == 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind"),
+    [
+        (["45%", "7%"], "number"), (["1,50", "2,75"], "number_comma"), (["1,500.5", "2"], "number"),
+        (["1.500,5", "2"], "number_comma"), (["3 kg", "4 kg"], "number"), (["3rd", "4th"], ""),
+        (["a1", "b2"], ""), (["3 Elm St", "4 Oak St", "5 Ash St", "6 Fir St"], ""),
+        (["10-20", "20-30"], ""), (["12:30"], ""), (["00123", "00456"], ""), (["1.2.3"], ""),
+    ],
+)  # fmt: skip
+def test_a_column_asks_for_the_reading_that_takes_nearly_all(texts, kind):
+    writing = written_numbers.writing_of(pa.array(texts))
+    assert written_numbers.kind_of(writing, texts=len(texts)) == kind
+
+
+def test_plain_numbers_count_and_others_do_not():
+    writing = written_numbers.writing_of(pa.array(["1,5"] * 2))
+    assert written_numbers.kind_of(writing, texts=2, whole=8) == "number_comma"
+    assert not written_numbers.kind_of(writing, texts=2, whole=8, others=2)
+    assert not written_numbers.kind_of(writing, texts=4, whole=80)
+    assert not written_numbers.kind_of({}, texts=0, whole=80)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["31/12/2025", "12/31/25 10:30", "31.12.2025", "31-Dec-2025", "Dec 31, 2025", "5 May 2025"],
+)
+def test_dates_are_counted(text):
+    assert written_numbers.writing_of(pa.array([text]))["date"] == 1
+
+
+@given(st.decimals(-(10**9), 10**9, places=3, allow_nan=False))
+def test_what_a_spreadsheet_writes_is_read_back(number):
+    english = f"{number:,}"
+    german = english.translate(str.maketrans(",.", ".,"))
+    expected = float(number)
+    assert read("number", english) == pytest.approx(expected)
+    assert read("number_comma", german) == pytest.approx(expected)
+    assert read("number", f"({abs(number):,} kg)", "kg") == pytest.approx(-abs(expected))
+    assert read("number", f"{english}%") == pytest.approx(expected / 100)
+
+
+@given(st.text(max_size=20))
+def test_no_text_breaks_it(text):
+    for kind in written_numbers.KINDS:
+        values, bad = written_numbers.numbers(kind, pa.array([text]), "")
+        assert bad[0] == np.isnan(values[0]) or bad[0]
