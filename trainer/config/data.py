@@ -27,8 +27,10 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "tfrecord": (".tfrecord", ".tfrecords"),
     "images": _IMAGES,
 }
+#: Numbers as people write them: with a point before the fraction, and with a comma.
+NUMBERS_IN_WRITING = ("number", "number_comma")
 #: What a column of files can be said to hold.
-TYPES = ("int", "float", "number", "number_comma", "bool", "text", "class", "time", "image")
+TYPES = ("int", "float", *NUMBERS_IN_WRITING, "bool", "text", "class", "time", "image")
 #: Partition by which examples are handed out as workers are free.
 DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"

@@ -20,11 +20,10 @@ import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 from trainer import user_code
-from trainer.config.data import DataConfig, ImageConfig
+from trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
 from trainer.data.examples import images
 from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import DEFAULT_LABEL, Selection, choose
-from trainer.data.files.written_numbers import KINDS
 from trainer.data.shapes import Fit, Leaf
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import FeatureSpec, length_name
@@ -38,7 +37,7 @@ _TEXT = np.dtype(object)
 _CAST: dict[str, np.dtype[Any]] = {
     "int": np.dtype(np.int64),
     "float": np.dtype(np.float32),
-    **dict.fromkeys(KINDS, np.dtype(np.float32)),
+    **dict.fromkeys(NUMBERS_IN_WRITING, np.dtype(np.float32)),
     "bool": np.dtype(bool),
 }
 

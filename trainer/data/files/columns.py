@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config.data import DataConfig
+from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from trainer.data.features import Roles, find, find_one, require_apart
 from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, ColumnScan
@@ -204,7 +204,7 @@ def _with_dtype(
     config: DataConfig, column: Column, scan: ColumnScan, *, exact: bool, is_label: bool
 ) -> Column:
     """Return a column with the shape of tensors, and a type of floats that holds its numbers."""
-    if column.type in written_numbers.KINDS:
+    if column.type in NUMBERS_IN_WRITING:
         unit = _unit(column.name, scan)
         return replace(column, unit=unit, dtype="" if is_label else "float64")
     wide = "float64" if exact or not (is_label or scan.fits("float32")) else ""
@@ -323,7 +323,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
         return
     first = scan.texts[0][2]
     if best := _written(scan):
-        other = next(each for each in written_numbers.KINDS if each != best)
+        other = next(each for each in NUMBERS_IN_WRITING if each != best)
         both = scan.writing[best] == scan.writing[other] and "," in first
         yield (
             f"the column {name!r} has numbers that are written as texts, such as {first!r}, and is "

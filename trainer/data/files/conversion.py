@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from trainer.config.data import NUMBERS_IN_WRITING
 from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, is_list
 from trainer.data.files.columns import Column
 from trainer.data.files.labels import class_ids
-from trainer.data.files.written_numbers import KINDS
 from trainer.data.spec import FeatureSpec
 
 _DTYPES = {
@@ -42,7 +42,7 @@ def spec_of(column: Column) -> FeatureSpec:
         stored = column.stored or "raw"
         return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
     # An int or a bool has no form for a missing value.
-    is_float = column.type in KINDS or (column.gaps and column.type in ("int", "bool"))
+    is_float = column.type in NUMBERS_IN_WRITING or (column.gaps and column.type in ("int", "bool"))
     kind = "float" if is_float else column.type
     dtype, stored = _DTYPES[kind]
     if column.dtype == "float64":
@@ -133,7 +133,7 @@ def numbers_of(kind: str, array: pa.Array, unit: str = "") -> Numbers:
 
 def _parsed(kind: str, short: pa.Array, unit: str) -> Numbers:
     missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
-    if kind in KINDS:
+    if kind in NUMBERS_IN_WRITING:
         values, wrong = written_numbers.numbers(kind, short, unit)
         return Numbers(values, missing, wrong & ~missing)
     if kind != "int":

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer import cores
-from trainer.config.data import DataConfig
+from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from trainer.data import splits
 from trainer.data.features import Selection
 from trainer.data.files.columns import (
@@ -30,7 +30,6 @@ from trainer.data.files.formats.class_folders import IMAGE, LABEL
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
-from trainer.data.files.written_numbers import KINDS
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS
 from trainer.errors import UserError
@@ -309,7 +308,7 @@ class FileSource(Source):
         return splits.shares(self._config, self._scan.broken.rows, named)
 
     def _check_times(self, name: str, scan: Scan) -> None:
-        if self._columns[name].type in ("time", "int", "float", *KINDS):
+        if self._columns[name].type in ("time", "int", "float", *NUMBERS_IN_WRITING):
             return
         places = "; ".join(
             f"{self._files.place(piece, row)}: {text!r}"

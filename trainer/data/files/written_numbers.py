@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-#: Types that are read so, on request alone.
-KINDS = ("number", "number_comma")
+from trainer.config.data import NUMBERS_IN_WRITING
+
 #: From this share on a column is what most of its values are.
 NEARLY_ALL = 0.9
 # Texts such as addresses begin with a number as well.
@@ -83,7 +83,7 @@ def writing_of(array: pa.Array) -> Counter[str]:
     # What has no digit is no number, and 007 is a code.
     short = pc.filter(short, pc.match_substring_regex(short, r"[1-9]|0$|0\D"))
     short = pc.filter(short, pc.invert(pc.match_substring_regex(short, r"^0\d+$")))
-    for kind in KINDS:
+    for kind in NUMBERS_IN_WRITING:
         parts = _parts(kind, short)
         if parts is None:
             continue
@@ -91,7 +91,7 @@ def writing_of(array: pa.Array) -> Counter[str]:
         units = _units(fields)
         right &= ~np.isin(units, list(_ORDINALS))
         found[kind] += int(right.sum())
-        if kind == KINDS[0] or not found[KINDS[0]]:
+        if kind == NUMBERS_IN_WRITING[0] or not found[NUMBERS_IN_WRITING[0]]:
             found.update(f"{_UNIT_OF}{each}" for each in units[right] if each)
     for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
         found[name] += pc.sum(pc.match_substring_regex(short, pattern)).as_py() or 0
@@ -111,7 +111,7 @@ def kind_of(
         others: how many values are neither.
     """
     plain = {"number": whole + fractions, "number_comma": whole}
-    best = max(KINDS, key=lambda kind: writing.get(kind, 0) + plain[kind])
+    best = max(NUMBERS_IN_WRITING, key=lambda kind: writing.get(kind, 0) + plain[kind])
     found, total = writing.get(best, 0), texts + whole + fractions + others
     are_numbers = found >= NEARLY_ALL * texts and found + plain[best] >= NEARLY_ALL * total
     return best if found and are_numbers and len(units_in(writing)) <= _MOST_UNITS else ""

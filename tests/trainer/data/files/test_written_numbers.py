@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.config.data import NUMBERS_IN_WRITING
 from trainer.data.files import written_numbers
 
 NEITHER = "neither"
@@ -99,6 +100,6 @@ def test_what_a_spreadsheet_writes_is_read_back(number):
 
 @given(st.text(max_size=20))
 def test_no_text_breaks_it(text):
-    for kind in written_numbers.KINDS:
+    for kind in NUMBERS_IN_WRITING:
         values, bad = written_numbers.numbers(kind, pa.array([text]), "")
         assert bad[0] == np.isnan(values[0]) or bad[0]
