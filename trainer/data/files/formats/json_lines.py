@@ -48,7 +48,7 @@ class JsonReader(Reader):
         if len(records) == 1 and isinstance(records[0], dict) and (why := _as_one(records[0])):
             raise UserError(f"data.source: {path} is one JSON object {why}; {_AS_ROWS}")
         for record in objects:
-            found.update(record)
+            found.update(list(record))
         if not found:
             raise UserError(
                 f"data.source: {path} has no JSON object in its first {_FIRST} lines"

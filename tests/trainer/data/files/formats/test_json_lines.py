@@ -1,0 +1,117 @@
+"""JSON as it is written: one object a line, lists, objects over several lines, and what is none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.files.formats.json_lines import JsonReader
+from trainer.data.files.formats.raw_rows import Piece
+from trainer.errors import UserError
+
+READER = JsonReader()
+ROWS = [{"n": i, "t": f"größe {i}, [{{", "in": {"b": i / 2, "x": None}} for i in range(50)]
+LINES = [json.dumps(row) for row in ROWS]
+
+
+def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the records of a file, and which of them are broken."""
+    path = folder / "t.json"
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    broken: list[str] = []
+
+    def refuse(number: int, why: str) -> None:
+        broken.append(f"{READER.row(path, Piece(0), number)}: {why}")
+
+    names = READER.names(path)
+    found = READER.rows(path, Piece(0), names, refuse)
+    return [row for rows in found for row in rows.table.to_pylist()], broken
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "\n".join(LINES),
+        "\ufeff" + "\r\n".join(LINES) + "\r\n",
+        json.dumps(ROWS),
+        json.dumps(ROWS, indent=2),
+        "\ufeff\n [\n" + ",\n".join(LINES) + "\n]\n",
+        "[" + ",\n".join(LINES) + ",\n]",
+        ",\n".join(LINES),
+        "\n".join(json.dumps(row, indent=1) for row in ROWS),
+        json.dumps(ROWS).encode("utf-16"),
+        gzip.compress(json.dumps(ROWS).encode()),
+    ],
+)
+def test_all_forms_are_read(tmp_path: Path, data: str | bytes) -> None:
+    rows, broken = table(tmp_path, data)
+    assert [row["n"] for row in rows] == list(range(50))
+    assert rows[7] == {"n": 7, "t": "größe 7, [{", "in/b": 3.5, "in/x": None}
+    assert not broken
+
+
+def test_a_list_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.files.formats.json_lines._CHUNK", 7)
+    rows, broken = table(tmp_path, json.dumps(ROWS, ensure_ascii=False))
+    assert len(rows) == 50
+    assert rows[7]["t"] == "größe 7, [{"
+    assert not broken
+
+
+def test_elements_that_are_no_rows_are_named_by_their_number(tmp_path: Path) -> None:
+    text = json.dumps([*ROWS[:3], 5, *ROWS[3:]]).encode()
+    rows, broken = table(tmp_path, text.replace(b"gr\\u00f6\\u00dfe 9,", b"gr\xf6\xdfe 9,"))
+    assert len(rows) == 49
+    assert broken == ["4: it is a int, and no object", "11: it is not UTF-8"]
+    with pytest.raises(UserError, match=r"t\.json, record 3 is no JSON"):
+        table(tmp_path, '[{"a": 1}, {"a": 2}, {"a": oh}, {"a": 3}]')
+    with pytest.raises(UserError, match=r"t\.json, record 3 is no JSON"):
+        table(tmp_path, '[{"a": 1}, {"a": 2}, {"a": ')
+
+
+def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
+    double = ['{"n": 1, "n": 2}', '{"in": {"b": 1}, "in/b": 2}']
+    _, broken = table(tmp_path, "\n".join([*LINES[:2], *double]))
+    assert broken == [
+        "3: it is no JSON (the key 'n' is there twice)",
+        "4: 'in/b' is there twice, as one key and as nested ones",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"data": ROWS}, "is one JSON object with a list of objects in 'data'"),
+        ({"type": "x", "features": ROWS}, "is one JSON object with a list of objects in 'feat"),
+        ({"columns": ["a"], "index": [0], "data": [[1]]}, "with columns and data apart"),
+        ({"a": {"0": 1, "1": 2}, "b": {"0": 3, "1": 4}}, "with a key for each row"),
+        ({"0": {"a": 1, "b": 2}, "1": {"a": 3, "b": 4}}, "with a key for each row"),
+        ([[1, 2], [3, 4]], "has no JSON object in its first 1000 lines (row 1: it is a list"),
+        ([], "has no JSON object in its first 1000 lines"),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_what_is_no_list_of_rows_is_one_line(
+    tmp_path: Path, data: Any, line: str, indent: int | None
+) -> None:
+    with pytest.raises(UserError) as refused:
+        table(tmp_path, json.dumps(data, indent=indent))
+    if not (indent and data and isinstance(data, list)):
+        assert line in str(refused.value)
+    assert "write one object a line (pandas: to_json(" in str(refused.value)
+
+
+def test_keys_of_each_record_of_its_own_are_refused(tmp_path: Path) -> None:
+    lines = [json.dumps({f"id{i}": {"x": i, "y": "ab"[i % 2]}}) for i in range(50)]
+    with pytest.raises(UserError, match=r"keys of its own, such as 'id0/x' and 'id49/y'"):
+        table(tmp_path, "\n".join(lines))
+
+
+def test_one_request_is_one_row(tmp_path: Path) -> None:
+    one = {"user": {"age": 1, "x": 2}, "item": {"age": 3, "x": 4}, "v": [[1, 2], [3, 4]]}
+    rows, _ = table(tmp_path, json.dumps(one, indent=2))
+    assert rows == [{"user/age": 1, "user/x": 2, "item/age": 3, "item/x": 4, "v": one["v"]}]
