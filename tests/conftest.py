@@ -87,7 +87,6 @@ settings.load_profile("busy")
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that is held until the end of the test."""
     with held_port() as found:
         yield found
 

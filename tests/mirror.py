@@ -97,7 +97,6 @@ def mirrors(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
 
 
 def files_of(folder: PurePosixPath, files: Sequence[PurePosixPath]) -> list[PurePosixPath]:
-    """Return the test files of one folder."""
     return [path for path in files if path.parent == folder and is_test(path)]
 
 
@@ -108,14 +107,12 @@ def longest(test: PurePosixPath, names: Iterable[str]) -> str:
 
 
 def importing(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
-    """Return the test files that import the module `source`."""
     name = module_name(Path(source))
     return [str(path) for path in files if is_test(path) and name in modules_imported(path)]
 
 
 @cache
 def modules_imported(path: PurePosixPath) -> frozenset[str]:
-    """Return the names that a file imports, and what they are imported from."""
     names = all_imports(tree(Path(path)))
     return frozenset(part for name in names for part in (name, name.rpartition(".")[0]))
 
@@ -142,7 +139,6 @@ def select(changed: Sequence[str], files: Iterable[str]) -> Selection:
 
 
 def find_tests(path: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
-    """Return the tests of a file that is no test itself."""
     if path.parts[0] in MIRRORED and path.suffix == ".py":
         found = mirrors(path, files) or importing(path, files)
         if found:
@@ -163,7 +159,6 @@ def git_lines(*arguments: str) -> list[str]:
 
 
 def main(base: str = "HEAD") -> None:
-    """Print the tests of what differs from `base`."""
     untracked = git_lines("ls-files", "--others", "--exclude-standard")
     changed = sorted({*git_lines("diff", "--name-only", "--no-renames", base, "--"), *untracked})
     # The index still has what was deleted since.

@@ -48,14 +48,12 @@ def kustomization(folder):
 
 
 def named(folder):
-    """Return the files and folders that a kustomization is made of."""
     tree = kustomization(folder)
     listed = [*tree.get("resources", []), *tree.get("components", [])]
     return [(folder / each).resolve() for each in [*listed, *tree.get("transformers", [])]]
 
 
 def objects():
-    """Return each object as it is written, with its file."""
     found = {path for folder in KUSTOMIZATIONS for path in named(folder) if path.is_file()}
     trees = [(path, tree) for path in sorted(found) for tree in parsed(path)]
     return [(path, tree) for path, tree in trees if tree["apiVersion"] != "builtin"]
@@ -144,7 +142,6 @@ def subjects(trees):
 
 
 def check(trees, namespace, account):
-    """Check all objects of an overlay."""
     for tree in trees:
         metadata = tree["metadata"]
         where = metadata["name"] if tree["kind"] == "Namespace" else metadata["namespace"]

@@ -84,5 +84,4 @@ def prepare(words: str, folder: Path) -> None:
 
 
 def tree(folder: Path) -> list[tuple[str, int]]:
-    """Return what is below a folder: each path with its size."""
     return sorted((str(path), path.lstat().st_size) for path in folder.rglob("*"))

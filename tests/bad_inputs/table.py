@@ -34,7 +34,6 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Read the table."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     return [_row(line) for line in lines if line and not line.startswith("#")]
 

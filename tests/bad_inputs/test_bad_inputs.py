@@ -49,7 +49,6 @@ def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Be in an empty folder."""
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT)
     yield tmp_path
@@ -84,7 +83,6 @@ def in_a_shell(row: Row, folder: Path) -> tuple[int, str, str]:
 
 
 def with_json(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of a command with `--json` behind its name, where there is one."""
     size = len(command_of(words))
     return (*words[:size], "--json", *words[size:]) if size else words
 

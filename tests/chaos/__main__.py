@@ -73,7 +73,6 @@ def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line, and flush it."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

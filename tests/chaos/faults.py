@@ -47,7 +47,6 @@ class Target:
         self._timers: list[threading.Timer] = []
 
     def task(self, name: str) -> psutil.Process:
-        """Return the process of a task."""
         config = str(self._cluster / name / "config.json")
         for process in psutil.process_iter():
             try:
@@ -58,7 +57,6 @@ class Target:
         raise MissedError(f"{name} was not there")
 
     def leader(self) -> psutil.Process:
-        """Return the process of the task that leads."""
         try:
             return self.task("chief-0")
         except MissedError:
@@ -77,7 +75,6 @@ class Target:
         return Manifest.from_json(self.store.read(self.name_of(checkpoint, MANIFEST)), checkpoint)
 
     def name_of(self, checkpoint: str, path: str) -> str:
-        """Return the name in the store of a file of a checkpoint."""
         return f"{self._run_id}/checkpoints/{storage.name_of(checkpoint)}/{path}"
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
@@ -107,7 +104,6 @@ def inject(fault: Fault, target: Target) -> str:
 
 
 def _kill(fault: Fault, target: Target) -> None:
-    """Kill a task, or two at once."""
     for process in [target.task(name) for name in fault.tasks()]:
         process.kill()
 

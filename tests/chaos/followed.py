@@ -47,6 +47,5 @@ def events_of(
 
 
 def say(text: str) -> None:
-    """Print a line, and flush it."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

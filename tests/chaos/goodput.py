@@ -61,7 +61,6 @@ class Lost:
     """The worker that was lost last, from its new pod until it takes part in training."""
 
     def __init__(self) -> None:
-        """Begin without one."""
         self._task = ""
         self._steps: float = math.inf
 

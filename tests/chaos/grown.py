@@ -79,7 +79,6 @@ def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
 
 
 def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
-    """Return all values by path."""
     own = tf.train.load_checkpoint(str(folder / PREFIX))
     keys = own.get_variable_to_shape_map()
     return {path_of(key): own.get_tensor(key) for key in keys if is_variable(key)}

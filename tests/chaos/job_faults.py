@@ -50,7 +50,6 @@ class JobTarget:
         return False
 
     def suspend(self) -> Callable[[], None] | None:
-        """Suspend the job, and return what resumes it; None where there is no job."""
         with self.kube.store.changed:
             jobs = [job for job in self._jobs() if not job["metadata"].get("deletionTimestamp")]
             if not jobs:
@@ -78,7 +77,6 @@ class JobTarget:
         self._outages.append(timer)
 
     def cancel(self) -> None:
-        """End all outages."""
         for timer in self._outages:
             if timer.is_alive():
                 timer.cancel()

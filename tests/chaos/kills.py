@@ -48,8 +48,6 @@ class Course:
 
 
 class Kills:
-    """One run, and the kills in it."""
-
     def __init__(  # noqa: PLR0913
         self, config: Path, settings: Sequence[str], folder: Path, *, root: str, seed: int,
         limit: float,
@@ -137,7 +135,6 @@ class Kills:
         return True
 
     def weigh(self, tasks: dict[str, psutil.Process] | None = None) -> None:
-        """Note the memory of the tasks."""
         found = self._tasks() if tasks is None else tasks
         self.found.memory.append(_megabytes(found))
 
@@ -153,7 +150,6 @@ class Kills:
                 self._awaited = None
 
     def _tasks(self) -> dict[str, psutil.Process]:
-        """Return the processes of the tasks, by name."""
         found = {}
         for process in psutil.process_iter():
             try:

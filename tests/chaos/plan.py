@@ -54,14 +54,11 @@ class Fault:
         return f"{self.kind}{f' {tasks}' if tasks else ''}{lasts}{manner} at step {self.step}"
 
     def tasks(self) -> list[str]:
-        """Return the tasks that it hits."""
         return [task for task in (self.task, self.other) if task]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run and its faults."""
-
     seed: int
     strategy: str
     servers: int
@@ -80,7 +77,6 @@ class Plan:
         return ", ".join(part for part in parts if part)
 
     def tasks(self) -> list[str]:
-        """Return the names of all tasks."""
         counts = {"ps": 0, "worker": 0, "chief": 0, "evaluator": int(self.evaluator)}
         if self.strategy in CLUSTERED:
             counts |= {"ps": self.servers, "worker": self.workers, "chief": 1}

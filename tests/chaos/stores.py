@@ -24,17 +24,14 @@ class Folder:
     variables: Mapping[str, str] = {}
 
     def __init__(self, path: Path) -> None:
-        """Publish below `path`."""
         self._path = path
         self.root = storage.uri_of(path)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the files below a folder, sorted."""
         files = (path for path in (self._path / prefix).rglob("*") if path.is_file())
         return sorted(str(path.relative_to(self._path)) for path in files)
 
     def read(self, name: str) -> bytes:
-        """Return a file."""
         return (self._path / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
@@ -74,7 +71,6 @@ class Bucket:
         return [name for name in keys if name.startswith(f"{prefix}/")]
 
     def read(self, name: str) -> bytes:
-        """Return an object."""
         return self._server.content(self._bucket, self._prefix + name)
 
     def write(self, name: str, data: bytes) -> None:
@@ -82,11 +78,9 @@ class Bucket:
         self._server.replace(self._bucket, self._prefix + name, data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
-        """Have an outage."""
         self._door.close_for(seconds, silent=silent)
 
     def open(self) -> None:
-        """End an outage."""
         self._door.end_outage()
 
 

@@ -73,7 +73,6 @@ class TablePlan(Plan):
 
     @property
     def has_outages(self) -> bool:
-        """Return whether the store is one of objects."""
         return self.in_bucket or super().has_outages
 
     @property
@@ -88,12 +87,10 @@ class TablePlan(Plan):
 
     @property
     def config(self) -> Path:
-        """Return the file of the configuration."""
         return EXAMPLE / "clicks_large.yaml"
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command, with the file of the configuration."""
         return ("run" if self.is_whole else "train", str(self.config), "--code", str(EXAMPLE))
 
     @property

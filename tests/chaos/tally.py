@@ -24,12 +24,10 @@ class Tally:
     """Counts of runs, each added once."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._all: Counter[str] = Counter()
         self._rows: dict[str, Counter[str]] = {}
 
     def add(self, plan: Plan, found: Outcome, violations: Sequence[Violation]) -> None:
-        """Add a run."""
         broken = Counter(violation.total for violation in violations)
         counts = Counter({
             "runs": 1,
@@ -52,7 +50,6 @@ class Tally:
 
     @property
     def is_violated(self) -> bool:
-        """Return whether an invariant was violated."""
         return any(self._all[total] for total in TOTALS)
 
     def table(self) -> str:
@@ -66,7 +63,6 @@ class Tally:
         return "\n".join("  ".join(cells).rstrip() for cells in [titles, *rows])
 
     def __str__(self) -> str:
-        """Return all counts of all runs, on one line."""
         return _listed(self._all, (*COUNTED[:-1], *OF_ALL, *TOTALS))
 
 

@@ -150,7 +150,6 @@ class TimedKills(Kills):
             self._clock.start()
 
     def ended(self) -> None:
-        """Wait for the clock."""
         self._over.set()
         assert self._clock, f"training has not begun; see {self.workdir.parent}"
         self._clock.join()

@@ -33,11 +33,9 @@ class ByHand:
 
     @property
     def checkpoints(self) -> str:
-        """Where the checkpoints are."""
         return storage.uri_of(self.folder / "checkpoints")
 
     def log(self, task: Task) -> str:
-        """What a task has said."""
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def start(self, task: Task, flags: tuple[str, ...] = (), module: str = "trainer") -> None:
@@ -73,7 +71,6 @@ class ByHand:
         return (*hosts, "--job_name", task.role, "--task_index", str(task.index))
 
     def end_of(self, task: Task) -> int:
-        """Wait for the end of a task and return its exit code."""
         return self.processes[task].wait(timeout=SECONDS)
 
 

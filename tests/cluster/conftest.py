@@ -60,5 +60,4 @@ def kube(
 
 @pytest.fixture
 def training(kube: Cluster, engine: str, tmp_path: Path, dataset: str) -> Training:
-    """Return a run on the engine of the test, which has not begun."""
     return Training(kube, engine, tmp_path, dataset)

@@ -64,7 +64,6 @@ class Training:
             yield self
 
     def wait_for_line(self, text: str) -> str:
-        """Return the next line of the log with a text."""
         assert self.step.process.stdout
         for line in self.step.process.stdout:
             self.lines.append(line)
@@ -73,7 +72,6 @@ class Training:
         raise AssertionError(f"no line with {text!r}: {self.step.end()}")
 
     def wait(self, kind: type[Kind], accept: Callable[[Kind], bool] = lambda _: True) -> Kind:
-        """Return the next event of a kind that is accepted."""
         while True:
             found = events.parse(self.wait_for_line(events.MARK))
             if isinstance(found, kind) and accept(found):
@@ -103,11 +101,9 @@ class Training:
         ]
 
     def job(self) -> Tree:
-        """Return the job."""
         return self.kube.job() if self.engine == "tfjob" else self.kube.jobset()
 
     def uids(self) -> dict[str, str]:
-        """Return the UIDs of the pods by task."""
         return {task: pod["metadata"]["uid"] for task, pod in self.kube.pods().items()}
 
     def lose(self, task: str) -> None:

@@ -52,7 +52,6 @@ class Launched:
         return self.process.returncode, said
 
     def task(self, name: str) -> psutil.Process:
-        """Return the process of a task such as `worker-0`."""
         return next(process for process in self.tasks() if _folder_of(process).name == name)
 
     def tasks(self) -> list[psutil.Process]:
@@ -65,17 +64,14 @@ class Launched:
         self.task(name).send_signal(signal.SIGKILL)
 
     def events(self, kind: type[Kind]) -> list[Kind]:
-        """Return all events of one kind so far."""
         return [each for each in self.seen if isinstance(each, kind)]
 
     def newest(self) -> int:
-        """Return the global step of the newest checkpoint, verified."""
         uri, step = newest_checkpoint(self.checkpoints)
         storage.verify(uri)
         return step
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the rows of the run's history."""
         return read_history(self.checkpoints)
 
 

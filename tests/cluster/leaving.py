@@ -92,7 +92,6 @@ def main() -> None:
 
 
 def values_of(variables: Any) -> dict[str, Any]:
-    """Return the values of variables by their paths."""
     return {path: each.numpy().tolist() for path, each in variables.items()}
 
 

@@ -74,7 +74,6 @@ class NameServer:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -110,7 +109,6 @@ class Pod:
     process: subprocess.Popen[bytes]
 
     def link(self, end: str) -> str:
-        """Return the name of an end of its link: "v" of the bridge, "w" in the namespace."""
         return self.namespace.replace(f"{PREFIX}n", f"{PREFIX}{end}")
 
 
@@ -142,7 +140,6 @@ class Pods:
 
     @property
     def checkpoints(self) -> str:
-        """Where the checkpoints are."""
         return storage.uri_of(self.folder / "checkpoints")
 
     def start(self, task: Task) -> None:
@@ -211,14 +208,12 @@ class Pods:
         raise AssertionError(self.log(CHIEF)[-3000:])
 
     def end(self) -> None:
-        """Remove all pods; none comes back."""
         with self._starting:
             self._is_over = True
         for pod in self.pods.values():
             _remove(pod)
 
     def log(self, task: Task) -> str:
-        """Return what a task has said."""
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def supervise(self) -> int:

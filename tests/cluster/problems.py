@@ -70,7 +70,6 @@ def problem(
     optimizer: str = "sgd",
     learning_rate: float = 0.1,
 ) -> Problem:
-    """Return a problem on some batches."""
     objective = of_classes(CLASSES)
     return Problem(
         build_model=lambda: objective.attach(model()),
@@ -341,12 +340,10 @@ def _own(kind: type[keras.Sequential]) -> keras.Model:
 
 
 def computed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A loss that the model computes."""
     return replace(dealt(batch_size, workers), build_model=lambda: _own(OwnLoss))
 
 
 def stepped(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A model that applies its updates."""
     problem = dealt(batch_size, workers)
     objective = of_classes(CLASSES)
     return replace(problem, build_model=lambda: objective.attach(_own(OwnStep)))
@@ -516,7 +513,6 @@ def rows(batch_size: int, workers: int = 1) -> Problem:
 
 
 def exact(batch_size: int, workers: int = 1) -> Problem:
-    """The same in float32."""
     return large(batch_size, workers, "")
 
 
@@ -538,7 +534,6 @@ class TwoDevices(Replicated):
     """Two replicas in one process, as on two GPUs."""
 
     def replicate(self) -> tf.distribute.Strategy:
-        """Part the processor in two."""
         (processor,) = tf.config.list_physical_devices("CPU")
         part = tf.config.LogicalDeviceConfiguration()
         tf.config.set_logical_device_configuration(processor, [part, part])

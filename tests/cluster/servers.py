@@ -91,14 +91,12 @@ class Leading:
         return self.said[-1]
 
     def outcome(self) -> Outcome:
-        """Wait for its end."""
         while not self.said or "variables" not in self.said[-1]:
             self.next()
         self.end()
         return Outcome(reports=self.said[:-1], **self.said[-1])
 
     def end(self) -> None:
-        """Wait until it has ended well."""
         code = self.process.wait()
         assert code == 0, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
 
@@ -114,7 +112,6 @@ class Servers:
     pipes: list[TextIO] = field(default_factory=list)
 
     def start(self, task: Task) -> None:
-        """Start a server, or start it again."""
         settings = {"TF_USE_LEGACY_KERAS": "1", "DEVICES": str(self.devices)}
         self.processes[str(task)] = self._process(task, ["tests.cluster.server"], settings)
 
@@ -123,7 +120,6 @@ class Servers:
         _end(self.processes.pop(str(task)))
 
     def lead(self, trial: Trial) -> Outcome:
-        """Lead a strategy to its end."""
         return self.start_lead(trial).outcome()
 
     def start_lead(self, trial: Trial, task: Task = CHIEF) -> Leading:

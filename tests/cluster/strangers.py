@@ -32,13 +32,11 @@ def other_addresses() -> list[str]:
 
 
 def open_ports(process: psutil.Process) -> list[int]:
-    """Return the ports on which a process listens."""
     found = process.net_connections("tcp")
     return sorted({each.laddr.port for each in found if each.status == psutil.CONN_LISTEN})
 
 
 def reached(addresses: Iterable[str], ports: Iterable[int]) -> list[tuple[str, int]]:
-    """Return the addresses and ports that take a connection."""
     ports = list(ports)
     with ExitStack() as stack:
         tried = {}

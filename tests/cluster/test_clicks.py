@@ -114,7 +114,6 @@ def night(folder, day, *assignments, champion=""):
 
 
 def rows_of(uri, table):
-    """Return the row of each id that has one in a checkpoint."""
     reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
     found = {}
     for shard in range(SHARDS):
@@ -130,12 +129,10 @@ def rows_of(uri, table):
 
 
 def ids_of(day, feature):
-    """Return the ids that training has seen on a day."""
     return set(Clickstream(**TRUTH).draw(day, 0, 0)[feature][: TRUTH["events"]].tolist())
 
 
 def answered(model, inputs):
-    """Return what the exported model says of pairs."""
     served = tf.saved_model.load(str(next(storage.local_path(model).glob("serving/*/*"))))
     given = {name: tf.constant(values, tf.int64) for name, values in inputs.items()}
     return served.signatures["serving_default"](**given)

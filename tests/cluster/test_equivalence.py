@@ -67,14 +67,12 @@ def alone(tmp_path_factory) -> Callable[[str], Outcome]:
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory) -> Iterator[Servers]:
-    """One parameter server and two workers."""
     with serving(tmp_path_factory.mktemp("two"), ps=1, workers=2) as servers:
         yield servers
 
 
 @pytest.fixture(scope="module")
 def one_worker(tmp_path_factory) -> Iterator[Servers]:
-    """Two parameter servers and one worker."""
     with serving(tmp_path_factory.mktemp("one"), ps=2, workers=1) as servers:
         yield servers
 
@@ -327,7 +325,6 @@ LED = ["async_parameter_server", "sync_parameter_server", "in_graph"]
 
 
 def some_of(strategies: list[str], *quick: str) -> list[object]:
-    """Return all strategies; those that are not `quick` run with the long tests."""
     return [
         each if each in quick else pytest.param(each, marks=pytest.mark.long) for each in strategies
     ]
@@ -344,8 +341,6 @@ def trial_of_updates(
 
 @pytest.fixture(scope="module")
 def alone_of_updates(tmp_path_factory) -> Callable[..., Outcome]:
-    """`single` in a process of its own."""
-
     def outcome(name: str, size: int = UPDATES_BATCH, **training: object) -> Outcome:
         with serving(tmp_path_factory.mktemp("single")) as nothing:
             return nothing.lead(trial_of_updates("single", name, size, **training))
@@ -361,7 +356,6 @@ def whole(alone_of_updates) -> Outcome:
 
 @pytest.fixture(scope="module")
 def exact(alone_of_updates) -> Outcome:
-    """One process in float32."""
     return alone_of_updates("exact")
 
 

@@ -323,7 +323,6 @@ def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
 
 
 def steps_of(report: dict[str, Any]) -> dict[str, int]:
-    """Return the steps of each worker so far."""
     return {name: each["local_steps"] for name, each in report["metrics"]["workers"].items()}
 
 
@@ -358,8 +357,6 @@ def shares(spec: DatasetSpec, workers: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Whole:
-    """A dataset, with all examples to train on."""
-
     uri: str
     spec: DatasetSpec
     examples: Counter[tuple[bytes, int]]

@@ -360,7 +360,6 @@ def _said(
 
 @pytest.fixture
 def server(tmp_path, port):
-    """Return the port of a TensorFlow server."""
     alone = Cluster(addresses={"worker": (f"127.0.0.1:{port}",)})
     settings = {
         **os.environ,
@@ -495,7 +494,6 @@ class Swallowing(Relay):
 
 @pytest.fixture
 def relay(server):
-    """Return a relay to a server of TensorFlow."""
     made = Swallowing(server)
     yield made
     made.close()

@@ -285,7 +285,6 @@ TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "sh
 
 
 def values(uri):
-    """Return the variables of the model in a checkpoint by key."""
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     keys = reader.get_variable_to_shape_map()
     return {key: reader.get_tensor(key) for key in keys if key.startswith("variables/model.S")}

@@ -26,8 +26,6 @@ WEIGHT = "variables/model.Svisits.Scount/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Numbers from 0 on, with nothing to be learnt of them."""
-
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES: ClassVar = {"1.0.0": "all"}
 
@@ -53,8 +51,6 @@ class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 @keras.saving.register_keras_serializable("tests")
 class Visits(keras.layers.Layer):
-    """One weight for each example."""
-
     def build(self, _shape: Any) -> None:
         self.count = self.add_weight(shape=(EXAMPLES,), initializer="zeros", name="count")
 
@@ -65,13 +61,11 @@ class Visits(keras.layers.Layer):
 
 
 def model(_spec: DatasetSpec) -> keras.Model:
-    """Return a model of nothing but its visits."""
     given = keras.Input((), dtype="int64", name="number")
     return keras.Model(given, keras.layers.Reshape((1,))(Visits(name="visits")(given)))
 
 
 def published(folder: Path) -> str:
-    """Publish the numbers in 8 shards; return the URI."""
     config = DataConfig(dataset="tests.cluster.visited:Numbers", validation=0)
     return prepare(config, storage.uri_of(folder), folder / "scratch").uri
 
@@ -104,7 +98,6 @@ def settings(strategy: str, steps: int, averaged: int = 1, **named: Any) -> dict
 
 
 def visits(checkpoints: str) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the visits of each example by the newest checkpoint, and what its manifest says."""
     uri, _ = newest_checkpoint(checkpoints)
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     return np.rint(reader.get_tensor(WEIGHT)), dict(storage.read_manifest(uri).fields)

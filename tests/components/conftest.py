@@ -24,7 +24,6 @@ def emitted(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _compiled(monkeypatch):
-    """Be a step that was compiled by this code."""
     monkeypatch.setattr(sys, "argv", ["executor", contract.OPTION, contract.mark()])
 
 

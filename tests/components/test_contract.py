@@ -18,7 +18,6 @@ OTHER = "0.9.7 0123456789ab"
 
 
 def compiled(monkeypatch, mark):
-    """Be a step with this mark, or with none."""
     monkeypatch.setattr(sys, "argv", ["executor", *([contract.OPTION, mark] if mark else [])])
 
 

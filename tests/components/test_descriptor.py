@@ -30,7 +30,6 @@ def published(tmp_path):
 
 @pytest.fixture
 def described(published, tmp_path):
-    """Return an artifact and the URI that it describes."""
     artifact, uri = artifact_in(tmp_path, dsl.Dataset), published()
     descriptor.describe(artifact, uri, {"train": 3})
     return artifact, uri

@@ -34,7 +34,6 @@ NEW = StepSpec(name="count_labels", deadline_seconds=60, retries=1, is_light=Tru
 
 @dsl.component(base_image="image", install_kfp_package=False)
 def count_labels(dataset: str) -> str:
-    """Count."""
     return dataset
 
 

@@ -27,7 +27,6 @@ PODS = ("registry.example/flotilla:2", "our-store")
 
 @pytest.fixture
 def outputs(tmp_path):
-    """Return the artifacts of the step: the checkpoint, and the viewers of the UI."""
     viewers = dsl.Artifact(name=ui.VIEWERS, uri=str(tmp_path / "viewers"))
     return artifact_in(tmp_path, dsl.Model), viewers
 

@@ -26,14 +26,11 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """One page, in its parts."""
-
     path: Path
     blocks: tuple[Block, ...]
     prose: str
 
     def of(self, language: str) -> list[Block]:
-        """Return the blocks of one language."""
         return [block for block in self.blocks if block.language == language]
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
@@ -48,21 +45,17 @@ class Page:
         return _INLINE.findall(self.prose)
 
     def links(self) -> list[str]:
-        """Return the targets of all links."""
         return _LINK.findall(self.prose)
 
     def fragments(self) -> set[str]:
-        """Return the fragments that its headings give."""
         return {fragment(heading) for heading in _HEADING.findall(self.prose)}
 
 
 def read(path: Path, root: Path) -> Page:
-    """Read a page."""
     return page(path.relative_to(root), path.read_text(encoding="utf-8"))
 
 
 def page(path: Path, text: str) -> Page:
-    """Take a page apart."""
     blocks: list[Block] = []
     prose: list[str] = []
     inside: list[str] | None = None
@@ -110,7 +103,6 @@ def simple_commands(line: str) -> list[list[str]]:
 
 
 def fragment(heading: str) -> str:
-    """Return the fragment of a heading."""
     kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
     return kept.replace(" ", "-")
 

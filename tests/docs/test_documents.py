@@ -34,7 +34,6 @@ VARIABLE = re.compile(r"FLOTILLA_[A-Z_]+")
 
 @cache
 def variables_of_the_code():
-    """Return the names of all variables of the environment that the code has."""
     return {
         name
         for source in (text("Makefile"), *map(text, python_files()))

@@ -376,7 +376,6 @@ def test_a_mistake_in_it_is_one_line(task_folder, right, wrong, words):
 
 
 def evaluation(ended):
-    """Return what the evaluation of a run says."""
     uri = ended.answer["artifacts"]["evaluation"]
     return json.loads((storage.local_path(uri) / "metrics.json").read_text(encoding="utf-8"))
 

@@ -69,7 +69,6 @@ def row(name, data_dir):
 
 
 def task_of(found):
-    """Return the task that `auto` chooses."""
     spec = DatasetSpec(
         features=found.specs,
         inputs=found.inputs,

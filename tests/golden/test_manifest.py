@@ -10,7 +10,6 @@ TAINT = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true
 
 
 def with_job(cluster, job):
-    """Return settings of a cluster with those of its job."""
     return {**cluster, "kubernetes": {**cluster["kubernetes"], "job": job}}
 
 

@@ -47,13 +47,11 @@ def python_files(*packages: str) -> list[Path]:
 
 
 def source_modules() -> list[Path]:
-    """Return the modules of the three packages; an `__init__.py` is its folder and no module."""
     return [path for path in python_files(*PACKAGES) if path.name != "__init__.py"]
 
 
 @cache
 def text(path: Path) -> str:
-    """Return the text of a file; an empty one for what is not text."""
     try:
         return (ROOT / path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -117,12 +115,10 @@ def importers() -> dict[str, set[str]]:
 
 
 def project() -> dict[str, Any]:
-    """Return pyproject.toml."""
     return tomllib.loads(text(Path("pyproject.toml")))
 
 
 def tensorflow_free() -> list[str]:
-    """Return the rooms that load no TensorFlow: the list of the import contract."""
     contracts = project()["tool"]["importlinter"]["contracts"]
     named = "These rooms are free of TensorFlow"
     return next(each["source_modules"] for each in contracts if each["name"] == named)

@@ -26,8 +26,6 @@ NAMESPACE = "kubeflow"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What came with a request: its query, and what was sent."""
-
     query: dict[str, str]
     sent: Any
 

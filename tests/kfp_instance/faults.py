@@ -41,7 +41,6 @@ class Faults:
             self._faults.clear()
 
     def of(self, request: str) -> Fault | None:
-        """Return the fault that this request meets, and count it."""
         with self._lock:
             for fault in self._faults:
                 if fault.times > 0 and re.search(fault.pattern, request):

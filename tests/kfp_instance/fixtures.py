@@ -89,7 +89,6 @@ def _compiled_before(image: str, pods: StepPods) -> str:
 
 @pytest.fixture(scope="session")
 def compiled() -> Package:
-    """Our pipeline."""
     return package_of(None, "")
 
 

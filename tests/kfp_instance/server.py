@@ -66,7 +66,6 @@ class Instance(ThreadingHTTPServer):
         return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
 
     def asked(self, pattern: str) -> list[str]:
-        """Return the requests that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -83,8 +82,6 @@ class Instance(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     # Head and body are two writes: the second would wait 40 ms for the first to be acknowledged.
     disable_nagle_algorithm = True

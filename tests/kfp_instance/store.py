@@ -31,8 +31,6 @@ BROKEN = 500
 
 
 class RefusedError(Exception):
-    """A request that is answered with a status and a message."""
-
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -157,7 +155,6 @@ class Store:
         return {}
 
     def _note(self, run: Tree) -> None:
-        """Append the state to the history, which has one entry for each change."""
         history = run.setdefault("state_history", [])
         if not history or history[-1]["state"] != run["state"]:
             history.append({"update_time": self._now(), "state": run["state"]})

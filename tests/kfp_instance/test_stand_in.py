@@ -43,7 +43,6 @@ def served():
 
 @pytest.fixture
 def plain(served, tmp_path, monkeypatch):
-    """The SDK's own client, as anybody would make it."""
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     with pytest.warns(FutureWarning):
         return sdk.Client(host=served.url)

@@ -46,7 +46,6 @@ def moment(second: int) -> str:
 
 
 def fnv(name: str) -> int:
-    """Return the FNV-1a hash of 32 bits."""
     value = 0x811C9DC5
     for byte in name.encode():
         value = (value ^ byte) * 0x01000193 % 2**32
@@ -95,7 +94,6 @@ class Workflow:
         self.logs[self.pod(step)] = ""
 
     def wait(self, step: str, message: str, *, image: str = IMAGE) -> None:
-        """Make the pod of a step one that does not start, for what the message says."""
         if not self._has(step):
             self.begin(step, image=image)
             del self.logs[self.pod(step)]
@@ -179,7 +177,6 @@ class Workflow:
         self._node(self._group(step), EXECUTOR, "Skipped", "Omitted")
 
     def skip(self, name: str = "condition-2") -> None:
-        """Leave out what a condition leaves out."""
         self._pod_of(f"{self._outer}.{name}-driver", "system-dag-driver", "Succeeded")
         node = self._node(f"{self._outer}.{name}", "comp-condition-2", "Skipped", "Skipped")
         node["message"] = "when 'false != false' evaluated false"
@@ -199,7 +196,6 @@ class Workflow:
         self.logs.clear()
 
     def pod(self, step: str) -> str:
-        """Return the name of the pod of a step's newest try."""
         return pod_name(self._last(step))
 
     def driver_pod(self, step: str) -> str:
@@ -322,7 +318,6 @@ class Workflow:
 
 
 def pod_name(node: Node) -> str:
-    """Return the name that Argo gives the pod of a node."""
     return f"{WORKFLOW}-{node['templateName']}-{fnv(node['name'])}"
 
 

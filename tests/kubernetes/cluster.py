@@ -90,12 +90,10 @@ class Cluster:
         return self.store.all("jobsets", NAMESPACE)
 
     def jobset(self) -> Tree:
-        """Wait for a JobSet, and return it."""
         found: list[Tree] = self.store.wait(self.jobsets)
         return found[0]
 
     def child_jobs(self) -> dict[str, Tree]:
-        """Return the Jobs of JobSets by task."""
         return {task_of(job): job for job in self.store.all("jobs", NAMESPACE)}
 
     def pods_of(self, task: str) -> list[Tree]:
@@ -107,7 +105,6 @@ class Cluster:
         return self.store.all("leases", NAMESPACE)
 
     def stop_is_asked(self) -> bool:
-        """Return whether a job was asked to end, on itself or on its lease."""
         asked = [*self.leases(), *self.jobs(), *self.jobsets()]
         return any(names.STOP in (each["metadata"].get("annotations") or {}) for each in asked)
 
@@ -115,7 +112,6 @@ class Cluster:
         return self.store.all("tfjobs", NAMESPACE)
 
     def job(self) -> Tree:
-        """Wait for a job, and return it."""
         found: list[Tree] = self.store.wait(self.jobs)
         return found[0]
 
@@ -125,7 +121,6 @@ class Cluster:
         self.store.wait(lambda: not any(self.store.all(kind, NAMESPACE) for kind in kinds))
 
     def of_jobs(self) -> list[Tree]:
-        """Return all that a job is, makes, or has made for it."""
         kinds = ("tfjobs", "jobsets", "jobs", "pods", "services", "leases", "networkpolicies")
         return [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
 
@@ -193,8 +188,6 @@ class Cluster:
         )
 
     def wait_renewed(self, but: str = "") -> str:
-        """Wait for a heartbeat that is renewed, another one than `but`, and return it."""
-
         def found() -> str:
             for lease in self.leases():
                 beat = heartbeat_of(lease)
@@ -212,13 +205,11 @@ class Cluster:
         return self.pods()
 
     def write_log(self, task: str, *lines: str) -> None:
-        """Write to the log of a task."""
         uid = self.pod(task)["metadata"]["uid"]
         for line in lines:
             self.server.logs.write(uid, 0, line)
 
     def finish(self, task: str, code: int, message: str = "", reason: str = "") -> Tree:
-        """End a task."""
         return self._finish(self.pod(task), code, message, reason)
 
     def _finish(self, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
@@ -251,7 +242,6 @@ class Cluster:
                 self.store.remove("pods", NAMESPACE, pod["metadata"]["name"])
 
     def event(self, involved: str, reason: str, message: str) -> None:
-        """Write an event of a job or a pod that is there."""
         kinds = ("tfjobs", "jobsets", "jobs", "pods")
         objects = [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
         [found] = [each for each in objects if each["metadata"]["name"] == involved]

@@ -72,7 +72,6 @@ def is_finished(job: Tree) -> bool:
 
 
 def message_of(job: Tree, kind: str) -> str:
-    """Return the message of a condition, empty where the job does not have it."""
     found = job.get("status", {}).get("conditions", [])
     return next((str(each["message"] or kind) for each in found if each["type"] == kind), "")
 

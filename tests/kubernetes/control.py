@@ -84,7 +84,6 @@ class Control:
             raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
 
     def install_kueue(self) -> None:
-        """Serve Kueue's kinds."""
         self.kinds["kueue.x-k8s.io/v1beta1"] = ["localqueues", "clusterqueues", "workloads"]
 
     def admitted(self, kind: str, tree: Tree, query: dict[str, str]) -> Tree:
@@ -154,7 +153,6 @@ class Control:
         return {"kind": "APIResourceList", "resources": [{"name": each} for each in kinds]}
 
     def check_namespace(self, name: str) -> None:
-        """Refuse to create anything where there is no namespace."""
         if name in self.absent:
             raise RefusedError(404, "NotFound", f'namespaces "{name}" not found')
 

@@ -14,7 +14,6 @@ def warn(store: Store, involved: Tree, reason: str, message: str) -> None:
 
 
 def note(store: Store, involved: Tree, reason: str, message: str) -> None:
-    """Write an event that is no warning."""
     write(store, involved, reason, message, type="Normal")
 
 

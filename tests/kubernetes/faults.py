@@ -48,7 +48,6 @@ class Faults:
             self.down = False
 
     def of(self, request: str) -> Fault | None:
-        """Return the fault that this request meets, and count it."""
         with self._changed:
             if self.down:
                 self._count("down")

@@ -264,7 +264,6 @@ def index_of(pod: Tree) -> int:
 
 
 def pod_of(job: Tree, index: int) -> Tree:
-    """Return a new pod of a Job for an index."""
     meta = job["metadata"]
     template = copy.deepcopy(job["spec"]["template"])
     spec, metadata = template["spec"], template.get("metadata") or {}

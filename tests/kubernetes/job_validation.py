@@ -22,7 +22,6 @@ def defaulted(job: Tree) -> Tree:
 
 
 def check(job: Tree) -> None:
-    """Refuse a Job that is invalid."""
     spec = job["spec"]
     restart = spec["template"]["spec"].get("restartPolicy", "Always")
     found = []

@@ -87,7 +87,6 @@ class JobSetController(Reconciler):
             self._event(jobset, reason, message, "Warning" if is_bad else "Normal")
 
     def _event(self, jobset: Tree, reason: str, message: str, event: str = "Warning") -> None:
-        """Write an event by `events.k8s.io`: its time is not where that of others is."""
         at = {"eventTime": now().replace("Z", ".000000Z"), "lastTimestamp": None}
         events.write(self._store, jobset, reason, message, type=event, action="Reconciling", **at)
 

@@ -44,7 +44,6 @@ class Logs:
             self._changed.notify_all()
 
     def ask(self, uid: str, restarts: int) -> ContainerLog:
-        """Return a log for a client that reads it."""
         with self._changed:
             found = self.of(uid, restarts)
             found.asked = True

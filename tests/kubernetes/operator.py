@@ -239,7 +239,6 @@ class Operator:
         return [p for p in pods if p["metadata"].get("ownerReferences", [{}])[0].get("uid") == uid]
 
     def _clean(self, pod: Tree) -> None:
-        """Delete a pod and its Service."""
         self._delete(pod)
         meta = pod["metadata"]
         self._store.remove("services", meta["namespace"], meta["name"])

@@ -28,12 +28,10 @@ def _scheduled(status: str, message: str = "") -> list[Tree]:
 
 
 def unschedulable(store: Store, pod: Tree, message: str) -> Tree:
-    """No node takes the pod."""
     return _changed(store, pod, {"conditions": _scheduled("False", message)})
 
 
 def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
-    """The pod has a node, on which its container cannot start."""
     state = {"waiting": {"reason": reason, "message": message}}
     status = {"conditions": _scheduled("True"), "containerStatuses": _container(pod, state)}
     return _changed(store, pod, status, "node-1")
@@ -57,7 +55,6 @@ def running(store: Store, pod: Tree, address: str = "") -> Tree:
 
 
 def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
-    """The container has ended, and with it the pod."""
     reason = reason or ("Completed" if code == 0 else "Error")
     terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": now()}
     return _changed(
@@ -91,7 +88,6 @@ def disrupted(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
 
 
 def restarted(store: Store, pod: Tree, code: int) -> Tree:
-    """The kubelet has restarted the container in its pod."""
     count = pod["status"]["containerStatuses"][0]["restartCount"]
     last = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
     states = _container(

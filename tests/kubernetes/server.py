@@ -77,8 +77,6 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     # Head and body are two writes: the second would wait 40 ms for the first to be acknowledged.
     disable_nagle_algorithm = True
@@ -144,7 +142,6 @@ class Handler(BaseHTTPRequestHandler):
         self._send(status, status_object, fault.headers)
 
     def _forbidden(self) -> str:
-        """Return what RBAC says of this request."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         user = self.server.control.user_of(self._token())

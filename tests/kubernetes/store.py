@@ -213,7 +213,6 @@ class Store:
             self._release(removed)
 
     def _owned(self, owner: Tree) -> list[tuple[str, Tree]]:
-        """Return the kinds and objects that an object owns."""
         uid = owner["metadata"]["uid"]
         return [
             (kind, tree)
@@ -257,7 +256,6 @@ class Store:
             self.changed.notify_all()
 
     def since(self, version: int) -> list[tuple[int, str, str, Tree]]:
-        """Return the events after a version; raises 410 where it has expired."""
         with self.changed:
             if version < self._expired:
                 raise RefusedError(410, "Expired", f"too old resource version: {version}")

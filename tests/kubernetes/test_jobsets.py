@@ -47,7 +47,6 @@ def start(kube, jobsets, tree=None):
 
 
 def ended(kube, kind):
-    """Wait until a condition is true, and return it."""
     kube.store.wait(lambda: is_true(kube.jobset(), kind))
     return next(each for each in kube.jobset()["status"]["conditions"] if each["type"] == kind)
 
@@ -303,7 +302,6 @@ def create(served, tree, **more):
 
 
 def refused(call, *arguments, **more):
-    """Return the status and the message of a refusal."""
     with pytest.raises(client.ApiException) as caught:
         call(*arguments, **more)
     return caught.value.status, json.loads(caught.value.body)["message"]

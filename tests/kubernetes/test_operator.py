@@ -29,7 +29,6 @@ def start(kube, **more):
 
 
 def ended(kube, kind):
-    """Wait until a condition is true, and return it."""
     kube.store.wait(lambda: is_true(kube.job(), kind))
     return next(each for each in kube.job()["status"]["conditions"] if each["type"] == kind)
 

@@ -25,8 +25,6 @@ Kind = TypeVar("Kind", bound=Event)
 
 @dataclass(frozen=True, kw_only=True)
 class Called:
-    """How a call ended."""
-
     code: int
     out: str
     err: str
@@ -40,16 +38,13 @@ class Called:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return self.workdir / self.answer["run_id"]
 
     @property
     def log(self) -> str:
-        """All output of the steps."""
         return (self.folder / "pipeline.log").read_text(encoding="utf-8", errors="replace")
 
     def events(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of a kind, of all starts of the run."""
         found = events.read(self.folder / "events.jsonl")
         return [each for each in found if isinstance(each, kind)]
 
@@ -58,13 +53,11 @@ class Called:
         return {each.step: each.status for each in step_records(state_of(self.events(Event)))}
 
     def path_of(self, artifact: str) -> Path:
-        """Return where an artifact stands on this machine."""
         path = storage.local_path(self.answer["artifacts"][artifact])
         assert path is not None
         return path
 
     def read(self, artifact: str, name: str) -> dict[str, Any]:
-        """Return a JSON file of a published artifact."""
         tree: dict[str, Any] = json.loads(
             storage.read_file(self.answer["artifacts"][artifact], name)
         )
@@ -91,7 +84,6 @@ def calling(
 
 
 def call(command: str, workdir: Path, *arguments: str, cwd: Path) -> Called:
-    """Run a command to its end."""
     with calling(command, workdir, *arguments, cwd=cwd) as process:
         out, err = process.communicate()
     return Called(code=process.returncode, out=out, err=err, workdir=workdir)

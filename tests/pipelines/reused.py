@@ -15,7 +15,6 @@ RUN = "reused-run"
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    """Return the components of a folder of files by name."""
     files = sorted(folder.glob("*.yaml"))
     return {path.stem: components.load_component_from_file(str(path)) for path in files}
 

@@ -13,37 +13,31 @@ STEPS = ("resolve_config", "prepare_data", "train_model", "evaluate_model", "che
 
 
 def begun(step: str, time: float = 1.0) -> StepBegin:
-    """Return the event of a step that begins."""
     return StepBegin(time=time, step=step)
 
 
 def ended(
     step: str, status: str = "done", code: int = 0, time: float = 2.0, **fields: Any
 ) -> StepEnd:
-    """Return the event of a step that ends."""
     whole = {"seconds": 1.5, **fields}
     return StepEnd(time=time, step=step, status=status, exit_code=code, **whole)
 
 
 def done(step: str, time: float = 2.0, **fields: Any) -> list[Event]:
-    """Return the events of a step that was done."""
     end = ended(step, time=time, **fields)
     return [begun(step, time=time - end.seconds), end]
 
 
 def judged(word: str, *reasons: str) -> list[Event]:
-    """Return the events of a run up to the gate and its decision."""
     before = [event for step in STEPS[:-1] for event in done(step)]
     return [*before, *done("check_gate", metrics={"decision": word, "reasons": list(reasons)})]
 
 
 def promoted() -> list[Event]:
-    """Return the events of a model that was exported and became champion."""
     metrics = {"decision": "promoted", "version": 1, "promotion": 1, "reasons": []}
     return [*done("export_model"), *done("register_model", metrics=metrics)]
 
 
 def write(folder: Path, events: Iterable[Event]) -> None:
-    """Write the events of the run in a folder."""
     lines = [json.dumps(to_tree(event)) + "\n" for event in events]
     (folder / "events.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -69,7 +69,6 @@ def damages(draw):
 
 
 def fields_of(tree, path=()):
-    """Yield the place of each value in a tree."""
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for name, value in pairs:
         yield (*path, name)

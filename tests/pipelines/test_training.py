@@ -55,7 +55,6 @@ def own_inputs_of(task):
 
 
 def source_of(task, name):
-    """Return step and output that an input of a task comes from."""
     found = inputs_of(task)[name]
     produced = found["taskOutputParameter"]
     return produced["producerTask"], produced["outputParameterKey"]

@@ -47,5 +47,4 @@ def s3(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 def bucket_name() -> str:
-    """A name that no other test has."""
     return f"b-{uuid.uuid4().hex[:12]}"

@@ -49,7 +49,6 @@ class Link:
             self._listener = self._listen(self.port, answered=state != "unanswered")
 
     def end(self) -> None:
-        """Close everything."""
         with self._lock:
             self._state = "refuse"
             self._close_all()
@@ -121,7 +120,6 @@ class Link:
 
 
 def _reset(end: socket.socket) -> None:
-    """End a connection with RST."""
     with suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with suppress(OSError):

@@ -27,7 +27,6 @@ SCROLLING = """[...document.querySelectorAll(".table")].filter(each =>
 
 
 def found() -> str | None:
-    """Return the path of a Chromium of this machine, if there is one."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 

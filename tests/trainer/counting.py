@@ -33,7 +33,6 @@ class Counting(Strategy):
         self._beyond = beyond
 
     def build(self, _problem: Problem) -> None:
-        """Make the weight and the counter."""
         self.weight = tf.Variable(0.0)
         self.counter = tf.Variable(0, dtype=tf.int64)
 
@@ -45,11 +44,9 @@ class Counting(Strategy):
         return Report(loss=self._loss(self) if callable(self._loss) else self._loss)
 
     def global_step(self) -> int:
-        """Return what was counted."""
         return int(self.counter.numpy())
 
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return both variables."""
         return {"model/weight": self.weight, "global_step": self.counter}
 
     def learning_rate(self) -> float:
@@ -65,40 +62,32 @@ class Run:
 
     @property
     def uri(self) -> str:
-        """Where the checkpoints stand."""
         return storage.uri_of(self.folder / "checkpoints")
 
     def steps(self) -> list[int]:
-        """Return the global steps of the checkpoints, all of them whole."""
         for uri, _ in list_checkpoints(self.uri):
             storage.verify(uri)
         return [step for _, step in list_checkpoints(self.uri)]
 
     def fields(self, step: int) -> Mapping[str, Any]:
-        """Return what the manifest of a checkpoint says."""
         return storage.read_manifest(storage.join(self.uri, f"step-{step:08d}")).fields
 
     def weight(self, step: int) -> float:
-        """Return the weight that a checkpoint holds."""
         prefix = self.folder / "checkpoints" / f"step-{step:08d}" / "variables"
         reader = tf.train.load_checkpoint(str(prefix))
         return float(reader.get_tensor("variables/model.Sweight/.ATTRIBUTES/VARIABLE_VALUE"))
 
     def rows(self, name: str = "global_step") -> list[Any]:
-        """Return one figure of each row of the history that has it."""
         return [row[name] for row in read_history(self.uri) if name in row]
 
     def events(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of a kind."""
         found = events.read(self.folder / "events.jsonl")
         return [each for each in found if isinstance(each, kind)]
 
     def all_events(self) -> list[dict[str, Any]]:
-        """Return the events of all kinds."""
         return list(events.read(self.folder / "events.jsonl"))
 
     def damage(self, step: int) -> None:
-        """Flip a bit of a checkpoint."""
         path = self.folder / "checkpoints" / f"step-{step:08d}" / "variables.data-00000-of-00001"
         data = bytearray(path.read_bytes())
         data[0] ^= 1

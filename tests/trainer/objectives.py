@@ -16,7 +16,6 @@ NO_ROLES = {"weight": "", "group": "", "target_counts": {}, "target_moments": {}
 
 
 def of_classes(count: int) -> Objective:
-    """Return the loss and the metrics of labels 0 to `count - 1`."""
     target = Target(name="label", shape=(), dtype="int64", num_classes=count)
     return Objective(Classification(target))
 

@@ -45,7 +45,6 @@ class Page(HTMLParser):
         return "\n".join(self.words)
 
     def heads(self) -> list[str]:
-        """The headings that there can be, as far as they are there."""
         known = ("Test metrics", "Rules of the gate", "Training", "Steps", "Incidents",
                  "Configuration")  # fmt: skip
         return [name for name in known if name in self.words]

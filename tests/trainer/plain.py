@@ -35,7 +35,6 @@ class Plain(Strategy):
     def __init__(
         self, config: Config | None = None, cluster: Cluster = NOBODY, task: Task = CHIEF
     ) -> None:
-        """Need no cluster."""
         super().__init__(config or Config(), cluster, task)
 
     def build(self, problem: Problem) -> None:
@@ -53,11 +52,9 @@ class Plain(Strategy):
         return Report(loss=sum(losses) / steps)
 
     def global_step(self) -> int:
-        """Return the exact counter."""
         return int(self._global_step.numpy())
 
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return what a checkpoint holds."""
         return checkpoint_variables(self.model, self.optimizer)
 
     def learning_rate(self) -> float:

@@ -157,7 +157,6 @@ def template_model(config: Config, images: np.ndarray, labels: np.ndarray) -> ke
 
 
 def publish_checkpoint(folder: Path, model: keras.Model, step: int = GLOBAL_STEP) -> str:
-    """Publish the weights of a model as the checkpoint of a global step."""
     variables = {f"model/{variable.path}": variable.value for variable in model.variables}
     variables["global_step"] = tf.Variable(step, dtype=tf.int64)
     saved = Checkpoints(storage.uri_of(folder), keep=9, scratch=folder.with_name("saving"))
@@ -176,7 +175,6 @@ def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") 
 
 
 def export_model(run: SmallRun, decision: str, output: str, scratch: Path) -> Exported:
-    """Export the run's checkpoint."""
     scratch.mkdir(exist_ok=True)
     return export(run.config, run.dataset, run.checkpoint, decision, output, scratch)
 
@@ -193,6 +191,5 @@ def refused_export(run: SmallRun, decision: str, folder: Path) -> str:
 
 
 def with_formats(run: SmallRun, *formats: str) -> SmallRun:
-    """Return the run with other forms to export."""
     forms = run.config.export.model_copy(update={"formats": formats})
     return replace(run, config=run.config.model_copy(update={"export": forms}))

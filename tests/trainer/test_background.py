@@ -8,7 +8,6 @@ from trainer.background import Loop
 
 @pytest.fixture
 def loop():
-    """Make loops that are stopped in the end."""
     made = []
 
     def make(work):

@@ -56,7 +56,6 @@ def line_with(text):
 
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
-    """The user's module, in the folder in which the command was given."""
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     yield user_code.import_module("blocks")

@@ -68,7 +68,6 @@ class Attempt(threading.Thread):
             self.error = error
 
     def succeed(self) -> None:
-        """Wait for the end of a launcher that must succeed."""
         self.join(SECONDS)
         assert not self.is_alive(), "the launcher has not ended"
         if self.error:
@@ -84,7 +83,6 @@ class Attempt(threading.Thread):
 
 
 def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
-    """Start an attempt, and return it once it watches the cluster."""
     attempt = Attempt(job_of(settings(**deadlines)))
     kube.wait_watched()
     return attempt

@@ -52,7 +52,6 @@ WORKS = "while True: pass"
 
 @pytest.fixture
 def emitted(tmp_path, monkeypatch):
-    """Return what was written to the events so far."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
     return lambda: list(events.read(path))
@@ -60,7 +59,6 @@ def emitted(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a step in a process of its own."""
     started = []
 
     def begin(step, body, **environment):
@@ -474,7 +472,6 @@ class Run:
         return evaluate_model.evaluate_model.python_func(*self.given(), *inputs, *displayed)
 
     def judged(self, accuracy):
-        """Return the word and the URI of the decision."""
         path = self._folder / "decision"
         given = (*self.given(accuracy), self.evaluated(), str(path))
         word = check_gate.check_gate.python_func(*given, self.output())

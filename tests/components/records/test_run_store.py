@@ -22,7 +22,6 @@ NAME = "digits"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of a run on this machine."""
     monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / "run"))
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     return tmp_path / "run"
@@ -30,7 +29,6 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A step in a container, which has no folder of the run."""
     monkeypatch.delenv(run_store.RUN_FOLDER, raising=False)
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
@@ -41,7 +39,6 @@ def root(tmp_path):
 
 
 def crowned(root, folder, text, checkpoint=None):
-    """Make a champion; return the URI of its checkpoint."""
     folder.mkdir(exist_ok=True)
     source = folder / f"weights-{text}"
     source.mkdir()

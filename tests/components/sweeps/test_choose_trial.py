@@ -19,7 +19,6 @@ TRIALS = [
 
 
 def going(root, rung):
-    """Return the numbers of the trials that take the places of a rung."""
     found = (run_trial._at(SWEEP, root, "digits-1", place, rung) for place in range(2))
     return [each.number for each in found if each]
 

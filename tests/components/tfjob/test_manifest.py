@@ -396,7 +396,6 @@ def with_pod(**pod):
 
 
 def admitted(job):
-    """Return by role whether the pods of a job are admitted."""
     pods = {role: template(job, role) for role in job["spec"]["tfReplicaSpecs"]}
     return {
         role: not refusal({**pod, "metadata": {"name": "x"}}, RESTRICTED)

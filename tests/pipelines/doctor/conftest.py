@@ -26,8 +26,6 @@ LONG_TIMEOUT = urllib3.Timeout(connect=3, read=60)
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the doctor said."""
-
     code: int
     lines: list[str]
     answer: dict[str, Any]
@@ -44,7 +42,6 @@ class Report:
         return list(self.reasons())
 
     def reasons(self) -> dict[str, str]:
-        """Return the messages of the checks that failed, by the names of the checks."""
         checks = self.answer["checks"]
         return {each["name"]: each["message"] for each in checks if each["state"] == "fail"}
 
@@ -91,7 +88,6 @@ def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
 
 @pytest.fixture
 def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
-    """A cluster where nothing is wrong."""
     with cluster(tmp_path) as made:
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
         made.install_operator()

@@ -243,7 +243,6 @@ def team(kube):
 
 
 def looked_into(kube):
-    """Return every namespace that a path or a review has named."""
     paths = [each.partition("/namespaces/")[2].partition("/")[0] for each in kube.server.requests]
     reviews = [spec["resourceAttributes"]["namespace"] for spec in kube.server.control.reviews]
     return {*paths, *reviews} - {""}

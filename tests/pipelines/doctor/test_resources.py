@@ -14,8 +14,6 @@ GPU = "cluster.gpus_per_worker=2"
 
 @pytest.fixture
 def quota(kube):
-    """Give the namespace a quota."""
-
     def give(hard, used=None, **spec):
         tree = {
             "metadata": {"name": "team"},
@@ -29,8 +27,6 @@ def quota(kube):
 
 @pytest.fixture
 def node(kube):
-    """Give the cluster a node."""
-
     def give(name, labels=None, taints=(), **allocatable):
         has = {key.replace("__", "/").replace("_", "."): n for key, n in allocatable.items()}
         tree = {

@@ -82,7 +82,6 @@ class ClusterRun:
         return f"s3://{self.bucket}/flotilla"
 
     def content(self) -> dict[str, bytes]:
-        """Return every object of the bucket."""
         return {key: self.s3.content(self.bucket, key) for key in self.s3.keys(self.bucket)}
 
     def config(self, **sections: Mapping[str, Any]) -> str:
@@ -154,7 +153,6 @@ class ClusterRun:
         )
 
     def prepared(self, text: str, **data: Any) -> StepRecord:
-        """Prepare these rows, which are an object of the bucket."""
         self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
         source = {"dataset": "", "source": f"s3://{self.bucket}/raw/rows.csv", **data}
         tree = {**json.loads(self.config())["data"], **source}
@@ -244,6 +242,5 @@ PLANTS: Mapping[str, Plant] = {
 
 
 def write_code(folder: Path) -> None:
-    """Write the module of the user's, and work in its folder."""
     (folder / f"{MODULE}.py").write_text(CODE, encoding="utf-8")
     os.chdir(folder)

@@ -17,7 +17,6 @@ RUN = "digits-20260301-120000-abcd"
 
 
 def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields: Any) -> str:
-    """Publish JSON files as a directory of a kind; return its URI."""
     source = folder / f"source-{storage.name_of(uri)}"
     source.mkdir()
     for name, tree in files.items():
@@ -27,7 +26,6 @@ def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields
 
 
 def evaluation_at(folder: Path, root: str, accuracy: float = 0.9, run_id: str = RUN) -> str:
-    """Publish an evaluation of a run; return its URI."""
     metrics = {"metrics": {"accuracy": accuracy}, "global_step": 7}
     uri = storage.join(root, run_id, "evaluation", "step-7")
     return published(folder, uri, "evaluation", {"metrics.json": metrics})
@@ -36,7 +34,6 @@ def evaluation_at(folder: Path, root: str, accuracy: float = 0.9, run_id: str = 
 def gated(
     folder: Path, root: str, evaluation: str, *, run_id: str = RUN, **gate: Any
 ) -> StepRecord:
-    """Run the gate of a run, to whichever end; return its record."""
     config = parse_config({"gate": {"min": {}, **gate}}).model_dump_json()
     artifact = OutputArtifact(
         f"s3://b/v2/flotilla/{run_id}/check-gate/1/decision", folder / "artifact"

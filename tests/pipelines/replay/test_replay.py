@@ -251,7 +251,6 @@ def run(s3, small, tmp_path, monkeypatch):
 
 
 def replayed(run, step):
-    """Replay a step; its run is as it was."""
     before, lines = run.content(), []
     root = (f"storage.root={run.root}",)
     recorded = find(run.run_id, step, settings=root, workdir=Path("runs"), instance=Instance())

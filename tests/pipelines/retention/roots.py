@@ -77,7 +77,6 @@ def nights(root: Path, runs: int, versions: int, **lineage) -> None:
 
 
 def missing(root: str) -> list[str]:
-    """Return what the champion, and the one before it, were made from and is not whole."""
     made = registry.promotions(root, "digits")
     found = []
     for each in made[-2:]:
@@ -88,7 +87,6 @@ def missing(root: str) -> list[str]:
 
 
 def whole(uri: str) -> bool:
-    """Say whether what is published at a URI is there, with all files."""
     try:
         storage.verify(uri)
     except (storage.NotPublished, storage.Corrupt):

@@ -54,7 +54,6 @@ def gc(capsys, root, *words):
 
 
 def swept(root, keep_runs="30d", keep_versions=1, workdir=Path()):
-    """Plan and remove; return the paths that are gone."""
     uri, wanted = storage.uri_of(root), policy(keep_runs, keep_versions)
     plan, gone = planned(read(uri, workdir), wanted, datetime.now(UTC)), []
     removal.remove(uri, workdir, plan, wanted, lambda item: gone.append(item.path))

@@ -22,7 +22,6 @@ def started(instance, remote, uploaded):
 
 @pytest.fixture
 def workflow(instance, started):
-    """Its nodes."""
     return instance.store.workflows[started]
 
 

@@ -20,7 +20,6 @@ def workflow():
 
 
 def read(manifest):
-    """Return the nodes of a run whose workflow is this text."""
     client = create_autospec(Client, instance=True)
     client.get_json.return_value = {"pipeline_runtime": {"workflow_manifest": manifest}}
     return nodes_of(client, "some-run")

@@ -468,7 +468,6 @@ CACHE_BLESSED = (
 
 @pytest.fixture
 def run_id(instance, remote):
-    """A run that goes on."""
     assert remote("submit").code == 0
     [run_id] = instance.store.runs
     return run_id
@@ -476,8 +475,6 @@ def run_id(instance, remote):
 
 @pytest.fixture
 def play(instance, run_id):
-    """Have things happen in the run."""
-
     def happen(*things):
         for thing in things:
             thing(instance.store.workflows[run_id], instance.store.runs[run_id])

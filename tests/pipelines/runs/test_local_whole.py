@@ -264,7 +264,6 @@ def interrupted_before(interrupted):
 
 @pytest.fixture(scope="module")
 def reached(interrupted_before):
-    """The global step at which the run was ended."""
     return max(
         event.global_step for event in interrupted_before if isinstance(event, CheckpointPublished)
     )

@@ -219,7 +219,6 @@ FAILED = RunResult(status="failed", exit_code=1, message="train_model: killed", 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A disk of one megabyte."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")

@@ -416,7 +416,6 @@ def more_versions(instance, *names):
 
 
 def taken(instance):
-    """Return the id of the version that the only run has, and forget the run."""
     run = the_run(instance)
     instance.store.runs.clear()
     return run["pipeline_version_reference"]["pipeline_version_id"]

@@ -49,13 +49,11 @@ def room_for(size: int) -> Iterator[None]:
 
 
 def number(variable: tf.Variable) -> int:
-    """Return the number of the server that a name says."""
     return int(variable.name.partition(":")[0].rpartition("-")[2])
 
 
 @pytest.fixture
 def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartServers]:
-    """Return servers whose folder is that of the test."""
     folder = tmp_path / "servers"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -97,7 +95,6 @@ def saved(
 
 
 def opened(folder: Path, two: PartServers | None) -> Checkpoints:
-    """Return the checkpoints below a folder, by parts where there are servers."""
     made = Checkpoints(storage.uri_of(folder / "checkpoints"), keep=2, scratch=folder / "scratch")
     if two:
         made.by_parts(two, 0)

@@ -28,7 +28,6 @@ def waiting(folder):
 
 
 def with_part(folder):
-    """Return one that has written a part, which waits to be published."""
     server = waiting(folder)
     (folder / "parts/one.data-00000-of-00001").write_bytes(b"values")
     (folder / "parts/one.index").write_bytes(b"index")

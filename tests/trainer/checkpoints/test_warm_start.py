@@ -123,7 +123,6 @@ def test_the_word_champion_is_for_the_pipeline(run):
 
 
 def published(folder, variables):
-    """Publish variables as the checkpoint of global step 7."""
     kept = Checkpoints(storage.uri_of(folder / "other"), keep=9, scratch=folder / "saving")
     counter = tf.Variable(7, dtype=tf.int64)
     return kept.save({**variables, "global_step": counter}, io_device=None, fields={})
@@ -215,7 +214,6 @@ def named(model):
 
 
 def trained_parts(**how):
-    """A model no variable of which is as it was made."""
     model = net_parts(**how)
     for number, variable in enumerate(model.variables):
         variable.assign(np.full(variable.shape, number + 2, variable.dtype))

@@ -38,7 +38,6 @@ def publish(job, step):
 
 @pytest.fixture
 def over(tmp_path):
-    """Return a job whose training is over."""
     job = job_of(tmp_path)
     publish(job, 10)
     completion.record(job, publish(job, STEPS))

@@ -54,8 +54,6 @@ def uri(place):
 
 
 class Clock:
-    """A clock, and leases that go by it."""
-
     def __init__(self, uri):
         self.uri = uri
         self.time = time.time()
@@ -72,7 +70,6 @@ def clock(uri):
 
 
 def leases(place, uri):
-    """The files of the folder of leases, by name."""
     content = place.content(storage.join(uri, ".lock"))
     return {name: json.loads(data) for name, data in content.items()}
 
@@ -311,7 +308,6 @@ def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
 
 
 def holders_by_name(uri):
-    """The holders by the names of their files."""
     found = holders(uri)
     return {f"{number:06d}.json": holder for number, holder in found.items()}
 
@@ -380,7 +376,6 @@ def here(tmp_path):
 
 
 def require_released(uri):
-    """Require that the one lease of a folder is released, and can be acquired again."""
     (left,) = holders(uri).values()
     assert left.released
     Lease(uri, "digits-next").acquire()
@@ -592,7 +587,6 @@ def elsewhere(time_, monkeypatch):
 
 @pytest.fixture
 def events_file(monkeypatch, tmp_path):
-    """The file of events."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     return tmp_path / "events.jsonl"
 

@@ -33,7 +33,6 @@ def closed(monkeypatch):
 
 
 def serve(address):
-    """Close the port of `address` to others where that is due, and listen."""
     loopback.close_to_others(address)
     server = loopback._bound(int(address.rpartition(":")[2]))
     server.listen()

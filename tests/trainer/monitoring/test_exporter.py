@@ -31,7 +31,6 @@ def registry():
 
 @pytest.fixture
 def serving(registry):
-    """Return a function that serves the registry until the test is over."""
     servers = []
 
     def serve(port=0):

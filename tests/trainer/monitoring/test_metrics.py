@@ -26,7 +26,6 @@ def parsed(text: str) -> dict[tuple[str, ...], float]:
 
 
 def scrape(port: int, host: str = "127.0.0.1") -> dict[tuple[str, ...], float]:
-    """Return what the server at a port of this machine answers."""
     with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         return parsed(answer.read().decode())

@@ -48,7 +48,6 @@ class Asker:
             raise DiedError
 
     def go(self) -> None:
-        """Let it act once."""
         self._turn.release()
         self._waits.acquire()
 

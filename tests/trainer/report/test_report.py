@@ -388,7 +388,6 @@ def of_many_classes(folder: Path) -> dict[str, Any]:
 
 
 def of_nothing(_folder: Path) -> dict[str, Any]:
-    """A run that left nothing."""
     return {}
 
 

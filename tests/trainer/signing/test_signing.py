@@ -35,7 +35,6 @@ def key_pair(folder, name="one", key=None, encryption=NONE):
 
 @pytest.fixture
 def keys(tmp_path, monkeypatch):
-    """A pair of keys, both of which are configured."""
     private, public = key_pair(tmp_path)
     monkeypatch.setenv(PRIVATE_KEY, str(private))
     monkeypatch.setenv(PUBLIC_KEY, str(public))

@@ -40,7 +40,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture(params=["gs", "s3"])
 def bucket(request: pytest.FixtureRequest) -> BucketPlace:
-    """A bucket of every client."""
     server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
     return BucketPlace(server, f"{request.param}://{bucket_name()}")
 
@@ -61,7 +60,6 @@ def make(tmp_path: Path) -> Make:
 
 
 def path_of(uri: str) -> Path:
-    """The local path of a URI that has one."""
     path = storage.local_path(uri)
     assert path is not None
     return path
@@ -74,7 +72,6 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def left_over(folder: Path) -> list[Path]:
-    """What writers left below a folder."""
     return [path for path in folder.rglob("*") if path.name.endswith(".part")]
 
 

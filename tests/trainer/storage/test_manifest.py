@@ -39,7 +39,6 @@ _manifest = st.builds(
 
 
 def tree(**changes: Any) -> str:
-    """The JSON of a good manifest with changes; None takes a name out."""
     good = json.loads(Manifest("dataset", (ENTRY,), {"examples": 3}).to_json())
     merged = {**good, **changes}
     return json.dumps({name: value for name, value in merged.items() if value is not None})

@@ -39,7 +39,6 @@ LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses are short."""
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "MAX_PAUSE", 0.05)
 
@@ -418,7 +417,6 @@ FAULTS = [
 
 @pytest.fixture
 def uri(bucket: BucketPlace) -> str:
-    """Where to publish."""
     return storage.join(bucket.root, "a b")
 
 

@@ -9,7 +9,6 @@ from trainer.storage.uri import local_path
 
 
 def matched(text, path, root="gs://bucket"):
-    """The span with which a path matches; None where it does not."""
     found = patterns.parse("data.source", f"{root}/{text}").match(path)
     return found.span if found else None
 

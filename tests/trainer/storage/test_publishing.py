@@ -28,7 +28,6 @@ WHOLE = {*FILES, "MANIFEST.json"}
 
 @pytest.fixture
 def uri(place: Place) -> str:
-    """Where to publish."""
     return storage.join(place.root, "a b")
 
 
@@ -754,7 +753,6 @@ def test_a_damaged_manifest_is_neither_absent_nor_replaced(
 
 @pytest.fixture
 def uri_published(make: Make, place: Place) -> str:
-    """A published directory."""
     uri_published = storage.join(place.root, "published")
     storage.publish(make(), uri_published, kind="x", fields={"n": 1})
     return uri_published

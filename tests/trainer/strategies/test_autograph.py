@@ -82,7 +82,6 @@ class Turned(keras.layers.Layer):
     """Turns each example by itself, by a branch over a tensor."""
 
     def call(self, inputs):
-        """Return the examples."""
         return tf.map_fn(turned, inputs)
 
 

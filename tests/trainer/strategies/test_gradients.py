@@ -410,8 +410,6 @@ def test_a_strategy_of_ones_own_that_makes_its_updates_itself_refuses(training):
 
 
 class OwnStep(keras.Sequential):
-    """Updates itself."""
-
     def train_step(self, _data):
         raise NotImplementedError
 

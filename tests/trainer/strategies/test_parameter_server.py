@@ -61,7 +61,6 @@ def built(monkeypatch):
 
 
 def without_values(strategy):
-    """Return the names of variables that were made without values."""
     return sorted(each.path for each, _ in strategy._kept._made)
 
 

@@ -127,7 +127,6 @@ def two_layers():
 
 
 def placed_on(build, servers, named):
-    """Build a model on servers, as a chief does."""
     return build_at(build, places_of(build, lambda _model: None, servers, named))
 
 

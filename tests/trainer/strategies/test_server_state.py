@@ -83,7 +83,6 @@ class Attempt(Served):
         return sorted(state.taken)
 
     def train(self, step):
-        """Train to a global step."""
         self.settle(is_whole=True)
         self.held[STEP].assign(step)
         for path in ("table", "slot"):

@@ -140,8 +140,6 @@ class Announcing(SyncParameterServer):
         self._staging = self._staging_of(name)
 
     def announces(self, gradient: Any) -> tf.Graph:
-        """Return the graph in which a worker announces one."""
-
         @tf.function
         def step(batch):
             loss, found = gradient(batch)

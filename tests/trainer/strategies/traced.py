@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def ancestors(of):
-    """Return all operations that an operation waits for."""
     found, left = set(), [of]
     while left:
         operation = left.pop()

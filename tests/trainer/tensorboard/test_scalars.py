@@ -33,7 +33,6 @@ def scalars(logs: Path) -> list[tuple[str, int, str, float]]:
 
 
 def hyperparameters(logs: Path, run: str) -> tuple[str, dict[str, object]]:
-    """Return the group and the values that the plugin finds for a run."""
     summary = loaded(logs).SummaryMetadata(run, metadata.SESSION_START_INFO_TAG)
     info = metadata.parse_session_start_info_plugin_data(summary.plugin_data.content)
     values = {name: getattr(each, each.WhichOneof("kind")) for name, each in info.hparams.items()}

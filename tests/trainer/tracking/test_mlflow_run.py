@@ -60,7 +60,6 @@ class MlflowServer:
         self._drain.start()
 
     def kill(self):
-        """End all of its processes at once."""
         if self._process:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -235,8 +235,6 @@ def test_a_layer_that_is_not_registered_is_refused_with_the_remedy():
 
 
 class Stepped(keras.Model):
-    """Applies its updates."""
-
     def __init__(self, *args, own=None, **settings):
         super().__init__(*args, **settings)
         self.own = own
@@ -502,8 +500,6 @@ def test_a_task_built_in_keeps_it(name):
 
 
 class Numbers(Task):
-    """A number, as plainly as a task can be."""
-
     name = "numbers"
     main_metric = "absolute"
     directions: ClassVar[dict[str, str]] = {"absolute": "lower"}
@@ -556,7 +552,6 @@ class Other(Tally):
 
 
 def gives(value):
-    """Return a method that returns a value."""
     return lambda *_: value
 
 

@@ -47,7 +47,6 @@ def run(tmp_path, monkeypatch):
 
 
 def measured(strategy):
-    """A validation that tells at which step it was made."""
     return {"loss": 1 / strategy.global_step(), "accuracy": 0.5}
 
 
@@ -1075,7 +1074,6 @@ KERNEL = "dense/logits/kernel"
 
 
 def train_with(run, steps, **training):
-    """Train in one process; return the strategy."""
     config = parse_config({"training": {"strategy": "single", "batch_size": 4, **training}})
     strategy = create(config, NOBODY, CHIEF)
     run.train(strategy, steps=steps, make_problem=problem_of(), batch_size=4, keep=9, **training)

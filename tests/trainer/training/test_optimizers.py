@@ -192,8 +192,6 @@ def excluding_a_variable():
 
 
 class Unmade(keras.optimizers.SGD):
-    """Cannot be made again."""
-
     def __init__(self, pace):
         super().__init__(pace)
 

@@ -25,8 +25,6 @@ PLACES = {"a": 0, "b": 1, "c": 2, STEP: 0}
 
 
 class Variable:
-    """A variable on a server."""
-
     def __init__(self, server):
         self.device, self.value = f"/job:ps/replica:0/task:{server}/device:CPU:0", None
 
@@ -53,7 +51,6 @@ def state_of(lost, whole, reached, saved, held):
 
 
 def led(strategy, state, variables):
-    """Return a strategy with variables on servers that have this state."""
     made = create_autospec(Strategy, instance=True, io_device=None)
     made.configure_mock(capabilities=topology_of(strategy).capabilities)
     made.variables.return_value = variables

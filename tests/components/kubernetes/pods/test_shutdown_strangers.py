@@ -17,7 +17,6 @@ FEW_SECONDS = 30
 
 @pytest.fixture
 def leader():
-    """The port of a leader, and its server."""
     port = free_port()
     server = ShutdownServer(SERVERS, port)
     yield port, server
@@ -28,7 +27,6 @@ def leader():
 
 @pytest.fixture
 def connect(leader):
-    """Connect to the leader from an address."""
     port, _ = leader
     with ExitStack() as stack:
         yield lambda host: stack.enter_context(

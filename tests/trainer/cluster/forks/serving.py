@@ -62,8 +62,6 @@ def serving(folder, at_once=LOADED, later="", **environment):
 
 @dataclass(kw_only=True)
 class Asked:
-    """A process that was asked for, what it says, and what ends it."""
-
     folder: str
     loaded: str = LOADED
     arguments: tuple = ()
@@ -97,7 +95,6 @@ class Asked:
             return forked.fork(address, self.wanted, output)
 
     def says(self):
-        """Return what it says, once it runs."""
         with os.fdopen(self.output) as lines:
             return json.loads(lines.readline())
 
@@ -107,5 +104,4 @@ class Asked:
 
 
 def has_ended(descriptor):
-    """Wait for the end of the process of a descriptor."""
     return bool(select.select([descriptor], [], [], SECONDS)[0])

@@ -134,8 +134,6 @@ def test_a_table_that_no_batch_asks_has_no_row_in_its_gradient():
 
 
 class Walk(keras.layers.Layer):
-    """Says of a row which one is next."""
-
     def call(self, row):
         return keras.ops.cast(row[:, 0] > 0, "int32")
 
@@ -162,8 +160,6 @@ def tied(ids):
 
 
 class Branch(keras.layers.Layer):
-    """Looks up in a branch."""
-
     def __init__(self):
         super().__init__()
         self.table = keras.layers.Embedding(20, 4)

@@ -58,7 +58,6 @@ def moved(optimizer, variables, *, rows=False):
 
 
 def operations(optimizer, variables):
-    """Return the types of the operations of one update."""
     signature = [tf.TensorSpec(v.shape, v.value.dtype) for v in variables]
     graph = tf.function(lambda *g: optimizer.apply(list(g), variables))
     return [each.type for each in graph.get_concrete_function(*signature).graph.get_operations()]
