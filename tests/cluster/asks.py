@@ -12,13 +12,13 @@ import time
 import tensorflow as tf
 
 from tests.cluster.lead import say
-from trainer.cluster import rejoin, signals
+from trainer.cluster import liveness, signals
 
 
 def main() -> None:
     """Ask until there are no more lines."""
     signals.end_with_parent()
-    rejoin.find_soon()
+    liveness.find_tasks_soon()
     session = tf.compat.v1.Session(sys.argv[1])
     say(devices=_devices(session))
     for _ in sys.stdin:

@@ -27,7 +27,7 @@ from tests.pipelines.called import Called, call, calling, setting
 from trainer import storage, user_code
 from trainer.checkpoints.history import read_history
 from trainer.checkpoints.index import newest_checkpoint
-from trainer.cluster import completion, rejoin, signals, termination
+from trainer.cluster import completion, liveness, signals, termination
 from trainer.cluster.local import held_cluster
 from trainer.cluster.supervisor import MAX_GROWTH
 from trainer.errors import BEGIN_AGAIN, INTERRUPTED
@@ -470,8 +470,8 @@ CUT_OFF_CEILING = 120
 
 def options(seconds: int) -> str:
     """Return our options for channels, which ask for a sign after so many seconds."""
-    ours = {**rejoin.OPTIONS, TIME: 1000 * seconds, TIMEOUT: 1000 * seconds}
-    assert ours.keys() == rejoin.OPTIONS.keys()
+    ours = {**liveness.CHANNEL_OPTIONS, TIME: 1000 * seconds, TIMEOUT: 1000 * seconds}
+    assert ours.keys() == liveness.CHANNEL_OPTIONS.keys()
     return ",".join(f"{name}={value}" for name, value in ours.items())
 
 
@@ -512,7 +512,7 @@ def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answe
                 "GRPC_FAIL_FAST": "use_caller",
                 # Without gRPC's measure of a connection, which is such a question too: it would end
                 # the call where one is under way, on which nobody can rely.
-                rejoin.VARIABLE: f"{options(1)},grpc.http2.bdp_probe=0",
+                liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -557,7 +557,7 @@ def reached(step):
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
     # Short stretches: an idle channel that asks this often would be closed.
-    own = {rejoin.VARIABLE: options(15)}
+    own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
     ) as run:

@@ -59,7 +59,6 @@ BUDGETS = {
 
 # Small files with one importer, and why they are files.
 ALONE = {
-    "trainer/cluster/rejoin.py": "settings of gRPC, which have nothing to do with a role",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
 }
 

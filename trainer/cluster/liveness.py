@@ -126,3 +126,36 @@ def _answer(address: str, timeout: float) -> str:
     except OSError as error:
         # Else refused, an unknown host name, or reset because the task was killed meanwhile.
         return _CUT_OFF if error.errno in _UNREACHABLE else _GONE
+
+
+# Read by TensorFlow once, when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
+CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
+CHANNEL_OPTIONS = {
+    # As often as TensorFlow's channels try to connect.
+    "grpc.dns_min_time_between_resolutions_ms": 1000,
+    # Tried again so soon after a connection was refused, then more and more seldom. Else after 1 s.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    # How long gRPC waits for a connection, whatever its name says. Within it two lost packets of
+    # TCP are sent again, and a task that starts does not serve before it is over.
+    "grpc.min_reconnect_backoff_ms": 5000,
+    # gRPC's servers close a channel that asks more than twice within 300 s without having been sent
+    # anything, as in a call that lasts for hours, and no option of TensorFlow's changes that.
+    "grpc.keepalive_time_ms": 310_000,
+    "grpc.http2.ping_timeout_ms": 60_000,
+    # gRPC sets TCP_USER_TIMEOUT to it: how long bytes that were sent may be unacknowledged. Not
+    # shorter than a task may be stopped or swapped out, by `training.stall_timeout`.
+    "grpc.keepalive_timeout_ms": 120_000,
+    # Asked again for as long as a call lasts; otherwise twice.
+    "grpc.http2.max_pings_without_data": 0,
+    # Not through a proxy that the environment names for the web: it knows no task, and calls to
+    # loopback would hang.
+    "grpc.enable_http_proxy": 0,
+}
+
+
+def find_tasks_soon() -> None:
+    """Have the channels of this process, not yet connected, find a task at its new address."""
+    given = [each for each in os.environ.get(CHANNELS, "").split(",") if each]
+    names = {each.partition("=")[0].strip() for each in given}
+    added = [f"{name}={value}" for name, value in CHANNEL_OPTIONS.items() if name not in names]
+    os.environ[CHANNELS] = ",".join([*given, *added])

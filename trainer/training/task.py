@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from trainer import topology, user_code
-from trainer.cluster import lease, liveness, rejoin, signals
+from trainer.cluster import lease, liveness, signals
 from trainer.cluster.launcher import Job, task_command
 from trainer.cluster.local import HOST, free_port
 from trainer.cluster.process import CONFIG
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         start_first_worker(tasks, command, config.cluster.max_restarts)
     # For the parts of TensorFlow that read it: without the evaluator, and with the chief.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
-    rejoin.find_soon()
+    liveness.find_tasks_soon()
     # Graphs that run in this process find its shards by paths relative to its folder.
     _enter(job.workdir)
     if used.leads(this):

@@ -20,6 +20,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import mmap
 import os
 import runpy
 import selectors
@@ -29,10 +30,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer import cores, tensorflow_import
 from trainer.cluster import signals
-from trainer.cluster.forks import command_line, fork_request
+from trainer.cluster.forks import fork_request
 from trainer.cluster.forks.fork_request import Arriving, Request
 
 # Above what libraries open.
@@ -63,7 +65,7 @@ class _Copy:
         os.environ.clear()
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
-        command_line.show(self.request.command)
+        show_command_line(self.request.command)
         # As each process has numbers of its own; Python's generator sees to it itself.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
@@ -265,7 +267,7 @@ def main() -> None:
     _, _, sockets, at_once, later = sys.argv
     first, second = (socket.socket(fileno=int(each)) for each in sockets.split(":"))
     try:
-        command_line.show([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
+        show_command_line([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
     except OSError:
         # A kernel, or a container, without it: processes are started anew.
         return
@@ -292,6 +294,57 @@ def _first(
     second.close()
     server.end_with_stdin(following)
     return server.serve()
+
+
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_NO_FILE = 0xFFFFFFFF
+# Of `/proc/self/stat`, numbered from 1 as in proc(5).
+_FIELDS = {
+    "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
+    "start_brk": 47, "env_start": 50, "env_end": 51,
+}  # fmt: skip
+# Shown for as long as this process runs.
+_memory: list[mmap.mmap] = []
+
+
+class _Map(ctypes.Structure):
+    """`struct prctl_mm_map` of linux/prctl.h."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                "start_code", "end_code", "start_data", "end_data", "start_brk", "brk",
+                "start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv",
+            )
+        ),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+def show_command_line(words: Sequence[str]) -> None:
+    """Show these words; raises `OSError` where the kernel does not let a process do so."""
+    text = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words)
+    # The kernel reads a command line from private memory only.
+    memory = mmap.mmap(-1, len(text), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(text)
+    # What comes before may hold a space; the fields after the name do not.
+    after_name = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    borders = {name: int(after_name[number - 3]) for name, number in _FIELDS.items()}
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    new = _Map(**borders, arg_start=begin, arg_end=begin + len(text), auxv=0, exe_fd=_NO_FILE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    libc.sbrk.argtypes = [ctypes.c_ssize_t]
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    # The heap must not grow between the two calls: it has room for more than they need.
+    libc.free(libc.malloc(1 << 16))
+    new.brk = libc.sbrk(0)
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_MM_MAP")
+    _memory[:] = [memory]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -94,12 +96,15 @@ def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
 
 def test_where_a_command_line_cannot_be_moved_there_is_no_server_and_no_word(tmp_path, capfd):
     refusal = """
-from trainer.cluster.forks import command_line
+from pathlib import Path
+read_text = Path.read_text
 
-def show(words):
-    raise PermissionError
+def refused(path, *words, **options):
+    if path == Path("/proc/self/stat"):
+        raise PermissionError
+    return read_text(path, *words, **options)
 
-command_line.show = show
+Path.read_text = refused
 """
     (tmp_path / "sitecustomize.py").write_text(refusal)
     with serving(tmp_path, PYTHONPATH=str(tmp_path)) as server:
@@ -173,3 +178,21 @@ def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
         assert len([each for each in threads if each != "jemalloc_bg_thd\n"]) == 1, threads
         process.kill()
         process.wait(SECONDS)
+
+
+PROGRAM = """
+import os, sys
+from trainer.cluster.forks import fork_server
+fork_server.show_command_line(sys.argv[1:])
+fork_server.show_command_line([*sys.argv[1:], "again"])
+# The heap grows after that.
+kept = [bytes(1000) for _ in range(10000)]
+sys.stdout.buffer.write(open("/proc/self/cmdline", "rb").read())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_a_process_shows_the_words_that_it_wants():
+    words = ["a b", "", "x" * 10_000]
+    found = subprocess.run([sys.executable, "-c", PROGRAM, *words], check=True, capture_output=True)
+    assert found.stdout.split(b"\0") == [*(word.encode() for word in words), b"again", b""]
