@@ -8,7 +8,7 @@ from components import descriptor
 from components.image import component
 from components.records.record import Step
 from components.records.run_store import output_of
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 from trainer.config.schema import Config
 from trainer.promotion import gate, trained
 

@@ -1,4 +1,4 @@
-"""The descriptor of what a step has published: the small file behind its typed KFP artifact.
+"""The KFP artifacts of a step: descriptors of what it has published, and what the UI can draw.
 
 KFP copies every input artifact into the pod before a step starts. So the artifact is a file of some
 hundred bytes with the URI and a digest of the content, and never the data.
@@ -7,7 +7,9 @@ hundred bytes with the URI and a digest of the content, and never the data.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,3 +78,67 @@ def _read(artifact: Any) -> Descriptor:
         f"the artifact {artifact.uri} is no descriptor of what a step has published: take it from "
         "that step, or leave it out and pass the URI alone"
     )
+
+
+# The UI cannot draw a larger matrix readably, and KFP stores its cells in a database.
+MOST_CLASSES = 50
+#: The output name under which the UI looks for viewers that KFP v2 has no artifact type for.
+VIEWERS = "mlpipeline_ui_metadata"
+# Kubernetes sets it in pods next to the service of KFP's API. The pods of an instance without
+# profiles are there; those of a profile are in its namespace.
+_API_HERE = "ML_PIPELINE_SERVICE_HOST"
+
+
+def scalars(found: Mapping[str, float]) -> dict[str, float]:
+    """Return all finite metrics: KFP's database takes no others."""
+    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+
+
+def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
+    """Log the matrix, whose rows are the true classes; `confusion` is ClassificationMetrics."""
+    if not len(matrix):
+        confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
+    elif len(labels) > MOST_CLASSES:
+        confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
+    else:
+        # The UI finds a row by its name, and two classes may have the same name.
+        names = [
+            f"{each} ({i})" if labels.count(each) > 1 else each for i, each in enumerate(labels)
+        ]
+        confusion.log_confusion_matrix(names, [[int(cell) for cell in row] for row in matrix])
+    write(confusion, confusion.metadata)
+
+
+def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
+    """Log (false positive rate, true positive rate, threshold) to KFP's ClassificationMetrics."""
+    if curve:
+        columns = zip(*curve, strict=True)
+        false, true, thresholds = ([float(value) for value in each] for each in columns)
+        roc.log_roc_curve(false, true, thresholds)
+    else:
+        roc.metadata["left_out"] = "the evaluation has no curve"
+    write(roc, roc.metadata)
+
+
+def write_viewers(artifact: Any, logs: str) -> None:
+    """Write the file by which the UI offers TensorBoard for the folder at `logs`.
+
+    The viewer needs a profile's namespace; without one the file has the command line alone.
+    """
+    # The viewer gets its endpoint from KFP.
+    source, _, _ = logs.partition("?")
+    words = f"TensorBoard: `{_command(source)}`"
+    viewers = [{"type": "markdown", "storage": "inline", "source": words}]
+    if not os.environ.get(_API_HERE):
+        viewers.append({"type": "tensorboard", "source": source})
+    write(artifact, {"version": 1, "outputs": viewers})
+    artifact.metadata["tensorboard"] = source
+
+
+def _command(source: str) -> str:
+    """Return the command that displays the logs at a URI on a person's own machine."""
+    scheme, _, path = source.partition("://")
+    if scheme not in ("s3", "minio"):
+        return f"tensorboard --logdir {path if scheme == 'file' else source}"
+    endpoint = " --endpoint-url ENDPOINT" if scheme == "minio" else ""
+    return f"aws s3 sync{endpoint} s3://{path} logs && tensorboard --logdir logs"

@@ -7,12 +7,12 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor, ui
+from components import descriptor
 from components.image import component
 from components.records.record import Step
 from components.records.run_store import output_of, scratch_folder
 from trainer import storage
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 from trainer.config.schema import Config
 from trainer.promotion.registry import opponent
 
@@ -48,11 +48,11 @@ def work(step: Step) -> str:
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
         result = evaluated(settings, step.root, step.run_id, inputs, scratch)
         step.output.done(result.uri, result.metrics)
-        descriptor.describe(step.evaluation_metrics, result.uri, ui.scalars(result.metrics))
+        descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(result.metrics))
         measured = json.loads(storage.read_file(result.uri, "metrics.json"))
         matrix = measured.get("confusion_matrix", ())
-        ui.log_confusion(step.confusion_matrix, measured.get("labels", ()), matrix)
-        ui.log_roc(step.roc_curve, measured.get("roc", ()))
+        descriptor.log_confusion(step.confusion_matrix, measured.get("labels", ()), matrix)
+        descriptor.log_roc(step.roc_curve, measured.get("roc", ()))
         return result.uri
 
 

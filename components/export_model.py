@@ -7,7 +7,7 @@ from components.image import component
 from components.records.record import Step
 from components.records.run_store import output_of, scratch_folder
 from trainer import storage
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 
 
 @component

@@ -74,7 +74,6 @@ def removing(root: str, path: str, seen: float) -> Iterator[bool]:
 
 
 def _removals(root: str, path: str) -> dict[str, bool]:
-    """Return the marks of the removals of `path`, and whether each may still go on."""
     marks = storage.names(storage.parent_of(_place(root, path, _USED)))
     removals = [mark for mark in marks if mark.startswith(_REMOVING)]
     return {mark: time.time() - _read(root, path, mark) < _SECONDS for mark in removals}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from components.image import DEFAULTS, PodDefaults
 from trainer import events
-from trainer.cluster import completion, local, task_logs
+from trainer.cluster import completion, local
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
@@ -82,7 +82,7 @@ def _launch_here(job: Job) -> None:
         # Who started the run follows the events of its tasks.
         local.launch(job)
         return
-    with task_logs.relayed(job.workdir, _write):
+    with local.relayed(job.workdir, _write):
         local.launch(job)
 
 

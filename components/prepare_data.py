@@ -7,7 +7,7 @@ from components.image import component
 from components.records import run_store
 from components.records.record import Step
 from trainer import events
-from trainer.code import delivery
+from trainer.code import bundle
 from trainer.config.data import DataConfig
 
 
@@ -31,7 +31,7 @@ def work(step: Step) -> str:
     with run_store.scratch_folder() as scratch:
         from trainer.data import prepare
 
-        delivery.enter(step.data_code)
+        bundle.enter(step.data_code)
         section = DataConfig.model_validate_json(step.data)
         key = f"version of {section.name}"
         chosen = section.version or run_store.pinned(key)

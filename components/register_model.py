@@ -12,7 +12,7 @@ from components.image import component
 from components.records.record import Step
 from components.records.run_store import is_local_run, output_of, scratch_folder
 from trainer import storage
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 from trainer.config.schema import Config
 from trainer.data import listing
 from trainer.promotion import gate, lineage, registration, registry, trained
@@ -65,7 +65,6 @@ def work(step: Step) -> str:
 def _compared(
     config: Config, root: str, run_id: str, model: str, scratch: Path, champion: registry.Version
 ) -> gate.Decision:
-    """Return what the gate says of the model next to a champion that it has not seen."""
     made_from = storage.read_manifest(model).fields["made_from"]
     inputs = evaluate_model.Inputs(
         dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri

@@ -4,7 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor, launchers, ui
+from components import descriptor, launchers
 from components.image import PodDefaults, component
 from components.records import gather_report
 from components.records.record import Step
@@ -14,7 +14,7 @@ from trainer.checkpoints.decisions import HandedOn, handed_on
 from trainer.checkpoints.index import require_first_weights
 from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 
 
 @component
@@ -60,7 +60,9 @@ def work(step: Step) -> str:
         workdir=folder_of_run() / "cluster",
     )
     require_first_weights(settings.training.warm_start, job.checkpoints)
-    ui.write_viewers(step.mlpipeline_ui_metadata, logs := storage.join(job.checkpoints, "logs"))
+    descriptor.write_viewers(
+        step.mlpipeline_ui_metadata, logs := storage.join(job.checkpoints, "logs")
+    )
     launchers.launch(job, PodDefaults(image=step.image, store_secret=step.store_secret))
     found = handed_on(job.checkpoints, settings.training.hand_on)
     metrics = _metrics(found)

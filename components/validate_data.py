@@ -9,7 +9,7 @@ from components.image import component
 from components.records.record import Step
 from components.records.run_store import output_of
 from trainer import events
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 
 
 # The word is the single output, as that of the gate.

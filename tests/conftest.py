@@ -60,8 +60,7 @@ def _clear_environment() -> None:
 def _stack(context: int = 0) -> list[inspect.FrameInfo]:
     """Do what `inspect.stack` does, without the search for the module and the source of a frame.
 
-    To name one function, kfp asks for all frames, 50 times a compilation: a second where pytest's
-    frames are below and TensorFlow's thousands of modules are loaded.
+    KFP asks for all frames, 50 times a compilation, which takes a second with TensorFlow loaded.
     """
     del context
     current = inspect.currentframe()
@@ -105,8 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _collected() -> Iterator[None]:
     """Collect what the tests of a file leave behind before those of the next one begin.
 
-    Some of TensorFlow's objects wait when they are destroyed, half a minute was seen. The thread of
-    a server that a later test has started would collect them otherwise, and not answer.
+    Some of TensorFlow's objects wait, and the thread of a later test's server would collect them.
     """
     yield
     gc.collect()
@@ -162,11 +160,7 @@ def _own_addresses() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def outside_attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Refuse connections that leave this machine, and fail the test that tried one.
-
-    A test that is about a network out of reach empties the list that this fixture gives it.
-    What other processes and C++ libraries do is not seen.
-    """
+    """Refuse connections that leave this machine, and fail the test that tried one."""
     attempts: list[str] = []
 
     def guard(owner: Any, name: str, host_of: Callable[..., object]) -> None:

@@ -40,10 +40,7 @@ def copied(text: str) -> list[str]:
 
 
 def is_ignored(path: str, patterns: Iterable[str]) -> bool:
-    """Say whether `.dockerignore` keeps a path out of the build context.
-
-    The last pattern that matches the path, or a folder above it, decides; `!` takes back in.
-    """
+    """Say whether the last pattern of `.dockerignore` that matches keeps a path out."""
     above = [path, *map(str, PurePosixPath(path).parents)][:-1]
     ignored = False
     for line in patterns:

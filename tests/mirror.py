@@ -58,12 +58,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to run after a change.
-
-    Attributes:
-        tests: files and folders, for pytest.
-        unmirrored: changed files that no test mirrors: only the whole suite shows what they break.
-    """
+    """What to run after a change; `unmirrored` are changed files that no test mirrors."""
 
     tests: tuple[str, ...]
     unmirrored: tuple[str, ...]
@@ -118,12 +113,7 @@ def modules_imported(path: PurePosixPath) -> frozenset[str]:
 
 
 def select(changed: Sequence[str], files: Iterable[str]) -> Selection:
-    """Return the tests that mirror `changed`.
-
-    Args:
-        changed: paths relative to the root; those of removed files as well.
-        files: all files of the repository.
-    """
+    """Return the tests that mirror `changed`, removed files included, of all `files`."""
     paths = [PurePosixPath(name) for name in files]
     tests: set[str] = set()
     unmirrored = []

@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Yield a port of loopback that the kernel gives to nobody who asks for any.
-
-    It is bound, and nobody listens: a connection is refused. A server that shares addresses, as
-    those of the standard library do, may bind it too.
-    """
+    """Yield a bound port of loopback where nobody listens: a connection is refused."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

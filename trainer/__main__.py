@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from trainer import cores, events, masking, tensorflow_import, user_code, variables
 from trainer.cluster import signals, termination
-from trainer.code import delivery
+from trainer.code import bundle
 from trainer.config.load import load_config
 from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, TransientError, UserError
 from trainer.training import task
@@ -105,7 +105,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 def _fit(options: argparse.Namespace) -> None:
     config = load_config(options.config)
-    delivery.enter(config.code)
+    bundle.enter(config.code)
     # It loads TensorFlow, for which a task has its own time.
     from trainer.training import dry_run
 

@@ -90,7 +90,6 @@ def import_for(what: str, name: str) -> ModuleType:
 
 
 def _remedy(name: str, error: BaseException) -> str:
-    """Say where a module that was not found has to be; one that was found needs its own fix."""
     if not isinstance(error, ModuleNotFoundError):
         return ""
     where = "the folder of --code" if bundle() else folder()
@@ -166,7 +165,6 @@ def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and what it was raised from or next to."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following and id(following) not in seen:
@@ -275,7 +273,6 @@ def is_users(module: str) -> bool:
 
 
 def _imported_by(tree: ast.Module, package: str) -> Iterator[str]:
-    """Yield what a module may import; a name imported from a package may be a module of it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

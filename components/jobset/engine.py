@@ -8,9 +8,8 @@ from dataclasses import replace
 from components.jobset.manifest import KIND, LAUNCHER, NAME_LABEL, UID_LABEL, manifest
 from components.kubernetes import names
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import JOBS
 from components.kubernetes.engine import Engine, JobEnd, condition
-from components.kubernetes.names import Tree
+from components.kubernetes.names import JOBS, Tree
 from components.kubernetes.pods.pod_state import TaskEnd
 from components.kubernetes.pods.template import Place, replicas
 from components.kubernetes.stop import Stop, SuspendingStop

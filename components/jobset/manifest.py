@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Literal
 
 from components.kubernetes import names
-from components.kubernetes.api.kinds import JobKind, Resource
 from components.kubernetes.engine import with_digest
-from components.kubernetes.names import Tree
+from components.kubernetes.names import JobKind, Resource, Tree
 from components.kubernetes.pods.template import (
     PORT,
     Place,
@@ -96,7 +95,6 @@ def manifest(job: Job, place: Place) -> Tree:
 
 
 def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -> Tree:
-    """Return the template of the Jobs of a role, each with one pod."""
     settings = job.config.cluster.kubernetes.job
     template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
     template["spec"]["restartPolicy"] = "OnFailure" if role == "evaluator" else "Never"

@@ -16,10 +16,9 @@ from typing import Any
 
 from components.kubernetes import names, stop
 from components.kubernetes.api.client import Api, RefusedError, SilentControllerError
-from components.kubernetes.api.kinds import PODS
 from components.kubernetes.api.retry import refused, with_retry
 from components.kubernetes.engine import Engine
-from components.kubernetes.names import Tree
+from components.kubernetes.names import PODS, Tree
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 

@@ -160,7 +160,6 @@ class Deadlines:
         return _sentence(waiting, f"{what} after {limit}")
 
     def _of_tasks(self, pods: Collection[Tree]) -> list[Tree]:
-        """Return the pod of each task that counts."""
         return list(pod_state.newest(pods).values())
 
     def _enter(self, stage: str) -> None:

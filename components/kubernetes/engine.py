@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from components.image import DEFAULTS, PodDefaults
 from components.kubernetes import names
 from components.kubernetes.api.client import Api
-from components.kubernetes.api.kinds import JobKind
-from components.kubernetes.names import Tree
+from components.kubernetes.names import JobKind, Tree
 from components.kubernetes.pods.pod_state import TaskEnd
 from components.kubernetes.pods.template import Place
 from components.kubernetes.stop import Stop

@@ -14,9 +14,8 @@ from http import HTTPStatus
 
 from components.kubernetes import names
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import LEASES, JobKind
 from components.kubernetes.api.retry import deleted_by_another, refused, with_retry
-from components.kubernetes.names import Tree
+from components.kubernetes.names import LEASES, JobKind, Tree
 from components.kubernetes.owned_objects import own_labels
 from trainer.background import Loop
 from trainer.config.kubernetes import DeadlinesConfig

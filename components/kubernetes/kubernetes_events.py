@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import EVENTS, JobKind
 from components.kubernetes.deadlines import Deadlines
-from components.kubernetes.names import Tree
+from components.kubernetes.names import EVENTS, JobKind, Tree
 
 log = logging.getLogger(__name__)
 # So many events are part of a report.

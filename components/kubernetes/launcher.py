@@ -39,16 +39,15 @@ from components.kubernetes.api.client import (
     Connection,
     RefusedError,
     UnreachableError,
+    Watch,
     connect,
 )
-from components.kubernetes.api.kinds import NETWORK_POLICIES, PODS, Resource
 from components.kubernetes.api.retry import refused, with_retry
-from components.kubernetes.api.watch import Watch
 from components.kubernetes.deadlines import Deadlines
 from components.kubernetes.engine import Engine
 from components.kubernetes.heartbeat import Heartbeat
 from components.kubernetes.logs import EventRelay, Logs
-from components.kubernetes.names import Tree
+from components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
 from components.kubernetes.pods.pod_state import Loss
 from components.kubernetes.pods.template import Place, grace_seconds, leading, replicas
 from components.kubernetes.restarts import Restarts

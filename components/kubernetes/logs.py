@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import PODS
-from components.kubernetes.names import Tree
+from components.kubernetes.names import PODS, Tree
 from components.kubernetes.pods import pod_state
 from trainer import events
 from trainer.cluster.event_lines import LogLines

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 
 from components.kubernetes import names
-from components.kubernetes.api.kinds import NETWORK_POLICIES, JobKind
-from components.kubernetes.names import Tree
+from components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 
 
 def step_pod() -> Tree | None:
@@ -64,7 +63,6 @@ _SCRAPED: Tree = {
 
 
 def _serves(template: Tree) -> bool:
-    """Say whether a template has the port of the metrics."""
     containers = template["spec"].get("containers") or []
     ports = [port for each in containers for port in each.get("ports") or []]
     return any(port.get("name") == names.METRICS_PORT for port in ports)

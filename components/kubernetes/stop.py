@@ -13,8 +13,7 @@ from contextlib import suppress
 
 from components.kubernetes import names
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import LEASES, PODS, JobKind
-from components.kubernetes.names import Tree
+from components.kubernetes.names import LEASES, PODS, JobKind, Tree
 from components.kubernetes.pods import pod_state
 from trainer.topology import Task
 

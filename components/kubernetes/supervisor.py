@@ -13,13 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import PODS
 from components.kubernetes.api.retry import deleted_by_another, refused, unreachable
 from components.kubernetes.deadlines import Deadlines
 from components.kubernetes.engine import Engine
 from components.kubernetes.kubernetes_events import PodRefusals, last_events
 from components.kubernetes.logs import Logs
-from components.kubernetes.names import Tree
+from components.kubernetes.names import PODS, Tree
 from components.kubernetes.pods import pod_state
 from components.kubernetes.pods.pod_state import Loss, TaskEnd
 from components.kubernetes.pods.template import leading
@@ -342,7 +341,6 @@ class Supervisor:
         return loss
 
     def _job_failure(self, job: Tree) -> str:
-        """Return the report of a job that has failed."""
         failure = self._engine.failure(self._api, job)
         message = failure.message
         if failure.is_past_deadline:

@@ -32,7 +32,7 @@ from trainer.events import (
     to_tree,
 )
 from trainer.json_records import from_tree, parse, parse_mapping
-from trainer.report import report, summary
+from trainer.report import report
 from trainer.run_state import INCIDENTS, RunState, state_of
 from trainer.topology import topology_of
 
@@ -110,7 +110,7 @@ def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
 
 def displayed(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
     """Return what the UI shows of a report, by the name of the exit step's artifact."""
-    return {"report": page.read_bytes(), "summary": summary.as_markdown(facts, uri)}
+    return {"report": page.read_bytes(), "summary": report.as_markdown(facts, uri)}
 
 
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
@@ -158,7 +158,6 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
 
 
 def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str, str]:
-    """Return the URI of everything that was published, by its name."""
     found = {published_by(each.step) or each.step: each.uri for each in steps if each.uri}
     if root and "checkpoint" in found:
         found["TensorBoard logs"] = storage.join(root, run_id, "checkpoints", "logs")

@@ -126,7 +126,6 @@ def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def _by_start(state: RunState) -> tuple[list[StepRecord], list[StepRecord]]:
-    """Return the tries of the earlier starts, and of the newest one."""
     tries = list(zip(state.tries, tries_of(state), strict=True))
     earlier = [record for each, record in tries if each.start < state.start]
     return earlier, [record for each, record in tries if each.start == state.start]

@@ -89,7 +89,6 @@ def go_on(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
 
 
 def _at(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | None:
-    """Return the trial at a place of a rung; None where fewer trials go on than it has places."""
     every = [each.number for each in plan.trials]
     numbers = parse(storage.read_bytes(_rung(root, run_id, rung))) if rung else every
     taken = numbers[place : place + 1]

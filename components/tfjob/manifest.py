@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from components.kubernetes import names
-from components.kubernetes.api.kinds import JobKind, Resource
 from components.kubernetes.engine import with_digest
-from components.kubernetes.names import Tree
+from components.kubernetes.names import JobKind, Resource, Tree
 from components.kubernetes.pods.template import (
     PORT,
     Place,

@@ -20,9 +20,8 @@ from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import checkpoint, models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
 from pipelines.cli.predict import predict
-from pipelines.cli.replay import replay
 from pipelines.cli.retention import COLLECTED, gc
-from pipelines.cli.run import RUNS, prepare, run, train
+from pipelines.cli.run import RUNS, prepare, replay, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from pipelines.cli.sweep import sweep
 from trainer import variables

@@ -152,7 +152,6 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
 
 
 def _line(sweep: Sweep, trial: Trial) -> str:
-    """Return what has become of a trial."""
     what = ", ".join(f"{_short(key)}={value}" for key, value in trial.settings.items())
     begin = f"trial {trial.number}/{len(sweep.trials)} ({what})"
     steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""

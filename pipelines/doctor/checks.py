@@ -10,22 +10,20 @@ from functools import partial
 from pathlib import Path
 
 from components.image import IMAGE, PodDefaults
-from components.kubernetes.api.kinds import JobKind
 from components.kubernetes.api.rbac import LAUNCHER, TRAINER
 from components.kubernetes.engine import Engine
+from components.kubernetes.names import JobKind
 from components.kubernetes.pods.template import leading
 from components.launchers import ENGINES, engine
+from pipelines.doctor import cluster as clusters
 from pipelines.doctor import (
-    admission,
     configuration,
     machine,
     named_objects,
     permissions,
     resources,
     storage,
-    versions,
 )
-from pipelines.doctor import cluster as clusters
 from pipelines.doctor.cluster import Cluster
 from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
 from pipelines.doctor.permissions import Account
@@ -241,7 +239,7 @@ def _of_engine(
     # What is absent is said by its own check.
     yield Check(
         name="admission",
-        look=lambda: admission.admits(cluster, job),
+        look=lambda: permissions.admits(cluster, job),
         needs=(API, "namespace", served, *titles),
         seconds=ADMISSION_SECONDS,
         show=clusters.SHOW,
@@ -313,4 +311,4 @@ def instance_answers(instance: Instance) -> Finding:
         return Finding("warn", message, show_instance(instance))
     where = f", in {access.namespace}" if found.is_shared else ""
     message = f"{access.endpoint} is KFP {found.version}{where}"
-    return versions.judged(versions.KFP, found.version, message, show_instance(instance))
+    return clusters.judged(clusters.KFP, found.version, message, show_instance(instance))

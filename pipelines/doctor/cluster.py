@@ -1,7 +1,11 @@
-"""The cluster that the job would run on: its API, its namespace, and the engine."""
+"""The cluster that the job would run on: its API, its namespace, the engine, and their versions.
+
+`docs/reference/versions.md` shows the versions with which Flotilla was run.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,11 +24,52 @@ from components.kubernetes.engine import Engine, document
 from components.kubernetes.names import Tree
 from components.kubernetes.pods.template import replicas
 from components.launchers import ENGINES, engine
-from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from trainer.config.cluster import Launcher
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+
+_NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A program that Flotilla runs with: the `oldest` version, if known, and those `seen`."""
+
+    name: str
+    oldest: str = ""
+    seen: tuple[str, ...]
+
+
+KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
+ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
+OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
+# Before 0.9 its pods do not say to which JobSet they belong: they lack the label of its uid.
+JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
+KUBERNETES = Part(name="Kubernetes", seen=("1.33",))
+KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
+PYTHON = Part(name="Python", oldest="3.11", seen=("3.11",))
+TENSORFLOW = Part(name="TensorFlow", oldest="2.21", seen=("2.21.0",))
+PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
+
+
+def judged(part: Part, version: str, message: str, show: str = "") -> Finding:
+    """Return the finding for a part of this version; a version that is too old is a warning."""
+    number = _NUMBER.match(version)
+    if not number:
+        return Finding("ok", message)
+    if part.oldest and _tuple(version) < _tuple(part.oldest):
+        words = f"{message}; {part.name} has to be {part.oldest} or later"
+        return Finding("warn", words, show)
+    if any(_tuple(version)[: len(_tuple(each))] == _tuple(each) for each in part.seen):
+        return Finding("ok", message)
+    return Finding("ok", f"{message}; not run with this version, but with {', '.join(part.seen)}")
+
+
+def _tuple(version: str) -> tuple[int, ...]:
+    found = _NUMBER.match(version)
+    return tuple(int(each) for each in found.groups() if each) if found else ()
+
 
 TIMEOUT = urllib3.Timeout(connect=3, read=5)
 SHOW = "kubectl cluster-info"
@@ -117,7 +162,7 @@ def answers(cluster: Cluster) -> Finding:
         version = str(answer.json()["gitVersion"])
     except (ValueError, KeyError, TypeError):
         return Finding("fail", f"{host} is no Kubernetes API (HTTP {answer.status})", SHOW)
-    return versions.judged(versions.KUBERNETES, version, f"{version} at {host}", SHOW)
+    return judged(KUBERNETES, version, f"{version} at {host}", SHOW)
 
 
 def namespace(cluster: Cluster) -> Finding:
@@ -138,27 +183,27 @@ def namespace(cluster: Cluster) -> Finding:
 class Controller:
     """The program that acts on the jobs of an engine; `marks` are parts of its name or image."""
 
-    part: versions.Part
+    part: Part
     install: str
     marks: tuple[str, ...]
 
 
 CONTROLLERS: Mapping[Launcher, Controller] = {
     "tfjob": Controller(
-        part=versions.OPERATOR,
+        part=OPERATOR,
         install=(
             "kubectl apply --server-side --kustomize "
             "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone"
-            f"?ref=v{versions.OPERATOR.seen[-1]}'"
+            f"?ref=v{OPERATOR.seen[-1]}'"
         ),
         marks=("training-operator",),
     ),
     "jobset": Controller(
-        part=versions.JOBSET,
+        part=JOBSET,
         install=(
             "kubectl apply --server-side --filename "
             "https://github.com/kubernetes-sigs/jobset/releases/"
-            f"download/v{versions.JOBSET.seen[-1]}/manifests.yaml"
+            f"download/v{JOBSET.seen[-1]}/manifests.yaml"
         ),
         # Its releases before 0.11 have the image alone in common with it.
         marks=("jobset-controller", "jobset/jobset"),
@@ -189,7 +234,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
     if ready:
         message = f"{_place(ready[0])} is ready"
-        return versions.judged(known.part, _tag(ready[0], known), message, of.kind.show)
+        return judged(known.part, _tag(ready[0], known), message, of.kind.show)
     if found:
         name, home = (found[0]["metadata"][key] for key in ("name", "namespace"))
         message = f"{_place(found[0])} has no ready pod: nobody takes up a job"
@@ -209,7 +254,6 @@ def _images(deployment: Tree) -> list[str]:
 
 
 def _tag(deployment: Tree, known: Controller) -> str:
-    """Return the tag of the controller's image, which is its version in a release."""
     named = [each.partition("@")[0] for each in _images(deployment)]
     own = (each for each in named if any(mark in each for mark in known.marks))
     return next(own, "").rpartition(":")[2]

@@ -13,9 +13,9 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.signing import signing
-from trainer.storage.bucket import Trouble
 from trainer.storage.probe import SILENT, Probe, Unfit
 from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, endpoint_of
+from trainer.storage.store import Trouble
 from trainer.storage.uri import Location, locate
 
 _LOGINS = {

@@ -43,8 +43,8 @@ from trainer.promotion import registry
 from trainer.storage.errors import reported
 from trainer.storage.local import is_gone
 from trainer.storage.manifest import MANIFEST
+from trainer.storage.publishing import store_for
 from trainer.storage.retry import in_parallel
-from trainer.storage.schemes import store_for
 from trainer.sweeps.study import FILE as SWEEP_STATE
 from trainer.sweeps.study import OLD_FILE
 from trainer.sweeps.study import read as read_sweep

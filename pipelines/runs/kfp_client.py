@@ -248,7 +248,6 @@ class Client(sdk.Client):  # type: ignore[misc]
         return str(self._send("text", path).data.decode("utf-8", "replace"))
 
     def _send(self, method: str, path: str) -> Any:
-        """Get what is at `path`, by a method of `_Requests`."""
         api = self._healthz_api.api_client
         headers: dict[str, str] = {**api.default_headers, "Accept": "text/plain, application/json"}
         if api.cookie:

@@ -113,7 +113,6 @@ def _published_at(run: Any, nodes: Nodes) -> str:
 
 
 def _moment(time: datetime | None) -> datetime | None:
-    """Return a time, or None for the epoch and the year one, which mean that there is none."""
     if time is None or time.year <= _EPOCH:
         return None
     return time if time.tzinfo else time.replace(tzinfo=UTC)

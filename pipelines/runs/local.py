@@ -366,7 +366,6 @@ def _environment(run: LocalRun) -> dict[str, str]:
 
 
 def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> RunState:
-    """Pass on the events of a run until it ends; return its state."""
     state = RunState()
     running = True
     with (run.folder / EVENTS).open("rb") as lines:

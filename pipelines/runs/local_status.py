@@ -116,7 +116,6 @@ def lines(folder: Path, follow: bool) -> Iterator[str]:
 
 
 def _so_far(state: RunState) -> RunResult:
-    """Return the result of a run that is still running."""
     steps = tuple(
         step
         if step.ended is not None
@@ -140,7 +139,6 @@ def _progress(state: RunState) -> dict[str, Any]:
 
 
 def _ended(state: RunState) -> RunResult:
-    """Return the result of a run without a process."""
     result = outcome_of(state, 0, interrupted=False)
     # A runner that is killed between two steps leaves neither an event nor a failed step.
     was_killed = not state.interrupted and not state.newest(RunEnd)

@@ -14,16 +14,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]+=.*", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A call that has to be refused.
-
-    Attributes:
-        text: the call as the table has it.
-        program: `flotilla`, `trainer` for `python -m trainer`, or `sh` for a line of the shell.
-        words: the arguments; of the shell its one line.
-        variables: of the environment.
-        code: the exit code.
-        line: a part of the one line on standard error.
-    """
+    """A call that has to be refused: of `flotilla`, `trainer`, or `sh` for a line of the shell."""
 
     text: str
     program: str

@@ -21,10 +21,7 @@ def events_of(
     read: dict[Path, int],
     seconds: float = SECONDS,
 ) -> Iterator[Event]:
-    """Yield the events of a run as they come, to its end; `read` counts the bytes of each file.
-
-    Where a file has no room for more progress, it is the newest one at each look.
-    """
+    """Yield the events of a run as they come; `read` counts the bytes of each file."""
     deadline = time.monotonic() + seconds
     ended = False
     newest: Progress | None = None

@@ -42,14 +42,7 @@ SETTINGS = {
 
 @dataclass(kw_only=True)
 class Course:
-    """What came of a run.
-
-    Attributes:
-        step: of its newest checkpoint.
-        losses: the times at which a pod was taken away.
-        returns: the seconds from each loss until the worker took part again.
-        restarts: how many the run has counted.
-    """
+    """What came of a run: its newest step, and the seconds from each loss until all took part."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)

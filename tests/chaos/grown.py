@@ -1,8 +1,4 @@
-"""The rows of tables that grow, as a checkpoint has them.
-
-Values are read with TensorFlow's own reader and not with what restores them, so that a test of the
-one is not a test of the same.
-"""
+"""The rows of tables that grow in a checkpoint, read with TensorFlow's own reader."""
 
 from __future__ import annotations
 
@@ -33,10 +29,8 @@ class GrownShard:
     Attributes:
         ids: that have a row, by their slots; one that has two is there twice.
         given: how many rows were given to ids.
-        evicted: how many were taken back.
         empty: of `ids` those whose row is of zeros, which no new one is.
         unfit: variables of rows or of the optimizer that are not finite, or of another length.
-        slots: how many variables the optimizer has of the rows.
     """
 
     ids: npt.NDArray[np.int64]
@@ -59,11 +53,7 @@ class GrownShard:
 
 @cache
 def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
-    """Return the shards of tables in a checkpoint, of which `created` says which one it is.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Return the shards of tables in the checkpoint that was `created` then."""
     del created
     with tempfile.TemporaryDirectory(prefix="flotilla-rows-") as folder:
         storage.fetch(uri, Path(folder, "checkpoint"))
@@ -108,11 +98,7 @@ def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
 def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
     """Describe what is wrong with the rows of one checkpoint.
 
-    Args:
-        shards: of all tables.
-        halfway: how many ids of a shard may have two rows, or one that is not counted, as the step
-            that gave it to them did not come to its end.
-        counts: whether rows and their count are of one moment.
+    Of `halfway` ids of a shard a step may have ended halfway; with `counts` rows and counts agree.
     """
     for (table, number), each in shards.items():
         where = f"shard {number} of {table}"
@@ -133,10 +119,7 @@ def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
 
 
 def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[str]:
-    """Describe the ids of one checkpoint that a later one has not, and that were not evicted.
-
-    Of `halfway` ids the eviction may not be counted, where there are any.
-    """
+    """Describe the ids that a later checkpoint has not, and that were not evicted."""
     if earlier.keys() != later.keys():
         yield "it has other shards"
         return

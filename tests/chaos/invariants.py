@@ -33,10 +33,6 @@ class Outcome:
 
     Attributes:
         ends: exit code and error lines of each try.
-        events: of all tries.
-        checkpoints: URI below which the run has published.
-        steps: how many it had to train.
-        every: the steps between checkpoints.
         by_parts: whether servers write their own parts.
         tables: the features whose tables grow.
         halfway: how many ids of a shard a loss may leave halfway to a row.
@@ -47,7 +43,6 @@ class Outcome:
         most_failures: how many tries may fail; None where any fault may be the reason.
         torn: the checkpoints that a fault has torn.
         left: orphans: processes of the run that outlived it.
-        tracebacks: how many tracebacks the command line has shown.
     """
 
     checkpoints: str
@@ -132,11 +127,7 @@ def no_step_is_added(outcome: Outcome) -> Iterator[str]:
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """Each lost server or leader repeats the steps since a checkpoint, each torn one as many.
-
-    What servers have written and not published is lost with the leader: then what is published is
-    the bound, by the invariant that no published step is repeated.
-    """
+    """Each lost server or leader repeats the steps since a checkpoint, each torn one as many."""
     if outcome.by_parts:
         return
     most = outcome.every * (outcome.losses + len(outcome.torn)) + MAX_PORTION * restarts(outcome)
@@ -173,10 +164,7 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
-    """A table has given out no fewer rows than at the step from which training went on.
-
-    That is the one at which an attempt begins, or the earlier one of what a server has lost.
-    """
+    """A table has given out no fewer rows than at the step from which training went on."""
     # Steps, and how many rows each table had given out there, evicted ones included.
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []

@@ -28,12 +28,8 @@ class Course:
     """What came of a run.
 
     Attributes:
-        checkpoint: URI of its newest one, and `step` its global step.
-        seconds: of training, by the last progress.
         progress: the seconds since the epoch and the global step of each.
         returns: by role, the seconds from each kill until the global step was higher again.
-        restarts: of tasks.
-        losses: of servers, as the chief reported them.
         memory: of all its processes together, in MB, at some moments.
     """
 
@@ -52,16 +48,7 @@ class Kills:
         self, config: Path, settings: Sequence[str], folder: Path, *, root: str, seed: int,
         limit: float,
     ) -> None:  # fmt: skip
-        """Prepare to train below `folder`; `limit` is the seconds after which it must have ended.
-
-        Args:
-            config: its YAML file.
-            settings: `section.key=value` texts laid over it.
-            folder: does not exist yet.
-            root: `storage.root`.
-            seed: of which task of a role is killed.
-            limit: of the run.
-        """
+        """Prepare to train below the new `folder`; `limit` is the seconds until its end."""
         self.workdir = folder / "runs"
         self.found = Course()
         self.draw = random.Random(seed)

@@ -28,16 +28,7 @@ KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of a run.
-
-    Attributes:
-        kind: a name of `tests.chaos.faults.FAULTS`.
-        task: the task that it hits; empty for faults of the run.
-        step: the global step from which on it is injected.
-        seconds: the length of a pause or an outage.
-        other: the second task of a pair.
-        silent: in this outage connections are taken, and nothing is said.
-    """
+    """One fault of a run, from a global step on; `silent`: connections are taken in an outage."""
 
     kind: str
     task: str

@@ -44,8 +44,6 @@ class TablePlan(Plan):
         parts_mb: from how much on servers write their own parts.
         little_room: whether rows are given away.
         min_count: how often an id has to come before it gets a row.
-        keep: newest checkpoints that are kept.
-        in_bucket: whether the store is one of objects, also without an outage.
         is_whole: whether the model is exported; else it is only trained, which is most of the time.
     """
 

@@ -97,11 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
 def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[float]:
     """Return the seconds of training that each kill of a run has cost, in their order.
 
-    Args:
-        progress: seconds and global steps of a run, in order; the first kill comes `every` seconds
-            after the first of them, and one more every so many seconds.
-        every: seconds between two kills. What came after the last whole one is left out, and so is
-            a kill around which no step was made once it was recovered.
+    The first kill comes `every` seconds after the first progress. What came after the last whole
+    stretch, and a kill around which no step was made once it was recovered, are left out.
     """
     times, steps = zip(*progress, strict=True)
     recovery = min(RECOVERY_SECONDS, every / 2)

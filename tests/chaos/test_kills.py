@@ -81,10 +81,7 @@ def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
 
 
 def drifting_progress(cost, between):
-    """Return the progress of 600 s, of which so many after each kill are without a step.
-
-    There are fewer steps in each second than in the one before.
-    """
+    """Return the slowing progress of 600 s, of which so many after each kill have no step."""
     times = np.arange(0, 600, 0.05)
     moves = (times < 60) | (times % 60 >= cost)
     steps = np.cumsum(np.linspace(60, 30, len(times)) * 0.05 * moves)

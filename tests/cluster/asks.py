@@ -1,7 +1,6 @@
 """Asks a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
 
-Once at the start and once for each line of its input, on one channel, as a chief does. It asks
-again until there is an answer, and says how many devices there are.
+Once at the start and once for each line of its input, on one channel, as a chief does.
 """
 
 from __future__ import annotations

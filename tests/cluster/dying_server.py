@@ -1,7 +1,4 @@
-"""A parameter server that is killed as soon as it is asked to publish its second part.
-
-`python -m tests.cluster.dying_server` takes the words of `python -m trainer`.
-"""
+"""A parameter server that is killed as soon as it is asked to publish its second part."""
 
 from __future__ import annotations
 

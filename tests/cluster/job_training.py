@@ -1,8 +1,4 @@
-"""Training as a job of an engine on Kubernetes, whose pods are processes: what all engines share.
-
-A test takes the fixture `training` (see `conftest.py`), and says by `on_engines` on which engines
-it runs, and how each is marked.
-"""
+"""Training as a job of an engine on Kubernetes, whose pods are processes: what engines share."""
 
 from __future__ import annotations
 

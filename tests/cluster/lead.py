@@ -1,8 +1,4 @@
-"""A task that leads a strategy under test: `python -m tests.cluster.lead SPEC`.
-
-SPEC is a JSON file with the fields of `tests.cluster.servers.Trial`. A JSON line says what each run
-has brought, a last one what the variables are in the end.
-"""
+"""Leads a strategy under test: `python -m tests.cluster.lead SPEC`, the JSON of a `Trial`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A chief that looks at turns again and again: `python -m tests.cluster.looking SPEC`.
-
-SPEC is a JSON file: `config` (sections that differ from the defaults), and `pid` of the server. A
-line of JSON says by how many bytes the server has grown.
-"""
+"""A chief that looks at turns again and again: `python -m tests.cluster.looking SPEC`."""
 
 from __future__ import annotations
 

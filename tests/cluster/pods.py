@@ -114,14 +114,7 @@ class Pod:
 
 @dataclass
 class Pods:
-    """The tasks of one run; what the chief emits comes with the time at which it was read.
-
-    Attributes:
-        lag: seconds from the start of a new pod until its name has its address, as where a name
-            server answers from a cache.
-        seen: what the chief has emitted, each with the time at which it was read.
-        lost: when the chief ended as it had lost its cluster.
-    """
+    """The tasks of one run; `lag` is the seconds until a new pod's name has its address."""
 
     folder: Path
     dataset: str
@@ -181,10 +174,7 @@ class Pods:
         return gone
 
     def cut_off(self, task: Task, other: Task | None = None) -> Callable[[], None]:
-        """Cut the network of a pod, whose process goes on; return what connects it again.
-
-        No connection is closed. Where there is another task, only what goes there is lost.
-        """
+        """Cut the network of a pod, or what goes to `other`; return what connects it again."""
         pod = self.pods[task]
         if other:
             lost = ("route", "add", "blackhole", self.pods[other].address)

@@ -135,10 +135,7 @@ def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
 def of_ids(
     config: Config, looked_up: Callable[[Any], Any], example: Callable[[tf.Tensor], Any], batch: int
 ) -> Problem:
-    """Return one of two classes, with the optimizer of a configuration and without end.
-
-    `looked_up` makes of ids what a layer of logits gets; `example` makes an example of its number.
-    """
+    """Return one of two classes; `looked_up` makes of ids what a layer of logits gets."""
 
     def build_model() -> keras.Model:
         keras.utils.set_random_seed(0)

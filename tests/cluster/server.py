@@ -1,7 +1,4 @@
-"""A worker or parameter server under test, by TF_CONFIG: `python -m tests.cluster.server`.
-
-`DEVICES` parts the processor of a worker, as if it had so many accelerators.
-"""
+"""A worker, with parts of the processor as `DEVICES`, or parameter server under test."""
 
 from __future__ import annotations
 

@@ -40,9 +40,7 @@ class Trial:
         config: the sections of a configuration that differ from the defaults.
         problem: `module:function` that returns a `Problem`, called with `arguments`.
         runs: the steps of each call of `run`.
-        arguments: JSON values.
         start: values of variables by path, set before the first run.
-        measured: whether the problem is measured in the end.
     """
 
     config: Mapping[str, Any]
@@ -55,16 +53,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a leading process said.
-
-    Attributes:
-        reports: a dict for each run: `loss`, `figures`, `global_step`.
-        variables: the values of all variables in the end, nested lists by path.
-        devices: the device of each variable.
-        global_step: the exact counter in the end.
-        learning_rate: of the next update.
-        totals: what the problem sums up, over all parts, where it is measured.
-    """
+    """What a leading process said: a report of each run, and all variables in the end."""
 
     reports: list[Words]
     variables: Mapping[str, Any]
@@ -190,9 +179,8 @@ def serving(
 ) -> Iterator[Servers]:
     """Start parameter servers and workers, and end all of the tasks in the end.
 
-    Each worker has as many `devices`, which are parts of the processor. Without a chief the workers
-    lead themselves: `start_lead(trial, task)` starts each of them.
-    Without any server it is one process and no cluster.
+    Without a chief `start_lead(trial, task)` starts each worker. Without any server it is one
+    process.
     """
     roles = {"ps": ps, "worker": workers, "chief": int(chief and ps + workers > 0)}
     with held_cluster({role: count for role, count in roles.items() if count}) as cluster:

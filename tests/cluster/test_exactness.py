@@ -26,7 +26,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.events import AttemptBegin, Restart
 from trainer.strategies.turns import MAX_PORTION
 from trainer.topology import Cluster, Task
-from trainer.training.input import PATTERN, stage_input
+from trainer.training.server import PATTERN, stage_input
 
 STEPS = 1000
 # The others are processes of their own by nature, or one process.

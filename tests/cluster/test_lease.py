@@ -51,10 +51,7 @@ def launch_second(run, config, dataset, folder):
 
 
 def kill_all(run):
-    """Kill a launcher, and wait until its tasks are gone too.
-
-    One that is ending could still write to the lease, or hold the pipe of events.
-    """
+    """Kill a launcher, and wait until its tasks, which could still write, are gone too."""
     tasks = run.tasks()
     run.process.kill()
     run.process.wait()

@@ -71,10 +71,7 @@ def published(folder: Path) -> str:
 
 
 def settings(strategy: str, steps: int, averaged: int = 1, **named: Any) -> dict[str, Any]:
-    """Return the configuration of a run; `named` are sections that differ.
-
-    `averaged` is how many batches make an update.
-    """
+    """Return the configuration of a run; `averaged` is how many batches make an update."""
     sections = {
         "data": {
             "dataset": "tests.cluster.visited:Numbers",

@@ -11,11 +11,11 @@ from kfp import dsl
 
 from components import (
     check_gate,
+    descriptor,
     evaluate_model,
     export_model,
     prepare_data,
     register_model,
-    ui,
     validate_data,
 )
 from components.records import run_store
@@ -135,7 +135,7 @@ def test_it_fills_what_the_ui_shows(run, root, emitted, tmp_path):
 
 @pytest.mark.usefixtures("emitted")
 def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatch, tmp_path):
-    monkeypatch.setattr(ui, "MOST_CLASSES", 9)
+    monkeypatch.setattr(descriptor, "MOST_CLASSES", 9)
     uri, metrics, confusion, _ = evaluated(run, root, tmp_path)
     assert confusion.metadata == {"left_out": "10 classes are more than 9"}
     assert metrics.metadata["uri"] == uri

@@ -1,7 +1,4 @@
-"""Well-known supervised datasets of TFDS, chosen before any was asked, and how to take each.
-
-A row is what the dataset is, and what is set where it asks for more than its own example.
-"""
+"""Well-known supervised datasets of TFDS, and what is set where one asks for more."""
 
 IMAGES = {
     "mnist": ("handwritten digits", {}),

@@ -33,10 +33,7 @@ _PREDICATE = {"operation", "key", "stringValue", "string_value"}
 def page_of(
     things: Iterable[Tree], name: str, query: dict[str, str], *, operations: tuple[str, ...] = ()
 ) -> Tree:
-    """Return a page of what the filter lets through, in the requested order.
-
-    `operations` are those of a store that has few: it compares texts itself, not the database.
-    """
+    """Return a page of what the filter, of these operations, lets through, in order."""
     rows, text = list(things), query.get("filter", "")
     wanted = {"sort_by": query.get("sort_by", ""), "filter": text}
     first = 0

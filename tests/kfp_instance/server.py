@@ -27,13 +27,10 @@ class Instance(ThreadingHTTPServer):
 
     Attributes:
         token: what has to follow `Bearer`; empty where none is needed.
-        cookies: what the Cookie header has to be, or empty.
         multi_user: whether what belongs to a namespace has to name it.
         pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
         has_ui: whether the address is that of the user interface, which passes the API on.
-        has_logs: whether logs are served at all.
         has_v1beta1: whether the version of the API is there that has the nodes; KFP 3 drops it.
-        requests: `METHOD /path?query` of each.
         received: line, headers and body of each, without credentials.
     """
 

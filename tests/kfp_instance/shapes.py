@@ -1,8 +1,4 @@
-"""What goes over the wire, held against the models of the KFP client.
-
-The client drops keys that it does not know, and leaves out what is absent: a stand-in that answers
-in a wrong shape would not be noticed.
-"""
+"""What goes over the wire, held against the models of the KFP client, which drops other keys."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ class Workflow:
     """The nodes of one run; each change is a second later than the one before.
 
     Attributes:
-        logs: of the pods that are there, by the name of the pod.
-        archive: of the pods that are gone.
-        root: URI below which the steps of the run publish.
+        logs: of the pods that are there; `archive`: of those that are gone.
         disk: URI of the folder with the buckets of a store that only the instance can read.
     """
 

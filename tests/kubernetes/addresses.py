@@ -1,8 +1,7 @@
 """An address of loopback for each pod that has a hostname, as the pods of a JobSet have.
 
-TensorFlow's server listens on all addresses of its machine, so two pods of one machine cannot both
-listen on the port of their manifest. Each gets a free one: its own address in TF_CONFIG is changed,
-and the network takes those who ask for the port of the manifest there.
+TensorFlow's server listens on all addresses, so each pod gets a free port, to which the network
+takes those who ask for the port of the manifest.
 """
 
 from __future__ import annotations

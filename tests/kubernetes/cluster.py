@@ -53,10 +53,7 @@ class Cluster:
     def install_jobset(
         self, version: str = "v0.12.0", replicas: int = 1, lacks: Iterable[str] = ()
     ) -> None:
-        """Serve JobSets, and start their controller, or stop it with no replicas.
-
-        `lacks` names fields of the schema that this version does not have yet.
-        """
+        """Serve JobSets, but for fields that it `lacks`, and start or stop their controller."""
         name, place = "jobset-controller-manager", "jobset-system"
         parts = {"name": "jobset", "instance": "jobset", "component": "manager"}
         labels = {f"app.kubernetes.io/{key}": value for key, value in parts.items()}
@@ -278,15 +275,7 @@ def jobset(
     pod: Mapping[str, object] | None = None,
     **spec: object,
 ) -> Tree:
-    """Return a JobSet whose tasks do nothing, and which is done when its chief is.
-
-    Args:
-        name: its name.
-        roles: the replicas by role.
-        job: more of the specification of each Job.
-        pod: more of the specification of each pod.
-        **spec: more of the specification of the JobSet.
-    """
+    """Return a JobSet whose tasks do nothing, and which is done when its chief is."""
     container = {"name": "tensorflow", "command": ["true"]}
     pods_spec = {"containers": [container], "restartPolicy": "Never", **(pod or {})}
     template = {"spec": {"completions": 1, "parallelism": 1, "template": {"spec": pods_spec}}}
@@ -334,10 +323,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 def real_cluster(
     folder: Path, secrets: Mapping[str, Mapping[str, str]] | None = None
 ) -> Iterator[Cluster]:
-    """Yield a cluster that runs the command of every pod as a process of this machine.
-
-    Its users may do what deploy/base/rbac.yaml grants: the launcher, and the tasks in the pods.
-    """
+    """Yield a cluster that runs the command of every pod as a process of this machine."""
     with Server() as server, Network(server.store) as network:
         operator = Operator(server.store)
         made = Cluster(server, operator, kubeconfig(folder, server.url))

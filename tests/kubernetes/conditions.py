@@ -10,11 +10,7 @@ from tests.kubernetes.store import Tree, now
 def condition(
     job: Tree, kind: str, reason: str = "", message: str = "", status: str = "True"
 ) -> None:
-    """Set a condition of a job as the operator does.
-
-    Nothing changes once a job has failed. Running and Restarting replace each other, and Running is
-    false once the job has ended.
-    """
+    """Set a condition of a job as the operator does; nothing changes once a job has failed."""
     if is_true(job, "Failed"):
         return
     reason = reason or f"TFJob{kind}"
@@ -40,11 +36,7 @@ def condition(
 
 
 def put(tree: Tree, kind: str, status: str, reason: str, message: str) -> bool:
-    """Set a condition as JobSets and Jobs do, one that is false only where it was there before.
-
-    Returns:
-        Whether anything has changed.
-    """
+    """Set a condition, as JobSets and Jobs do; return whether anything has changed."""
     found = tree.setdefault("status", {}).setdefault("conditions", [])
     new = {"type": kind, "status": status, "reason": reason, "message": message}
     same = next((each for each in found if each["type"] == kind), None)

@@ -28,14 +28,9 @@ class Control:
 
     Attributes:
         user: who sends the requests, apart from those with a token of `users`.
-        users: by token.
         granted: pairs of verb and resource for a user; who is not in it may do everything.
         denied: `(user, verb, resource)`, whatever is granted.
-        kinds: the resources of each group and version.
-        absent: namespaces that do not exist.
         is_webhook_silent: whether TFJobs are judged by a webhook that nobody answers.
-        jobsets: the schema and the webhooks of JobSets, where they are installed.
-        reviews: the specifications of all access reviews so far.
     """
 
     def __init__(self, store: Store) -> None:

@@ -50,12 +50,7 @@ class Backoff:
 
 
 class JobController(Reconciler):
-    """Reconciles the pods and the status of all Jobs.
-
-    Attributes:
-        backoff_seconds: the first back-off; 10 on a real cluster.
-        longest_seconds: the longest one; 600 on a real cluster.
-    """
+    """Reconciles the pods and the status of all Jobs; the back-off is 10 to 600 s in reality."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)

@@ -15,13 +15,7 @@ KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
 
 
 class JobSetApi:
-    """What the API server does with JobSets that are written, and with the pods of JobSets.
-
-    Attributes:
-        is_installed: whether the CRD and the webhooks are there.
-        is_away: whether nobody answers the webhooks.
-        lacks: fields that the schema of an older version does not have.
-    """
+    """What the API server does with JobSets that are written, and with the pods of JobSets."""
 
     def __init__(self) -> None:
         self.is_installed = False

@@ -34,12 +34,7 @@ LONGEST_CRASH = 300.0
 
 
 class Kubelet:
-    """One node for all pods; as a context manager it kills them at the end of the block.
-
-    Attributes:
-        addresses: those of pods that have one of their own.
-        crash_seconds: the back-off before a container begins again a second time.
-    """
+    """One node for all pods; as a context manager it kills them at the end of the block."""
 
     def __init__(
         self,
@@ -202,10 +197,7 @@ class Kubelet:
         return code if code >= 0 else 128 - code
 
     def _begins_again(self, pod: Tree, restarts: int) -> bool:
-        """Return whether a container begins again in its pod, after the back-off of the kubelet.
-
-        Only the pods of Jobs do here: those of a TFJob are replaced by its operator.
-        """
+        """Return whether a container of a Job's pod begins again, after the back-off."""
         if pod["spec"].get("restartPolicy") != "OnFailure" or not is_tracked(pod):
             return False
         delay = min(LONGEST_CRASH, self.crash_seconds * 2 ** (restarts - 1)) if restarts else 0.0

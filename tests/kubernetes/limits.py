@@ -1,8 +1,4 @@
-"""What a namespace refuses of the pods that a user or the operator wants to make.
-
-Service accounts have to be there, and quotas have to have room; the words are those of
-Kubernetes 1.33.
-"""
+"""What a namespace refuses of pods, in the words of Kubernetes 1.33: accounts and quotas."""
 
 from __future__ import annotations
 
@@ -20,15 +16,7 @@ GROUPS = {"tfjobs": "kubeflow.org", "jobsets": "jobset.x-k8s.io", "jobs": "batch
 def excess(
     pod: Tree, namespace: str, accounts: set[str], quotas: list[Tree], pods: list[Tree]
 ) -> str:
-    """Return why a pod is refused, or an empty string.
-
-    Args:
-        pod: as its creator sends it.
-        namespace: its name.
-        accounts: names of the service accounts; `default` is always there.
-        quotas: of the namespace; what their status says is used comes on top of `pods`.
-        pods: those that are there.
-    """
+    """Return why a pod is refused, or an empty string; a quota's status comes on top of `pods`."""
     account = pod.get("spec", {}).get("serviceAccountName", "default")
     reasons = [text for quota in quotas for text in _exceeded(quota, pod, pods)]
     if account not in accounts | {"default"}:

@@ -16,10 +16,7 @@ def stamp(nanoseconds: int) -> str:
 
 @dataclass(kw_only=True)
 class ContainerLog:
-    """The log of a container between two restarts; `ended` once it is complete.
-
-    A `lost` one is no longer on its node. It is `asked` for once a client has begun to read it.
-    """
+    """The log of a container between two restarts; a `lost` one is not on its node any more."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     ended: bool = False

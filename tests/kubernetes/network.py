@@ -37,12 +37,7 @@ def host_of(pod: str, namespace: str) -> str:
 
 
 class Network:
-    """Resolves the names of pods, and relays connections; as a context manager it serves.
-
-    Attributes:
-        refused: the names for which a connection was refused so far.
-        ports: by the UID of a pod, where it really listens by the port that it is asked for.
-    """
+    """Resolves the names of pods, and relays connections; `refused` are names without one."""
 
     def __init__(self, store: Store) -> None:
         self.refused: list[str] = []

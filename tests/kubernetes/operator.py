@@ -41,11 +41,7 @@ def exit_code(pod: Tree) -> int:
 
 
 class Operator:
-    """Reconciles the pods and the status of all jobs, in a thread of its own.
-
-    Attributes:
-        down: whether it is not running: jobs then have no conditions and no new pods.
-    """
+    """Reconciles the pods and the status of all jobs, in a thread of its own, unless `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False

@@ -12,11 +12,7 @@ RESYNC_SECONDS = 0.1
 
 
 class Reconciler(ABC):
-    """Reconciles what is there with what is wanted; as a context manager it runs.
-
-    Attributes:
-        down: whether it is not running.
-    """
+    """Reconciles what is there with what is wanted, in its block, unless it is `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False

@@ -1,7 +1,6 @@
 """Resolves the names of pods in a pod's Python, as the cluster's DNS does.
 
-The kubelet has each of its processes call `install` before anything else. A pod that has an address
-of its own listens on that one where it would listen on all.
+A pod that has an address of its own listens on that one where it would listen on all.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ _SUFFIXES = (".svc", ".svc.cluster.local")
 
 
 def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
-    """Return address and port of a name, or None where it is none of the cluster's.
-
-    Raises:
-        gaierror: it is the cluster's, and does not resolve.
-    """
+    """Return address and port of a name, None of a foreign one; raises `gaierror`."""
     at, _, its_port = resolver.rpartition(":")
     with socket.create_connection((at, int(its_port))) as peer:
         peer.sendall(f"RESOLVE {host}:{port} HTTP/1.1\r\n\r\n".encode())

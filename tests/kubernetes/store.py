@@ -46,12 +46,10 @@ def now(seconds: int = 0) -> str:
 
 
 class Store:
-    """All objects by kind (`tfjobs`, `pods`, `events`), namespace and name.
+    """All objects by kind, namespace and name; `changed` is also the lock.
 
     Attributes:
-        changed: notified at every change; also the lock of the store.
         graceful: kinds that another process removes once they are marked for deletion.
-        labels: those of namespaces, by which Pod Security admits pods.
         webhooks: called with the kind of each object that is created, and the object.
     """
 
@@ -167,10 +165,7 @@ class Store:
     def delete(
         self, kind: str, namespace: str, name: str, uid: str = "", grace: int | None = None
     ) -> None:
-        """Delete an object; a pod that runs only marks it, with the end of its grace period.
-
-        `grace` overrides the seconds of the pod's specification; 0 removes it from the API at once.
-        """
+        """Delete an object; a pod that runs is marked, unless its `grace` is 0 seconds."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             if uid and uid != tree["metadata"]["uid"]:
@@ -186,10 +181,7 @@ class Store:
     def delete_as(
         self, propagation: str, kind: str, namespace: str, name: str, uid: str = ""
     ) -> None:
-        """Delete an object, and what it owns as the API is told.
-
-        Background deletes that after it, Foreground before it; Orphan leaves it there unowned.
-        """
+        """Delete an object, and what it owns after it, before it, or not at all."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             is_same = uid in ("", tree["metadata"]["uid"])

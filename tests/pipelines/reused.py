@@ -1,7 +1,7 @@
 """Pipelines of others, made of the components' files: `python -m tests.pipelines.reused NAME ...`.
 
 `one FOLDER ROOT ARGUMENTS` runs `resolve-config.yaml` alone; `all FOLDER ROOT ARGUMENTS` puts all
-of them into one pipeline. FOLDER holds the files, ROOT gets the outputs, ARGUMENTS is JSON.
+of them into one pipeline.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""A pipeline of two steps, run as `flotilla` runs one: the first step, and one that keeps it.
-
-`python -m tests.pipelines.two_steps two_steps FOLDER`, with `arguments.json` in the folder.
-"""
+"""A pipeline of two steps, run as `flotilla` runs one: the first step, and one that keeps it."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""A server in a process of its own: `python -m tests.stores gs|s3 BUCKET LATENCY`.
-
-It says its URL, and ends when its standard input does.
-"""
+"""A server in a process of its own: `python -m tests.stores gs|s3 BUCKET LATENCY`."""
 
 from __future__ import annotations
 

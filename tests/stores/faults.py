@@ -59,10 +59,7 @@ class Fault:
 
 
 class Plan:
-    """The faults, the latency and the log of one server.
-
-    `unconditional`: conditions of writes are passed over, as by stores that do not know them.
-    """
+    """The faults, the latency and the log of one server, which may ignore conditions of writes."""
 
     def __init__(self) -> None:
         self.latency = 0.0

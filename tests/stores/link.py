@@ -1,7 +1,4 @@
-"""The wire between a client and a server on loopback, which can be cut in every way.
-
-It is a relay of TCP: what breaks is a connection, and not an answer of the server (`faults`).
-"""
+"""A relay of TCP between a client and a server on loopback, which can be cut in every way."""
 
 from __future__ import annotations
 

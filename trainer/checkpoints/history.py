@@ -83,7 +83,6 @@ def _is_step(value: object) -> bool:
 
 
 def _is_finite(row: Mapping[str, Any]) -> bool:
-    """Say whether each column of a chart is a number, and no number is infinite."""
     is_plain = all(is_number(value) for value in row.values() if isinstance(value, int | float))
     return is_plain and all(is_number(row[name]) for name in _COLUMNS if name in row)
 

@@ -276,7 +276,6 @@ def _publish(folder: Path, request: Request) -> Reply:
 
 
 def _fetch(folder: Path, request: Request) -> Reply:
-    """Fetch files of a checkpoint, verified."""
     into = folder / request.prefix
     storage.fetch(request.uri, into, only=lambda path: path in request.files)
     return Reply()

@@ -113,7 +113,6 @@ def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECON
 
 
 def _answer(address: str, timeout: float) -> str:
-    """Return what a task says, in one of the words for it."""
     host, _, port = address.rpartition(":")
     word = _CUT_OFF
     try:

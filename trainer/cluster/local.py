@@ -7,18 +7,22 @@ who asks for a free one.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from trainer import events
+from trainer.background import Loop
 from trainer.cluster import loopback
+from trainer.cluster.event_lines import LogLines
 from trainer.cluster.launcher import Job
-from trainer.cluster.process import TaskProcess
+from trainer.cluster.process import LOG, TaskProcess
 from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
 from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader, topology_of
 
 HOST = "127.0.0.1"
@@ -90,3 +94,70 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
     tasks = topology.tasks(servers=config.cluster.parameter_servers, workers=config.cluster.workers)
     with held_cluster(tasks) as cluster:
         yield cluster, {"chief": 1} if config.cluster.in_process and topology.servers else tasks
+
+
+log = logging.getLogger(__name__)
+# A file sends no event when it grows.
+_LOOK_SECONDS = 0.5
+# Takes the name of a task and a line of its log.
+LineSink = Callable[[str, str], None]
+
+
+class TaskLogs:
+    """The logs below a folder, each line once; `traceback` is of the user's code, or empty."""
+
+    def __init__(self, workdir: Path, sink: LineSink) -> None:
+        """Begin behind what earlier attempts have left there."""
+        self.traceback = ""
+        self._sink = sink
+        self._workdir = workdir
+        self._lines = LogLines()
+        self._positions = {path: path.stat().st_size for path in self._logs()}
+
+    def take(self) -> None:
+        """Take what is new: events are logged in words, any other line goes to the sink."""
+        for path in self._logs():
+            # Its folder can be removed while it is read.
+            with suppress(OSError):
+                for line in self._new(path):
+                    self._pass_on(path.parent.name, line)
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._workdir.glob(f"*/{LOG}"))
+
+    def _new(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(self._positions.get(path, 0))
+            for line in file:
+                # Of a line that is not complete yet the rest comes with the next look.
+                if line.endswith(b"\n"):
+                    self._positions[path] = file.tell()
+                    yield line.decode("utf-8", errors="replace").rstrip("\n")
+
+    def _pass_on(self, task: str, line: str) -> None:
+        event = events.parse(line)
+        if isinstance(event, events.UserCodeFailed):
+            self.traceback = event.traceback
+        if not event:
+            self._sink(task, line)
+        elif words := self._lines.take(event):
+            log.info("%s", words)
+
+
+@contextmanager
+def relayed(workdir: Path, sink: LineSink) -> Iterator[None]:
+    """Pass on the logs of the tasks below `workdir` until the block ends, to their last line."""
+    logs = TaskLogs(workdir, sink)
+    follower = Loop(
+        logs.take, _LOOK_SECONDS, name="task logs", failing="logs of tasks are not followed"
+    ).start()
+    try:
+        try:
+            yield
+        finally:
+            follower.stop()
+            follower.join()
+            logs.take()
+    except UserError as error:
+        error.traceback = error.traceback or logs.traceback
+        raise

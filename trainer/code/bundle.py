@@ -1,4 +1,4 @@
-"""A bundle of the user's modules: named by a digest of its content, and published once."""
+"""A bundle of the user's modules: named by its digest, published once, and entered by processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import stat
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +17,8 @@ from pathlib import Path
 
 from trainer import storage, user_code
 from trainer.code.collect import IGNORE_FILE, Collected, Found, collect
-from trainer.errors import UserError
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, UserError
 
 KIND = "code"
 FOLDER = "code"
@@ -120,3 +123,60 @@ def _shadow(name: str) -> str:
         f"--code: {name} has the name of an installed package ({spec.origin}), which is found "
         "first where it is installed; rename yours"
     )
+
+
+def configured(text: str) -> Config:
+    """Return the configuration of a step, whose bundle is on the path now; raises `UserError`."""
+    config = Config.model_validate_json(text)
+    enter(config.code)
+    return config
+
+
+def enter(uri: str) -> None:
+    """Let this process and its children find the user's modules in a bundle, if there is one.
+
+    Raises `UserError` where it is not what was published.
+    """
+    if not uri:
+        return
+    digest = storage.name_of(uri)
+    folder = _scratch() / digest
+    try:
+        manifest = storage.fetch(uri, folder)
+    except storage.NotPublished:
+        raise ConfigError(
+            f"code: there is no bundle at {uri}: it was deleted, or this place cannot see it; "
+            "submit again with --code"
+        ) from None
+    hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
+    if digest_of(hashes) != digest:
+        # The next process fetches it anew.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(
+            f"code: {uri} was changed after it was published: its content is not that of its "
+            "digest; delete it, and submit again with --code"
+        )
+    os.environ.update({user_code.FOLDER_VARIABLE: str(folder), user_code.BUNDLE_VARIABLE: uri})
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"code: cannot read {path}: {error.strerror}") from None
+
+
+def _scratch() -> Path:
+    """Return a folder that no other user can write to."""
+    folder = Path(tempfile.gettempdir(), f"flotilla-code-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_ours and not status.st_mode & 0o022:
+            return folder
+        return Path(tempfile.mkdtemp(prefix="flotilla-code-"))
+    except OSError as error:
+        raise UserError(
+            f"cannot write below {folder.parent}: {error.strerror}; free some space, or set TMPDIR"
+        ) from None

@@ -33,7 +33,7 @@ from trainer.errors import UserError
 from trainer.storage import patterns
 from trainer.storage.errors import reported
 from trainer.storage.patterns import Pattern
-from trainer.storage.schemes import store_for
+from trainer.storage.publishing import store_for
 
 SCHEMA = 1
 KIND = "listing"

@@ -136,7 +136,6 @@ def _count(own: Floats, other: Floats, mine: int, theirs: int) -> int:
 
 
 def _values(objective: Objective, state: State, part: Part) -> tuple[Floats, Floats]:
-    """Return the values [n] of a mean's examples, and their weights."""
     totals, weights = objective.of_each(state, part).T
     # An example without any weight has no value.
     return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights

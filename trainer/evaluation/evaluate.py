@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from trainer import storage
-from trainer.checkpoints import learnt_before
+from trainer.checkpoints import index
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.config.schema import Config
 from trainer.data.read import labelled_columns, stage_shards
@@ -120,7 +120,7 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         # A resumed run may publish another checkpoint under the same name.
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
-    learnt = learnt_before.of_checkpoint(checkpoint, dataset)
+    learnt = index.learnt_of_checkpoint(checkpoint, dataset)
     return DatasetSpec.from_manifest(data, learnt), made_from
 
 

@@ -134,7 +134,6 @@ def means_of_sums(sums: Sums, confidence: float, better: Direction) -> Compared:
 
 
 def _terms(differences: Floats, weights: Floats | None) -> Floats:
-    """Return w, w d, w^2, w^2 d and w^2 d^2 of each example [n, 5]."""
     d = np.asarray(differences, np.float64)
     w = np.ones_like(d) if weights is None else np.asarray(weights, np.float64)
     return np.stack([w, w * d, w**2, w**2 * d, w**2 * d**2], axis=1)

@@ -164,7 +164,6 @@ def _parts(
 def _against_champion(
     config: GateConfig, measured: Mapping[str, Any], champion: Mapping[str, Any]
 ) -> Iterator[Rule]:
-    """Yield the rules that compare with the champion, if there is one."""
     if not champion:
         return
     if champion["incomparable"]:

@@ -132,7 +132,6 @@ def charts(evaluation: Facts) -> list[Chart]:
 
 
 def _of_points(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
-    """Draw series of points [x, y] by their labels."""
     table = [
         {"across": x, str(place): y}
         for place, points in enumerate(series.values())

@@ -19,8 +19,10 @@ from google.cloud import storage
 from google.cloud.storage import exceptions as media
 from requests.adapters import HTTPAdapter
 
-from trainer.storage import bucket
-from trainer.storage.bucket import (
+from trainer.storage import store
+from trainer.storage.manifest import Checksum
+from trainer.storage.retry import THREADS
+from trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
     TIMEOUTS,
@@ -33,8 +35,6 @@ from trainer.storage.bucket import (
     Trouble,
     tls_trouble,
 )
-from trainer.storage.manifest import Checksum
-from trainer.storage.retry import THREADS
 from trainer.storage.uri import web_address
 
 _TRANSIENT = (
@@ -153,7 +153,7 @@ class GcsBucket:
         while True:
 
             def page(after: str | None = token) -> tuple[list[Stored], str | None]:
-                found = self._list(prefix, fields=fields, page_token=after, page_size=bucket.PAGE)
+                found = self._list(prefix, fields=fields, page_token=after, page_size=store.PAGE)
                 return [_stored(blob) for blob in next(found.pages, ())], found.next_page_token
 
             stored, token = self._retry(page)

@@ -335,7 +335,6 @@ def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
 
 
 def _delete_if_orphan(stage: Path) -> bool:
-    """Delete what can be deleted of an orphan; return whether it is one."""
     descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         is_orphan = _lock(descriptor, wait=False)

@@ -23,7 +23,6 @@ from typing import TypeVar
 import google_crc32c
 
 from trainer.errors import UserError
-from trainer.storage.bucket import PART_BYTES, Bucket, ChangedError, Retrying, Stored, Trouble
 from trainer.storage.errors import StoreError
 from trainer.storage.local import is_gone, writer
 from trainer.storage.manifest import (
@@ -35,7 +34,15 @@ from trainer.storage.manifest import (
     checksum_of,
 )
 from trainer.storage.retry import Retry, describe, in_parallel
-from trainer.storage.store import ListedFile
+from trainer.storage.store import (
+    PART_BYTES,
+    Bucket,
+    ChangedError,
+    ListedFile,
+    Retrying,
+    Stored,
+    Trouble,
+)
 from trainer.storage.uri import join, locate
 
 # Seconds after which a writer on another machine counts as dead.
@@ -229,7 +236,6 @@ class ObjectStore:
     def _place_file(
         self, uri: str, path: Path, entry: FileEntry, there: Stored | None, created: list[str]
     ) -> FileEntry:
-        """Store one file; return its entry, with the path at which it is stored."""
         others = (f"{entry.path}.{uuid.uuid4().hex[:12]}" for _ in range(_ATTEMPTS))
         for at in (entry.path, *others):
             where = join(uri, at)

@@ -186,7 +186,6 @@ def _written(found: re.Match[str]) -> str:
 
 
 def _span_of(groups: dict[str, str]) -> str | None:
-    """Return the span in a match; None where its date is none."""
     if groups.get("span"):
         return str(int(groups["span"]))
     if not groups.get("year"):

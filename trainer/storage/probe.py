@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from trainer.errors import UserError
 from trainer.storage.errors import StoreError, StoreUnavailable
+from trainer.storage.publishing import store_for
 from trainer.storage.retry import describe, shorter_retry
-from trainer.storage.schemes import store_for
 from trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"

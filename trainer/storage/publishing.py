@@ -7,18 +7,20 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, nearest
 from trainer.storage import local
 from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
-from trainer.storage.local import NotAFileError, is_staging, staging
+from trainer.storage.local import FileStore, NotAFileError, is_staging, staging
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
+from trainer.storage.object_store import ObjectStore
 from trainer.storage.retry import in_parallel
-from trainer.storage.schemes import store_for
-from trainer.storage.store import Store
-from trainer.storage.uri import join, local_path
+from trainer.storage.s3_endpoint import endpoint_of
+from trainer.storage.store import Bucket, Retrying, Store
+from trainer.storage.uri import Location, join, local_path, locate, scheme_of
 
 _log = logging.getLogger(__name__)
 
@@ -357,3 +359,25 @@ def _difference(there: Manifest, new: Manifest) -> str:
     names = sorted(there.fields.keys() | new.fields.keys())
     fields = [name for name in names if there.fields.get(name) != new.fields.get(name)]
     return f"fields {', '.join(fields)}"
+
+
+def store_for(uri: str) -> Store:
+    """Return the store that serves `uri`, for one operation; raises `UserError`."""
+    if scheme_of(uri) == "file":
+        return FileStore()
+    location = locate(uri)
+    return ObjectStore(location.home, partial(_bucket, location))
+
+
+def _bucket(location: Location, retry: Retrying) -> Bucket:
+    if location.scheme == "gs":
+        from trainer.storage.gcs import GcsBucket
+
+        return GcsBucket(location.bucket, retry)
+    try:
+        from trainer.storage.s3 import S3Bucket
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{location.scheme}:// needs {error.name}: pip install 'flotilla[s3]'"
+        ) from None
+    return S3Bucket(location.bucket, endpoint_of(location), retry)

@@ -20,8 +20,11 @@ from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.response import StreamingBody
 
-from trainer.storage import bucket
-from trainer.storage.bucket import (
+from trainer.storage import store
+from trainer.storage.manifest import Checksum
+from trainer.storage.retry import THREADS
+from trainer.storage.s3_endpoint import Endpoint, kfp_credentials
+from trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
     TIMEOUTS,
@@ -34,9 +37,6 @@ from trainer.storage.bucket import (
     Trouble,
     tls_trouble,
 )
-from trainer.storage.manifest import Checksum
-from trainer.storage.retry import THREADS
-from trainer.storage.s3_endpoint import Endpoint, kfp_credentials
 
 Result = TypeVar("Result")
 # The limit of S3.
@@ -199,7 +199,7 @@ class S3Bucket:
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
-        how = {"Bucket": self._name, "Prefix": prefix, "MaxKeys": bucket.PAGE}
+        how = {"Bucket": self._name, "Prefix": prefix, "MaxKeys": store.PAGE}
         while True:
             page = self._retry(partial(self._client.list_objects_v2, **how))
             for each in page.get("Contents", []):

@@ -208,7 +208,6 @@ class PureGradient:
     def _compute(
         self, weights: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
-        """Return the loss, its gradient times `seed`, and the state."""
         model = self._model
         trainable = self.dense
         answered: AbstractContextManager[None] = nullcontext()

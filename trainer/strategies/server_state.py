@@ -359,7 +359,6 @@ class ServerState:
             self._states[0].assign(said, read_value=False)
 
     def _find(self) -> dict[int, State]:
-        """Return what each server has of the run."""
         found = {}
         for server, state in enumerate(self._states):
             with operating_at(state.device):
@@ -441,7 +440,6 @@ def _layout(variables: Mapping[str, tf.Variable], parts: Sequence[Any], describe
 
 
 def _of_map(name: str) -> tuple[str, str]:
-    """Return the names of the map and the mutex of a shard of a table."""
     return f"{name}-ids", f"{name}-mutex"
 
 

@@ -394,7 +394,6 @@ class Staging:
         return sent
 
     def _changed(self, device: str) -> tf.Operation:
-        """Return what is done after all changes of the state on a device."""
         # In a graph a read waits for what was written before, however deep in it that was.
         with tf.device(device):
             return tf.group(*(each.read_value() for each in self._state[device]))

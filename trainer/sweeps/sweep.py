@@ -13,7 +13,7 @@ from trainer.config.schema import Config
 from trainer.config.thresholds import SHARES
 from trainer.errors import ConfigError
 from trainer.json_records import is_number
-from trainer.report import summary
+from trainer.report import report
 
 Settings = Mapping[str, str]
 
@@ -288,8 +288,8 @@ def as_markdown(sweep: Sweep) -> bytes:
     count, best = len(sweep.trials), sweep.chosen
     lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
     if best:
-        lines[0] += f" The same again: {summary.code(sweep.command())}"
-    lines.append("\n".join(summary.table(*table_of(sweep))))
-    lines += [summary.plain(f"trial {x.number}: {x.error}") for x in sweep.trials if x.error]
-    title = f"# {summary.plain(sweep.sweep_id)}"
+        lines[0] += f" The same again: {report.code(sweep.command())}"
+    lines.append("\n".join(report.table(*table_of(sweep))))
+    lines += [report.plain(f"trial {x.number}: {x.error}") for x in sweep.trials if x.error]
+    title = f"# {report.plain(sweep.sweep_id)}"
     return ("\n\n".join([title, *lines]) + "\n").encode(errors="backslashreplace")

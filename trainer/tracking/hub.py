@@ -96,7 +96,6 @@ class Hub:
         return version
 
     def _ensured(self, kind: str, wanted: Mapping[str, Any], listed: str = "") -> dict[str, Any]:
-        """Return what has this name; it is made where there is none."""
         listed = listed or kind
         found = self._found(listed, wanted["name"])
         found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)

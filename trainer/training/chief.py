@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage, user_code
-from trainer.checkpoints import learnt_before
+from trainer.checkpoints import index
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
@@ -36,7 +36,7 @@ from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError, UserError, without_memory
 from trainer.evaluation import evaluate
 from trainer.models.registry import freeze, refused_input
-from trainer.monitoring.exporter import exported
+from trainer.monitoring.metrics import exported
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.server_state import is_lost
@@ -46,16 +46,17 @@ from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import Cluster, Task, topology_of
 from trainer.training import dry_run
-from trainer.training.input import (
+from trainer.training.loop import EarlyStopping, Hooks, train
+from trainer.training.optimizers import build_optimizer
+from trainer.training.server import (
     PATTERN,
     SHARDS,
     VALIDATION_PATTERN,
+    configure_gpus,
+    serve_in_process,
     stage_input,
     streaming_to,
 )
-from trainer.training.loop import EarlyStopping, Hooks, train
-from trainer.training.optimizers import build_optimizer
-from trainer.training.server import configure_gpus, serve_in_process
 from trainer.training.stall import StallWatch
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -
         alone=task.role == "chief",
     )
     checkpoints.lease = lease
-    checkpoints.learnt = learnt_before.of_run(job.checkpoints, job.config.training, job.dataset)
+    checkpoints.learnt = index.learnt_of_run(job.checkpoints, job.config.training, job.dataset)
     return checkpoints
 
 
@@ -290,7 +291,6 @@ def _validate(objective: Objective, problem: Problem, strategy: Strategy) -> dic
 
 
 def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints) -> bool:
-    """Say whether the evaluator has seen no gain for `training.patience` checkpoints."""
     early_stopping = EarlyStopping(patience=config.training.patience)
     asks = config.cluster.evaluator and early_stopping.patience
     rows = checkpoints.measured() if asks else []

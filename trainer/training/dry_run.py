@@ -27,7 +27,7 @@ import tensorflow as tf
 from keras.src.backend import Variable
 
 from trainer import storage, user_code
-from trainer.checkpoints import learnt_before, warm_start
+from trainer.checkpoints import index, warm_start
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config, TrainingConfig
 from trainer.config.thresholds import split_rule
@@ -191,7 +191,7 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
 def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
     """Return the dataset of a configuration: as it is published, or as its builder says."""
     if uri:
-        learnt = learnt_before.of_dataset(uri)
+        learnt = index.learnt_of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
     selection = prepare.selected(config.data, scratch)
     return DatasetSpec(
@@ -587,7 +587,6 @@ def _task_examples(task: Task, features: Mapping[str, Feature]) -> Part:
 
 
 def _labels(target: Target, random: np.random.Generator) -> Array:
-    """Return labels within what is known of them."""
     shape = (TASK_EXAMPLES, *(LENGTH if size < 0 else size for size in target.shape))
     dtype = _dtype(target.dtype)
     if target.num_classes or dtype.kind not in "iuf":

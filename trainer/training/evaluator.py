@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
-from trainer.checkpoints import learnt_before
+from trainer.checkpoints import index
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.checkpoints.history import Validations
 from trainer.checkpoints.index import KIND
@@ -93,7 +93,7 @@ def _log_files(job: Job) -> LogFiles:
 
 
 def _measure(job: Job) -> Measure:
-    learnt = learnt_before.of_run(job.checkpoints, job.config.training, job.dataset)
+    learnt = index.learnt_of_run(job.checkpoints, job.config.training, job.dataset)
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset), learnt)
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
     if precision := job.config.training.mixed_precision:

@@ -18,7 +18,7 @@ from trainer.cluster import lease, liveness, signals
 from trainer.cluster.launcher import Job, task_command
 from trainer.cluster.local import HOST, free_port
 from trainer.cluster.process import CONFIG
-from trainer.code import delivery
+from trainer.code import bundle
 from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the task that flags or TF_CONFIG name; a server never returns; raises `UserError`."""
     config = load_config(options.config)
-    delivery.enter(config.code)
+    bundle.enter(config.code)
     tasks, this = _cluster(options)
     _require_roles(config, tasks)
     job = Job(

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.kinds import JobKind
-from components.kubernetes.names import Tree
+from components.kubernetes.names import JobKind, Tree
 from trainer.errors import UserError
 
 BASE = "deploy/base"

@@ -14,7 +14,7 @@ from components.kubernetes.api.client import (
     SilentControllerError,
     UnreachableError,
 )
-from components.kubernetes.api.kinds import JobKind
+from components.kubernetes.names import JobKind
 from trainer.errors import TransientError
 
 log = logging.getLogger(__name__)

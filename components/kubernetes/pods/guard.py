@@ -129,7 +129,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
-    """Return the cluster and this task; None where TF_CONFIG is wrong, which the task reports."""
     try:
         return from_tf_config(text)
     except UserError:

@@ -69,7 +69,7 @@ def start(guard: Ending, watched: Mapping[str, Any]) -> None:
 def delete_job(watched: Mapping[str, Any]) -> None:
     """Delete the job if that is permitted; otherwise the failure of its leader ends it."""
     from components.kubernetes.api.client import Api, RefusedError, UnreachableError, connect
-    from components.kubernetes.api.kinds import Resource
+    from components.kubernetes.names import Resource
 
     with suppress(UserError, RefusedError, UnreachableError):
         Api(connect(), watched["namespace"]).delete(Resource(*watched["kind"]), watched["job"])
@@ -96,8 +96,8 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
     """Start a thread that ends the task as soon as the lease has the annotation for it."""
-    from components.kubernetes.api.kinds import LEASES
-    from components.kubernetes.api.watch import Watch
+    from components.kubernetes.api.client import Watch
+    from components.kubernetes.names import LEASES
 
     def see(lease: Tree, deleted: bool) -> None:
         if not deleted and is_stop_requested(lease):
@@ -122,8 +122,8 @@ def is_stop_requested(lease: Tree) -> bool:
 def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
     """End the task when the launcher's heartbeat is older than the limit; say if to look again."""
     from components.kubernetes.api.client import RefusedError, UnreachableError
-    from components.kubernetes.api.kinds import LEASES
     from components.kubernetes.heartbeat import heartbeat_of, is_renewed
+    from components.kubernetes.names import LEASES
 
     try:
         lease = api.get(LEASES, job)

@@ -9,8 +9,7 @@ from typing import Any
 
 from components.image import DEFAULTS, SECRET_KEYS, PodDefaults
 from components.kubernetes import names
-from components.kubernetes.api.kinds import JobKind
-from components.kubernetes.names import Tree
+from components.kubernetes.names import JobKind, Tree
 from trainer.cluster import lease, termination
 from trainer.cluster.launcher import Job
 from trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
@@ -178,7 +177,6 @@ def _container(
 
 
 def _metrics_port(config: Config, role: str) -> list[Tree]:
-    """Return the port of the metrics, which the leading task serves."""
     port = config.cluster.metrics_port
     if not port or role != leading(config).role:
         return []
@@ -241,7 +239,6 @@ def _pod_security(pod: PodConfig) -> Tree:
 
 
 def _container_security(pod: PodConfig) -> Tree:
-    """Return what it requires of a container, and the read-only root that it does not require."""
     if pod.security == "image":
         return {}
     required = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

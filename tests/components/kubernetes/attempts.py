@@ -89,10 +89,7 @@ def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
 
 
 def wait_read(task: str) -> None:
-    """Wait until the launchers in this process have read the logs of a task to their end.
-
-    The pod that replaces one of a TFJob has its name: a follower that is late reads its log.
-    """
+    """Wait until the launchers in this process have read the logs of a task to their end."""
     for thread in threading.enumerate():
         if thread.name == f"log {task}":
             thread.join(SECONDS)

@@ -13,7 +13,7 @@ import pytest
 from components import launchers
 from components.image import PodDefaults
 from components.kubernetes import launcher, names, supervisor
-from components.kubernetes.api import client, watch
+from components.kubernetes.api import client
 from components.kubernetes.heartbeat import Heartbeat
 from components.kubernetes.launcher import delete_jobs
 from components.kubernetes.owned_objects import isolate, network_policy
@@ -362,7 +362,7 @@ def test_a_lost_answer_creates_no_second_job(kube):
 
 
 def test_an_expired_watch_lists_again(kube, monkeypatch):
-    monkeypatch.setattr(watch, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.05)
     attempt = watching_attempt(kube)
     kube.run_all()
     kube.store.wait(lambda: sum("watch=" in each for each in kube.server.requests) >= 2)
@@ -403,7 +403,7 @@ def test_an_expired_token_is_retried(kube):
 
 
 def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
-    monkeypatch.setattr(watch, "FIRST_WAIT", 300)
+    monkeypatch.setattr(client, "FIRST_WAIT", 300)
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
     # Their watch begins after the job: what was deleted meanwhile it never reports.
     kube.faults.add(r"GET .*/pods\?", 503, times=1)

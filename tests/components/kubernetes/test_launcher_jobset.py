@@ -10,7 +10,7 @@ import pytest
 
 from components import launchers
 from components.kubernetes import names, stop
-from components.kubernetes.api import watch
+from components.kubernetes.api import client
 from components.kubernetes.api.client import Api, connect
 from components.kubernetes.heartbeat import Heartbeat
 from components.kubernetes.launcher import delete_jobs
@@ -432,7 +432,7 @@ def kill_launcher(kube):
 
 
 def test_a_pod_that_came_back_during_an_outage_is_left_alone(kube, run_events, monkeypatch):
-    monkeypatch.setattr(watch, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.05)
     kube.job_controller.backoff_seconds = 0.01
     attempt = start(kube)
     before = uids(kube)["worker-0"]

@@ -96,10 +96,7 @@ CANCELLED = [begin("train_model"), terminated, over("FAILED")]
 
 @pytest.fixture(params=["api", "page", "api, a day later", "page, a day later"])
 def waits(request, instance, remote):
-    """Submit a run and wait for its end, by the address of the API or of the user interface.
-
-    At the end the pods are there, or gone.
-    """
+    """Submit a run and wait for its end, with the pods there or gone, by API or interface."""
     address, _, later = request.param.partition(", ")
     instance.has_ui = address == "page"
 

@@ -249,7 +249,7 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
 # What the process of a step does first, on another machine.
 STEP = """
 import json, sys
-from trainer.code.delivery import configured
+from trainer.code.bundle import configured
 from trainer.config.run_parameters import from_parameters
 from trainer import user_code
 config = configured(from_parameters(json.loads(sys.stdin.read())).model_dump_json())

@@ -1,8 +1,4 @@
-"""Checkpoints by parts without a cluster: this process is the chief and every server.
-
-The variables of `server 0` and `server 1` are told apart by their paths, and one `PartServer`
-answers for both in the working folder of the test.
-"""
+"""Checkpoints by parts without a cluster: this process is the chief and every server."""
 
 from __future__ import annotations
 

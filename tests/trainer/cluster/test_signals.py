@@ -1,7 +1,4 @@
-"""A process ends with the one that started it, also when that one is killed with no warning.
-
-Each test is a chain of real processes: the test kills the first one and waits for the last one.
-"""
+"""A process ends with the one that started it: chains of real processes, of which one is killed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data.listing import Listing, chosen, list_source, publish, published, spans_of
 from trainer.errors import ConfigError, UserError
-from trainer.storage import bucket
+from trainer.storage import store
 
 NEXT_PAGE = "continuation-token=|pageToken="
 
@@ -81,7 +81,7 @@ def test_a_bucket_is_listed_page_by_page_and_a_lost_page_is_asked_again(place, m
     for number in range(5):
         place.put(f"{place.root}/s-{number}.csv", b"%d" % number)
     place.put(f"{place.root}/elsewhere", b"x")
-    monkeypatch.setattr(bucket, "PAGE", 2)
+    monkeypatch.setattr(store, "PAGE", 2)
     place.plan.add(Fault("drop", method="GET", path=NEXT_PAGE))
     found = listed(f"{place.root}/s-{{SPAN}}.csv")
     assert list(found.spans) == ["0", "1", "2", "3", "4"]
@@ -102,7 +102,7 @@ def test_the_same_content_stored_again_is_the_same_file(place):
 def test_no_permission_in_the_middle_of_a_listing_is_one_line(place, monkeypatch):
     for number in range(5):
         place.put(f"{place.root}/{number}.csv", b"x")
-    monkeypatch.setattr(bucket, "PAGE", 2)
+    monkeypatch.setattr(store, "PAGE", 2)
     place.plan.add(Fault(403, method="GET", path=NEXT_PAGE, times=10))
     with pytest.raises(UserError, match="no permission") as error:
         listed(place.root)

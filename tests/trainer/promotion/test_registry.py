@@ -452,10 +452,7 @@ def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_p
 
 
 def raced(store_root: str, plan: Plan, at: int) -> bool:
-    """Let one promote, and another one wholly before request `at` of it; say whether it was asked.
-
-    What the other asks for itself is not counted.
-    """
+    """Let one promote, and another one wholly before request `at`; say whether it was asked."""
     after, own, requests = (
         registry.newest(store_root, NAME),
         threading.Lock(),

@@ -24,8 +24,8 @@ from tests.stores.s3_server import S3Server
 from trainer import storage
 from trainer.errors import ConfigError, UserError
 from trainer.storage import gcs, publishing, retry, s3
-from trainer.storage.bucket import PART_BYTES, Trouble
 from trainer.storage.s3_endpoint import Endpoint
+from trainer.storage.store import PART_BYTES, Trouble
 
 from .conftest import FILES, Make, content, left_over, path_of, start
 from .places import BucketPlace, Place, fetched

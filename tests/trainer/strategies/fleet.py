@@ -19,9 +19,8 @@ LOSS = 2.0
 class Fleet:
     """The numbers on the server, TensorFlow's coordinator, and the workers behind it.
 
-    In each round every worker that has a closure takes one turn. `dies` says of a turn, by the
-    number of all turns before it, after how many of its updates its worker dies; the closure then
-    goes to the end of the queue, as the coordinator does it.
+    In each round every worker that has a closure takes one turn. `dies` says after how many updates
+    of a turn its worker dies; the closure then goes to the end of the queue.
     """
 
     def __init__(self, workers: int, dies: Callable[[int], int | None] = lambda _turn: None):

@@ -1,7 +1,4 @@
-"""What an attempt has left on the servers is taken by the next one, or removed.
-
-All servers are this process. What survives a process is in `tests/cluster/test_recovery.py`.
-"""
+"""What an attempt has left on servers (this process) is taken by the next one, or removed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from trainer.strategies.server_state import is_lost
 from trainer.strategies.strategy import Strategy
 from trainer.training import chief
 from trainer.training.chief import _lost_cluster, await_validation, hooks_of
-from trainer.training.input import NUMBER_FILE, SHARDS
+from trainer.training.server import NUMBER_FILE, SHARDS
 from trainer.training.stall import StallWatch
 
 MANGLED = (

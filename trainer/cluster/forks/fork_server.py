@@ -177,7 +177,6 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, self._read)
 
     def _read(self, connection: socket.socket) -> None:
-        """Read what has come of a request."""
         try:
             found = self._arriving[connection].read()
         except OSError:
@@ -220,7 +219,6 @@ class Server:
         return None
 
     def _ended(self, connection: socket.socket) -> None:
-        """Report the end of a process."""
         process = self._processes.pop(connection)
         self._selector.unregister(process)
         found = os.waitid(os.P_PIDFD, process, os.WEXITED)

@@ -24,7 +24,7 @@ from trainer.data.files.formats.json_lines import JsonReader
 from trainer.data.files.formats.raw_rows import Piece, Reader
 from trainer.errors import ConfigError, UserError
 from trainer.storage.errors import reported
-from trainer.storage.schemes import store_for
+from trainer.storage.publishing import store_for
 from trainer.storage.uri import local_path
 
 PART_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage, user_code
-from trainer.code import delivery
+from trainer.code import bundle
 from trainer.config.data import DataConfig, RunnerConfig
 from trainer.data.source import Part, Source
 from trainer.errors import ConfigError, TransientError, UserError, nearest
@@ -87,7 +87,7 @@ class PartMapper:
             place = Path(name) / part.folder
             try:
                 if self._opened is None:
-                    delivery.enter(self._code)
+                    bundle.enter(self._code)
                     source = pickle.loads(self._source)
                     self._opened = source, source.select()
                 map_part(*self._opened, part, place, vocabulary=self._vocabulary)

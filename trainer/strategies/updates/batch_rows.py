@@ -104,7 +104,6 @@ class Lookups:
     def _ids_of(
         self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
     ) -> Callable[..., Vectors]:
-        """Return the function from the tensors of a batch to the ids of each table."""
         if any(isinstance(each, _NOT_DENSE) for each in tf.nest.flatten(batch)):
             raise Unforeseen("takes a batch of ragged or sparse tensors")
         asked: list[list[tf.Tensor]] = [[] for _ in self.tables]

@@ -8,7 +8,7 @@ import pytest
 
 from components.jobset.engine import JobSets
 from components.kubernetes import names
-from components.kubernetes.api.kinds import NETWORK_POLICIES
+from components.kubernetes.names import NETWORK_POLICIES
 from components.kubernetes.owned_objects import isolate, network_policy
 from components.kubernetes.pods.shutdown import PORT as GUARD_PORT
 from components.kubernetes.pods.template import CONFIG_VARIABLE, PORT, Place

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.cluster.test_event_lines import progress
 from trainer import events
-from trainer.cluster.task_logs import TaskLogs, relayed
+from trainer.cluster.local import TaskLogs, relayed
 from trainer.errors import UserError
 from trainer.events import CheckpointPublished, UserCodeFailed
 

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from trainer.report.report import HEADLINES
-from trainer.report.summary import as_markdown
+from trainer.report.report import HEADLINES, as_markdown
 
 RULE = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": 0.97, "passed": True}
 FACTS = {
