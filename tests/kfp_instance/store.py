@@ -137,7 +137,7 @@ class Store:
         if self.play:
             self.play.pop(0)(self.workflows[run_id], run)
             self._note(run)
-        return {**run, "run_details": {"task_details": self.workflows[run_id].task_details()}}
+        return run
 
     def end_run(self, run_id: str, state: str) -> None:
         """End a run; KFP never says why."""

@@ -28,16 +28,6 @@ BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 EXECUTOR = "metadata-0-6-retry-system-container-executor"
 IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
-NEVER = "0001-01-01T00:00:00Z"
-# As the API's list of nodes has them; a phase that is not here has no state there.
-STATES = {
-    "Pending": "PENDING",
-    "Running": "RUNNING",
-    "Succeeded": "SUCCEEDED",
-    "Skipped": "SKIPPED",
-    "Failed": "FAILED",
-    "Error": "FAILED",
-}
 Node = dict[str, Any]
 
 
@@ -213,24 +203,6 @@ class Workflow:
                 "status": {"phase": phase, "nodes": nodes},
             }
         )
-
-    def task_details(self) -> list[dict[str, Any]]:
-        """Return the nodes as the API of version v2beta1 has them: without the names of pods."""
-        return [self._detail(node) for node in sorted(self.nodes, key=lambda each: each["id"])]
-
-    def _detail(self, node: Node) -> dict[str, Any]:
-        detail: dict[str, Any] = {
-            "run_id": self.run_id,
-            "create_time": node["startedAt"],
-            "start_time": node["startedAt"],
-            "end_time": node["finishedAt"] or NEVER,
-            "child_tasks": [{"pod_name": child} for child in node["children"]],
-        }
-        if state := STATES.get(node["phase"]):
-            detail["state"] = state
-        if node["displayName"]:
-            detail["display_name"] = node["displayName"]
-        return detail
 
     def _drive(self, step: str) -> None:
         self._pod_of(f"{self._group(step)}-driver", "system-container-driver", "Succeeded")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import threading
-
 import pytest
 import urllib3
 from kubernetes import client, watch
 
-from tests.kubernetes import rbac
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.kubernetes.cluster import NAMESPACE, tfjob
-from tests.kubernetes.conditions import is_true
 from tests.kubernetes.control import USER
 
 ARGS = ("kubeflow.org", "v1", NAMESPACE, "tfjobs")
@@ -34,36 +29,6 @@ def refused(call, *arguments, **keywords):
     return caught.value
 
 
-def test_an_object_is_created_once_and_deleted_by_uid(jobs):
-    made = jobs.create_namespaced_custom_object(*ARGS, tfjob())
-    assert refused(jobs.create_namespaced_custom_object, *ARGS, tfjob()).status == 409
-    wrong = {"preconditions": {"uid": "other"}}
-    assert refused(jobs.delete_namespaced_custom_object, *ARGS, "job", body=wrong).status == 409
-    right = {"preconditions": {"uid": made["metadata"]["uid"]}}
-    jobs.delete_namespaced_custom_object(*ARGS, "job", body=right)
-    assert refused(jobs.get_namespaced_custom_object, *ARGS, "job").status == 404
-
-
-def test_a_patch_is_merged_and_may_require_a_version(jobs):
-    made = jobs.create_namespaced_custom_object(*ARGS, tfjob())
-    changed = jobs.patch_namespaced_custom_object(
-        *ARGS, "job", {"metadata": {"annotations": {"a": "1"}}}
-    )
-    assert changed["metadata"]["annotations"] == {"a": "1"}
-    assert changed["spec"] == made["spec"]
-    old = {"metadata": {"resourceVersion": made["metadata"]["resourceVersion"], "labels": {}}}
-    assert refused(jobs.patch_namespaced_custom_object, *ARGS, "job", old).status == 409
-
-
-def test_lists_take_selectors(jobs):
-    for name in ("one", "two"):
-        jobs.create_namespaced_custom_object(*ARGS, tfjob(name))
-    found = jobs.list_namespaced_custom_object(*ARGS, field_selector="metadata.name=two")
-    assert [each["metadata"]["name"] for each in found["items"]] == ["two"]
-    assert not jobs.list_namespaced_custom_object(*ARGS, label_selector="run=other")["items"]
-    assert len(jobs.list_namespaced_custom_object(*ARGS, label_selector="run=r")["items"]) == 2
-
-
 def test_a_watch_continues_from_a_version_until_it_has_expired(kube, core, jobs):
     begun = core.list_namespaced_pod(NAMESPACE).metadata.resource_version
     jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "Worker": 1}))
@@ -76,26 +41,6 @@ def test_a_watch_continues_from_a_version_until_it_has_expired(kube, core, jobs)
     kube.store.expire()
     expired = refused(core.list_namespaced_pod, NAMESPACE, resource_version=begun, watch=True)
     assert expired.status == 410
-
-
-def test_faults_are_answered_as_often_as_configured(kube, jobs):
-    kube.faults.add("POST .*tfjobs", 429, times=1, headers={"Retry-After": "1"})
-    kube.faults.add("GET .*tfjobs/job", 503, times=1)
-    assert refused(jobs.create_namespaced_custom_object, *ARGS, tfjob()).headers["Retry-After"]
-    jobs.create_namespaced_custom_object(*ARGS, tfjob())
-    assert refused(jobs.get_namespaced_custom_object, *ARGS, "job").status == 503
-    assert jobs.get_namespaced_custom_object(*ARGS, "job")
-    kube.faults.add("DELETE", 500, late=True, times=1)
-    assert refused(jobs.delete_namespaced_custom_object, *ARGS, "job").status == 500
-    assert not kube.jobs()
-
-
-def test_an_api_that_is_down_sends_no_answer(kube, jobs):
-    kube.server.go_down()
-    with pytest.raises(urllib3.exceptions.HTTPError):
-        jobs.list_namespaced_custom_object(*ARGS)
-    kube.faults.clear()
-    assert jobs.list_namespaced_custom_object(*ARGS)["items"] == []
 
 
 def test_a_log_is_followed_until_its_container_ends_and_breaks_in_a_line(kube, jobs, core):
@@ -121,56 +66,6 @@ def test_a_log_is_followed_until_its_container_ends_and_breaks_in_a_line(kube, j
     kube.finish("chief-0", 0)
     text = read().data.decode()
     assert [line.partition(" ")[2] for line in text.splitlines()] == ["one", "two, which is long"]
-
-
-@pytest.mark.cluster
-def test_commands_run_as_processes_with_the_operators_tf_config(real_kube, tmp_path):
-    kube = real_kube
-    code = (
-        "import os, json; print(json.dumps([os.environ['TF_CONFIG'], os.getcwd(), {**os.environ}]))"
-    )
-    job = tfjob(roles={"Chief": 1, "Evaluator": 1})
-    container = {
-        "name": "tensorflow",
-        "command": ["python", "-c", code],
-        "workingDir": "/flotilla",
-        "volumeMounts": [{"name": "scratch", "mountPath": "/flotilla"}],
-        "env": [
-            {"name": "A", "value": "$$(HOME)"},
-            {"name": "K", "valueFrom": {"secretKeyRef": {"name": "store", "key": "accesskey"}}},
-        ],
-    }
-    for replica in job["spec"]["tfReplicaSpecs"].values():
-        replica["template"] = {"spec": {"containers": [container]}}
-    kube.store.create("tfjobs", NAMESPACE, job)
-    kube.store.wait(lambda: is_true(kube.job(), "Succeeded"))
-    uid = kube.pod("chief-0")["metadata"]["uid"]
-    config, folder, variables = json.loads(kube.server.logs.of(uid, 0).lines[0][1])
-    assert set(json.loads(config)["cluster"]) == {"chief", "evaluator"}
-    assert json.loads(config)["task"] == {"type": "chief", "index": 0}
-    assert folder.startswith(str(tmp_path))
-    assert (variables["A"], variables["K"]) == ("$(HOME)", "abc")
-
-
-@pytest.mark.cluster
-def test_a_deleted_job_ends_its_processes_with_sigterm(real_kube):
-    kube = real_kube
-    code = (
-        "import signal, threading; term = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: term.set())\n"
-        "print('ready', flush=True); term.wait(); print('ended', flush=True)"
-    )
-    job = tfjob(roles={"Chief": 1, "PS": 1})
-    for replica in job["spec"]["tfReplicaSpecs"].values():
-        container = {"name": "tensorflow", "command": ["python", "-c", code]}
-        replica["template"] = {"spec": {"containers": [container]}}
-    kube.store.create("tfjobs", NAMESPACE, job)
-    uid = kube.pod("chief-0")["metadata"]["uid"]
-    log = kube.server.logs.of(uid, 0)
-    kube.store.wait(lambda: log.lines)
-    kube.store.delete("tfjobs", NAMESPACE, "job")
-    kube.wait_until_deleted()
-    assert [text for _, text in log.lines] == ["ready", "ended"]
 
 
 def test_a_resource_that_is_not_served_is_a_404_without_an_object(kube, jobs):
@@ -224,18 +119,6 @@ def test_a_log_that_is_lost_is_a_message_without_time_and_newline(kube, jobs, co
     text = core.read_namespaced_pod_log(pod["name"], NAMESPACE, timestamps=True, follow=True)
     assert text.startswith("unable to retrieve container logs for containerd://")
     assert not text.endswith("\n")
-
-
-def test_requests_are_recorded_as_they_come(kube, jobs):
-    done = threading.Event()
-
-    def wait():
-        kube.store.wait(lambda: any("tfjobs" in each for each in kube.server.requests))
-        done.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    jobs.list_namespaced_custom_object(*ARGS)
-    assert done.wait(60)
 
 
 def test_an_eviction_says_so_and_leaves_the_pod_its_grace_period(kube, jobs, core):
@@ -483,11 +366,6 @@ def test_a_verb_that_is_not_granted_is_forbidden_by_name(kube, api):
     assert POD_PATH.replace('"', '\\"') in words
 
 
-def test_the_roles_are_those_of_the_deployment():
-    assert ("patch", "tfjobs") in rbac.grants(rbac.LAUNCHER)
-    assert ("patch", "tfjobs") not in rbac.grants(rbac.TRAINER)
-
-
 def test_a_patch_of_another_object_of_the_same_name_is_refused(kube, api):
     kube.store.create("tfjobs", NAMESPACE, tfjob("x"))
     place = ("kubeflow.org", "v1", NAMESPACE, "tfjobs", "x")
@@ -498,83 +376,9 @@ def test_a_patch_of_another_object_of_the_same_name_is_refused(kube, api):
     assert error.value.status == 422
 
 
-def review(api, user=None, **attributes):
-    resource = client.V1ResourceAttributes(namespace=NAMESPACE, **attributes)
-    authorization = client.AuthorizationV1Api(api)
-    if user is None:
-        spec = client.V1SelfSubjectAccessReviewSpec(resource_attributes=resource)
-        body = client.V1SelfSubjectAccessReview(
-            api_version="authorization.k8s.io/v1", kind="SelfSubjectAccessReview", spec=spec
-        )
-        return authorization.create_self_subject_access_review(body).status.allowed
-    spec = client.V1SubjectAccessReviewSpec(resource_attributes=resource, user=user)
-    body = client.V1SubjectAccessReview(
-        api_version="authorization.k8s.io/v1", kind="SubjectAccessReview", spec=spec
-    )
-    return authorization.create_subject_access_review(body).status.allowed
-
-
-def test_version_and_kinds(kube, api):
-    assert client.VersionApi(api).get_code().git_version == "v1.31.4"
-    kinds = client.CustomObjectsApi(api).list_cluster_custom_object
-    kube.server.control.kinds.clear()
-    with pytest.raises(client.ApiException) as caught:
-        kinds("kubeflow.org", "v1", "")
-    assert caught.value.status == 404
-
-
-def test_permissions_are_those_of_the_test(kube, api):
-    create = {"group": "kubeflow.org", "resource": "tfjobs", "verb": "create"}
-    assert review(api, **create)
-    assert review(api, "bob", **create)
-    kube.server.control.deny(USER, "create tfjobs")
-    assert not review(api, **create)
-    assert review(api, "bob", **create)
-    kube.server.control.deny("bob", "get pods/log")
-    assert not review(api, "bob", group="", resource="pods", subresource="log", verb="get")
-    assert review(api, "bob", group="", resource="pods", verb="get")
-
-
-def test_a_permission_in_another_group_is_none(api):
-    assert not review(api, group="", resource="tfjobs", verb="get")
-
-
-def test_nodes_namespaces_and_classes(kube, api):
-    core, scheduling = client.CoreV1Api(api), client.SchedulingV1Api(api)
-    kube.store.create("nodes", "", {"metadata": {"name": "n"}, "spec": {}, "status": {}})
-    assert [each.metadata.name for each in core.list_node().items] == ["n"]
-    assert core.read_namespace(NAMESPACE).status.phase == "Active"
-    kube.server.control.absent.add(NAMESPACE)
-    for read in (
-        lambda: core.read_namespace(NAMESPACE),
-        lambda: scheduling.read_priority_class("x"),
-    ):
-        with pytest.raises(client.ApiException) as caught:
-            read()
-        assert caught.value.status == 404
-
-
-def test_quotas_and_secrets_are_objects_like_others(kube, api):
-    core = client.CoreV1Api(api)
-    quota = {"metadata": {"name": "q"}, "spec": {"hard": {"pods": "4"}}}
-    kube.store.create("resourcequotas", NAMESPACE, quota)
-    kube.store.create("secrets", NAMESPACE, {"metadata": {"name": "s"}, "data": {"k": "dg=="}})
-    [found] = core.list_namespaced_resource_quota(NAMESPACE).items
-    assert found.spec.hard == {"pods": "4"}
-    assert core.read_namespaced_secret("s", NAMESPACE).data == {"k": "dg=="}
-
-
 def test_deployments_of_the_whole_cluster(kube, api):
     apps = client.AppsV1Api(api)
     for replicas in (1, 0):
         kube.install_operator(replicas=replicas)
         [found] = apps.list_deployment_for_all_namespaces().items
         assert found.status.ready_replicas == (replicas or None)
-
-
-def test_a_forbidden_request_names_user_verb_and_resource(kube, api):
-    kube.faults.add("pods", 403)
-    with pytest.raises(client.ApiException) as caught:
-        client.CoreV1Api(api).list_namespaced_pod(NAMESPACE)
-    words = f'pods is forbidden: User \\"{USER}\\" cannot list resource \\"pods\\" in API group'
-    assert words in caught.value.body

@@ -63,11 +63,6 @@ def is_local(source: str) -> bool:
     return "://" not in source or source.startswith("file:")
 
 
-def has_spans(source: str) -> bool:
-    """Say whether the files of a source are told apart by spans."""
-    return SPAN in source or DATE in source
-
-
 def below(source: str, path: str, split: str) -> Pattern:
     """Return the pattern of the files of a split: a path below the source, or a URI."""
     key = f"data.splits.{split}"

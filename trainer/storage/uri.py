@@ -24,7 +24,6 @@ OPTIONS = (
     "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
     "hostname_immutable", "awssdk",
 )  # fmt: skip
-_WITH_HOST = "file://localhost/"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # Also in logs and tables, a URI is one line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

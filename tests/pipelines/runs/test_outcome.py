@@ -25,78 +25,92 @@ def failed(step, message, code=1):
     return [begun(step), ended(step, "failed", code, error=message)]
 
 
-def test_blessed_and_exported():
-    events = [*judged("blessed", "accuracy 1.0"), *promoted(), *FINISHED]
-    assert judge(events) == ("blessed", 0, "")
-
-
-def test_exported_and_not_registered():
-    events = [*judged("blessed", "accuracy 1.0"), *done("export_model"), *FINISHED]
-    message = "the model was blessed, but register_model was not run; see pipeline.log"
-    assert judge(events) == ("failed", 1, message)
-
-
-def test_refused_by_the_registry():
-    metrics = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
-    register = done("register_model", metrics=metrics)
-    events = [*judged("blessed"), *done("export_model"), *register, *FINISHED]
-    assert judge(events) == ("refused", 3, "megabytes 9.0 is above; labelled 0")
-
-
-def test_refused_with_every_reason():
-    events = [*judged("refused", "accuracy is below", "loss is above"), *FINISHED]
-    assert judge(events) == ("refused", 3, "accuracy is below; loss is above")
-
-
-def test_a_decision_that_cannot_be_read_does_not_bless():
-    events = [*done("check_gate"), *FINISHED]
-    assert judge(events) == ("refused", 3, "check_gate reported no decision")
-
-
-def test_blessed_but_not_exported():
-    events = [*judged("blessed", "accuracy 1.0"), *FINISHED]
-    message = "the model was blessed, but export_model was not run; see pipeline.log"
-    assert judge(events) == ("failed", 1, message)
-
-
+BLESSED = judged("blessed", "accuracy 1.0")
 UNCHANGED = {"decision": "unchanged", "reasons": ["those of digits-1, which has finished"]}
+NOT_PROMOTED = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
+KILLED = "the step was killed, or code that it was given ended the process; see pipeline.log"
+INTERRUPTED = "interrupted at global step 70; checkpoint file:///r/step-00000070"
+STOPPED = [begun("train_model"), ended("train_model", "interrupted", 130, error=INTERRUPTED)]
+RESOLVED = done("resolve_config")
+NOT_RUN = "the model was blessed, but {} was not run; see pipeline.log"
+RUNNER = "the local runner ended with exit code {}; see pipeline.log"
 
 
-def test_nothing_new_is_a_run_that_ended_well():
-    events = [*done("resolve_config", metrics=UNCHANGED), *FINISHED]
-    assert judge(events) == ("unchanged", 0, "those of digits-1, which has finished")
+@pytest.mark.parametrize(
+    ("events", "returncode", "expected"),
+    [
+        ([*BLESSED, *promoted(), *FINISHED], 0, ("blessed", 0, "")),
+        (
+            [*BLESSED, *done("export_model"), *FINISHED],
+            0, ("failed", 1, NOT_RUN.format("register_model")),
+        ),
+        ([*BLESSED, *FINISHED], 0, ("failed", 1, NOT_RUN.format("export_model"))),
+        (
+            [*BLESSED, *done("export_model"), *done("register_model", metrics=NOT_PROMOTED)],
+            0, ("refused", 3, "megabytes 9.0 is above; labelled 0"),
+        ),
+        (
+            [*judged("refused", "accuracy is below", "loss is above"), *FINISHED],
+            0, ("refused", 3, "accuracy is below; loss is above"),
+        ),
+        # A decision that cannot be read does not bless.
+        ([*done("check_gate"), *FINISHED], 0, ("refused", 3, "check_gate reported no decision")),
+        (
+            [*done("resolve_config", metrics=UNCHANGED), *FINISHED],
+            0, ("unchanged", 0, UNCHANGED["reasons"][0]),
+        ),
+        # A command for some steps runs them whatever is new.
+        ([*done("resolve_config", metrics=UNCHANGED), *done("prepare_data")], 0, ("done", 0, "")),
+        ([*RESOLVED, *done("prepare_data")], 0, ("done", 0, "")),
+        # The runner may not have seen a failure.
+        (failed("train_model", "no"), 0, ("failed", 1, "train_model: no")),
+        (
+            [*failed("train_model", "diverged"), *failed("finish", "no space")],
+            1, ("failed", 1, "train_model: diverged"),
+        ),
+        (
+            [*judged("blessed"), *promoted(), *failed("finish", "no space")],
+            1, ("failed", 1, "finish: no space"),
+        ),
+        (
+            [begun("train_model"), *failed("finish", "no space")],
+            1, ("failed", 1, f"train_model: {KILLED}"),
+        ),
+        (RESOLVED, -9, ("failed", 1, RUNNER.format(-9))),
+        ([], 1, ("failed", 1, RUNNER.format(1))),
+        # The platform may have asked the step alone to end.
+        ([*done("prepare_data"), *STOPPED, *FINISHED], 1, ("interrupted", 130, INTERRUPTED)),
+        # A step that runs again counts by its last end.
+        ([*failed("train_model", "lost"), *done("train_model")], 0, ("done", 0, "")),
+        (
+            [*failed("train_model", "lost", 2), begun("train_model")],
+            1, ("failed", 1, f"train_model: {KILLED}"),
+        ),
+    ],
+)  # fmt: skip
+def test_events_and_the_exit_code_of_the_runner_are_an_outcome(events, returncode, expected):
+    assert judge(events, returncode) == expected
 
 
-def test_a_command_for_some_steps_runs_them_whatever_is_new():
-    events = [*done("resolve_config", metrics=UNCHANGED), *done("prepare_data")]
-    assert judge(events) == ("done", 0, "")
-
-
-def test_without_a_gate_it_is_done():
-    assert judge([*done("resolve_config"), *done("prepare_data")]) == ("done", 0, "")
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([*done("prepare_data"), *STOPPED, *FINISHED], INTERRUPTED),
+        ([], "interrupted"),
+        (done("prepare_data"), "interrupted"),
+        (judged("blessed"), "interrupted"),
+        # So soon that the step died.
+        ([*RESOLVED, begun("prepare_data")], KILLED),
+    ],
+)
+def test_an_interrupt_is_the_outcome(events, message):
+    assert judge(events, 1, interrupted=True) == ("interrupted", 130, message)
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(1, 1), (2, 2), (3, 1), (138, 1)])
 def test_a_step_has_failed(code, exit_code):
-    events = [*done("resolve_config"), *failed("prepare_data", "no such set", code), *FINISHED]
+    events = [*RESOLVED, *failed("prepare_data", "no such set", code), *FINISHED]
     assert judge(events, 1) == ("failed", exit_code, "prepare_data: no such set")
-
-
-def test_a_failure_counts_even_when_the_runner_saw_none():
-    assert judge(failed("train_model", "no"))[:2] == ("failed", 1)
-
-
-def test_the_first_failure_is_reported_and_not_that_of_the_exit_step():
-    events = [*failed("train_model", "diverged"), *failed("finish", "no space")]
-    assert judge(events, 1)[2] == "train_model: diverged"
-
-
-def test_an_exit_step_that_failed_fails_the_run():
-    events = [*judged("blessed"), *promoted(), *failed("finish", "no space")]
-    assert judge(events, 1) == ("failed", 1, "finish: no space")
-
-
-KILLED = "the step was killed, or code that it was given ended the process; see pipeline.log"
 
 
 # Code of the user's may end the process of a step with the exit code of success.
@@ -110,59 +124,6 @@ def test_a_step_that_died_without_a_word_has_failed(returncode):
     names = [step.step for step in outcome.steps]
     assert names == ["resolve_config", "train_model", "finish"]
     assert outcome.steps[1].status == "failed"
-
-
-def test_a_step_that_died_is_reported_before_an_exit_step_that_failed():
-    events = [begun("train_model"), *failed("finish", "no space")]
-    assert judge(events, 1)[2].startswith("train_model: the step was killed")
-
-
-def test_the_runner_died_between_two_steps():
-    message = "the local runner ended with exit code -9; see pipeline.log"
-    assert judge(done("resolve_config"), -9) == ("failed", 1, message)
-
-
-def test_the_runner_died_before_the_first_step():
-    message = "the local runner ended with exit code 1; see pipeline.log"
-    assert judge([], 1) == ("failed", 1, message)
-
-
-def test_interrupted_while_training():
-    words = "interrupted at global step 70; checkpoint file:///r/step-00000070"
-    events = [
-        *done("prepare_data"),
-        begun("train_model"),
-        ended("train_model", "interrupted", 130, error=words),
-        *FINISHED,
-    ]
-    assert judge(events, 1, interrupted=True) == ("interrupted", 130, words)
-    # The platform may have asked the step alone.
-    assert judge(events, 1) == ("interrupted", 130, words)
-
-
-@pytest.mark.parametrize("events", [[], done("prepare_data"), judged("blessed")])
-def test_interrupted_while_no_step_noticed(events):
-    assert judge(events, 1, interrupted=True) == ("interrupted", 130, "interrupted")
-
-
-def test_interrupted_so_soon_that_the_step_died():
-    events = [*done("resolve_config"), begun("prepare_data")]
-    status, code, message = judge(events, 1, interrupted=True)
-    assert (status, code) == ("interrupted", 130)
-    assert message == KILLED
-
-
-def test_a_step_that_runs_again_counts_by_its_last_end():
-    events = [*failed("train_model", "lost"), *done("train_model", uri="file:///c")]
-    assert judge(events) == ("done", 0, "")
-    assert outcome_of(state_of(events), 0, interrupted=False).artifacts == {
-        "checkpoint": "file:///c"
-    }
-
-
-def test_a_step_that_runs_again_and_dies_has_failed():
-    events = [*failed("train_model", "lost", 2), begun("train_model")]
-    assert judge(events, 1) == ("failed", 1, f"train_model: {KILLED}")
 
 
 def test_other_events_do_not_matter():

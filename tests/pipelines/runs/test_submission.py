@@ -166,36 +166,6 @@ def test_on_a_terminal_a_table_is_updated(instance, remote, monkeypatch):
     assert "running" in answer.err
 
 
-def test_a_gate_that_refuses_is_3_with_its_reasons(instance, remote):
-    gate = done("check_gate", decision="refused", reasons=["accuracy 0.5 is below 0.95"])
-    instance.store.play = [*gate, skip, *done("finish"), over()]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["status"]) == (3, "refused")
-    assert answer.json["message"] == "accuracy 0.5 is below 0.95"
-
-
-def test_a_registry_that_refuses_is_3(instance, remote):
-    registry = done("register_model", decision="refused", reasons=["the champion has changed"])
-    gate = done("check_gate", decision="blessed", reasons=[])
-    instance.store.play = [*gate, *done("export_model"), *registry, over()]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["status"]) == (3, "refused")
-    assert answer.json["message"] == "the champion has changed"
-
-
-def test_a_failed_step_is_1_with_its_words(instance, remote):
-    words = "the loss is nan at global step 20"
-    instance.store.play = [
-        begin("train_model"),
-        end("train_model", "FAILED", error=words),
-        *done("finish"),
-        over("FAILED"),
-    ]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["status"]) == (1, "failed")
-    assert answer.json["message"] == f"train_model: {words}"
-
-
 def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
     instance.store.play = [*PROMOTED]
 

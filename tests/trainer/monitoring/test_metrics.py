@@ -260,7 +260,7 @@ def test_a_port_that_is_taken_is_one_warning(tmp_path, monkeypatch, caplog, host
 
 
 def test_it_is_off_where_no_port_is_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "served", None)
+    monkeypatch.setattr("trainer.monitoring.metrics.served", None)
     with exported(job_at(tmp_path, 0), ALONE, CHIEF):
         assert not (tmp_path / "chief-0").exists()
 
