@@ -53,7 +53,7 @@ class Unavailable(TransientError):  # noqa: N818
 
 
 class StoreError(OSError):
-    """An object store refused a request, for a `bucket.Trouble`, or an empty text."""
+    """An object store refused a request, for a `store.Trouble`, or an empty text."""
 
     trouble = ""
 

@@ -25,7 +25,7 @@ class Unfit(UserError):  # noqa: N818
     """A storage root cannot be used.
 
     Attributes:
-        trouble: a name of `bucket.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
+        trouble: a name of `store.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
             the file system) or `ALTERED` (it returns other content than was written).
         actions: the actions that failed: write, read, list, delete.
     """
