@@ -28,6 +28,8 @@ class Normalization(keras.layers.Layer):
         """Take away the mean and divide by `std`: each a number, or one an element of a vector."""
         super().__init__(**{"autocast": False, **kwargs})
         self.mean, self.std = np.array(mean, np.float64), np.array(std, np.float64)
+        #: Whether it was called with numbers that are taken in float64.
+        self.is_double = False
 
     def call(self, x: Any) -> tf.Tensor:
         """Return the numbers, of the shape that they had."""
@@ -54,6 +56,7 @@ class Normalization(keras.layers.Layer):
 
     def compute_output_spec(self, x: Any) -> keras.KerasTensor:
         """Return the type and the shape of the numbers."""
+        self.is_double = x.dtype in ("float64", "uint64")
         return keras.KerasTensor(x.shape, self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:

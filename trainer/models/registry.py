@@ -23,6 +23,7 @@ from keras.src.utils.naming import reset_uids
 from trainer import user_code
 from trainer.config.model import MODELS, ModelConfig
 from trainer.errors import ConfigError, UserError, nearest, without_memory
+from trainer.models.normalization import Normalization
 from trainer.models.spec import InputSpec
 from trainer.names import layer_name
 
@@ -133,6 +134,16 @@ def require_trainable(name: str, model: keras.Model) -> None:
         frozen = "all of its variables are frozen, by its layers or by training.freeze"
         why = frozen if model.variables else "it has no variables"
         raise ConfigError(f"model {name}: it has nothing to train: {why}")
+
+
+def require_lite(model: keras.Model) -> None:
+    """Raise `ConfigError` where TensorFlow Lite cannot compute what a layer of ours does."""
+    layers = [each for each in model._flatten_layers() if isinstance(each, Normalization)]
+    if wide := [layer.name for layer in layers if layer.is_double]:
+        raise ConfigError(
+            f"export.formats: TensorFlow Lite has no arithmetic in float64, by which {wide[0]} "
+            "keeps the digits of times and large numbers; leave tflite out, or drop the column"
+        )
 
 
 def require_readable(name: str, model: keras.Model) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.config.data import ImageConfig
 from trainer.data.examples import images
-from trainer.data.files.column_scan import is_list
+from trainer.data.files.column_scan import EXACT, is_list
 from trainer.data.files.conversion import Values, converted
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.recorded_columns import RecordedInput
@@ -102,7 +102,7 @@ def _lists(spec: FeatureSpec, array: pa.Array) -> Converted:
         try:
             values = np.asarray(json.loads(row) if isinstance(row, str | bytes) else row)
             if values.size:
-                _check_kind(values, spec)
+                values = _of_kind(values, spec)
             values = np.vectorize(_encoded, otypes=[object])(values) if is_text else values
             values = values.astype(dtype) if values.size else empty
         except (TypeError, ValueError, OverflowError):
@@ -119,15 +119,24 @@ def _lists(spec: FeatureSpec, array: pa.Array) -> Converted:
     return Converted(found, bad, why)
 
 
-def _check_kind(values: NDArray[Any], spec: FeatureSpec) -> None:
+def _of_kind(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
+    """Return one row as training takes it; raises `TypeError` or `OverflowError`."""
+    is_float = "float" in spec.dtype
+    if is_float and all(each is None or isinstance(each, int | float) for each in values.flat):
+        values = values.astype(np.float64)
+    if "int" in spec.dtype and values.dtype.kind == "f":
+        # In a file with fractions in another row all are floats.
+        if not (np.abs(values) < EXACT["float64"]).all() or (values != np.floor(values)).any():
+            raise TypeError
+        values = values.astype(np.int64)
     kinds = {"string": "U", "bool": "b"}.get(spec.dtype, "iub")
-    kinds = "iubf" if "float" in spec.dtype else kinds
-    if values.dtype.kind not in kinds:
+    if values.dtype.kind not in ("iubf" if is_float else kinds):
         raise TypeError
     if "int" in spec.dtype:
         limits = np.iinfo(spec.dtype)
         if values.min() < limits.min or values.max() > limits.max:
             raise OverflowError
+    return values
 
 
 def _fits(spec: FeatureSpec, shape: tuple[int, ...]) -> bool:

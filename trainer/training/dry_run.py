@@ -92,6 +92,8 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
         _require_known_lengths(model)
     if "keras" in config.export.formats:
         registry.require_readable(name, model)
+    if any(form.startswith("tflite") for form in config.export.formats):
+        registry.require_lite(model)
     if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
     _require_compiler(config, objective)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from trainer.errors import ConfigError
+from trainer.models import registry
 from trainer.models.normalization import Normalization
 
 STEPS = np.array([-2, -1, 0, 1, 2])
@@ -58,3 +60,12 @@ def test_a_model_has_the_same_digits_and_is_saved(policy, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(tf.cast(again(moments), tf.float32), STEPS / 2)
+
+
+def test_what_lite_cannot_compute_is_refused_before_training():
+    given = keras.Input((), dtype="float64"), keras.Input((), dtype="int64")
+    layers = Normalization(0.0, 1.0, name="at"), Normalization(0.0, 1.0, name="count")
+    both = [layer(each) for layer, each in zip(layers, given, strict=True)]
+    with pytest.raises(ConfigError, match=r"export.formats: .* float64, by which at keeps"):
+        registry.require_lite(keras.Model(given, both))
+    registry.require_lite(keras.Model(given[1], both[1]))

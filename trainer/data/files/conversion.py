@@ -195,6 +195,10 @@ def _as_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     good = np.zeros(len(array), np.bool_)
     if _is_text(array.type):
         return array, good
+    if pa.types.is_floating(array.type):
+        found = [text_values.text_of(each) for each in array.to_numpy(zero_copy_only=False)]
+        missing = array.is_null().to_numpy(zero_copy_only=False)
+        return pa.array(found, pa.string(), mask=missing), good
     try:
         return pc.cast(array, pa.string()), good
     except pa.ArrowInvalid:

@@ -23,6 +23,7 @@ _AMONG_NUMBERS = (
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
+_WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
 # What has 19 digits fits where it is below the largest one in its first digit that differs.
 _BELOW = "|".join(
@@ -45,6 +46,12 @@ _FALSE = ("false", "False", "FALSE", "0", "0.0")
 def trimmed(array: pa.Array) -> pa.Array:
     """Return texts without spaces around them, and "" for null."""
     return pc.fill_null(pc.utf8_trim_whitespace(array), "")
+
+
+def text_of(value: Any) -> str:
+    """Return the text of a float, without a fraction where it is whole, as that of an int."""
+    wide = float(value)
+    return str(int(wide)) if abs(wide) < _WHOLE and wide == int(wide) else str(value)
 
 
 def is_missing(array: pa.Array) -> pa.Array:

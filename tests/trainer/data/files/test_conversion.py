@@ -114,3 +114,15 @@ def test_texts_have_no_spaces_around_them():
 
 def test_bytes_that_are_no_text_break_their_own_row_alone():
     assert values("text", pa.array([b"a", b"\xff", None])) == [b"a", None, b""]
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16()])
+def test_a_whole_number_is_one_text_whatever_its_type(kind):
+    array = pa.array([7.0, None, 2.5], pa.float64()).cast(kind)
+    assert values("text", array) == [b"7", b"", b"2.5"]
+    assert values("text", pa.array([7, None])) == [b"7", b""]
+    assert values("text", pa.array([1234567890123456.0, 947080963129.2422])) == [
+        b"1234567890123456",
+        b"947080963129.2422",
+    ]
+    assert values("text", pa.array([1e300, float("inf")])) == [b"1e+300", b"inf"]

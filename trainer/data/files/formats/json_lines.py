@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from trainer.data.files import text_values
 from trainer.data.files.formats.decompression import is_whole, opened_text
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
@@ -117,6 +118,8 @@ def _rows(
 
 
 def _text(value: Any) -> str | None:
+    if isinstance(value, float):
+        return text_values.text_of(value)
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
