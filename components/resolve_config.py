@@ -17,7 +17,7 @@ from components.records import run_store, step_record
 from components.records.record import Step, run
 from trainer import events, storage
 from trainer.cluster import fitting
-from trainer.code import bundle, references
+from trainer.code import bundle
 from trainer.config.data import SINCE_CHAMPION, DataConfig
 from trainer.config.model import CHAMPION, initial_weights
 from trainer.config.run_parameters import from_parameters
@@ -242,7 +242,7 @@ def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
     if not code:
         return {}
     bundle.enter(code)
-    references.of_run(root, run_id, code)
+    bundle.note_run(root, run_id, code)
     return {"code": code}
 
 

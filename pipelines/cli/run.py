@@ -187,7 +187,7 @@ def replay(
 
     A run of a cluster is found by --set storage.root=URI, or by --endpoint.
     """
-    from pipelines.replay.recorded import find
+    from pipelines.replay.replay import find
     from pipelines.replay.replay import replay as replayed
 
     recorded = find(run, step, settings=assignments or (), workdir=workdir, instance=instance)

@@ -35,7 +35,7 @@ from pipelines.retention.plan import (
 from trainer import storage
 from trainer.cluster.lease import FOLDER as LEASES
 from trainer.cluster.lease import holders
-from trainer.code import references
+from trainer.code import bundle
 from trainer.code.bundle import FOLDER
 from trainer.errors import ConfigError, UserError
 from trainer.json_records import parse, parse_mapping
@@ -54,9 +54,9 @@ _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
 _PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
 _RECORDS = (
     "config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json",
-    references.OF_RUN,
+    bundle.OF_RUN,
 )  # fmt: skip
-_NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, references.OF_SCHEDULES, *SHARED}
+_NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, bundle.OF_SCHEDULES, *SHARED}
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
@@ -222,11 +222,11 @@ class _Reader:
 
     def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, Item]) -> dict[str, Item]:
         """Return what says that schedules, and runs without another record, need a bundle."""
-        above = references.OF_SCHEDULES
+        above = bundle.OF_SCHEDULES
         paths = [f"{above}/{name}" for name in tops.get(above, _Folder()).files]
         paths += [
-            f"{name}/{references.OF_RUN}" for name, each in tops.items()
-            if references.OF_RUN in each.files and name not in found and name not in _NOT_RUNS
+            f"{name}/{bundle.OF_RUN}" for name, each in tops.items()
+            if bundle.OF_RUN in each.files and name not in found and name not in _NOT_RUNS
         ]  # fmt: skip
         return dict(
             zip(paths, in_parallel(lambda path: self._note(path, found), paths), strict=True)

@@ -28,7 +28,7 @@ from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import Version, newest_version, version_of
 from pipelines.step_settings import assigned
-from trainer.code import references
+from trainer.code.bundle import forget_schedule, note_schedule
 from trainer.errors import ConfigError, UserError, nearest
 
 _EVERY = {
@@ -202,7 +202,7 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
     bundle, known_as = submission.config.code, _known_as(access, submission.name)
     if bundle:
         # Before the schedule is there: nothing that it needs is ever without a reference.
-        references.of_schedule(bundle, known_as)
+        note_schedule(bundle, known_as)
     same, others = _found(client, submission.name, wanted)
     if same is not None:
         action, schedule_id = "is there already", str(same.recurring_run_id)
@@ -356,5 +356,5 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
                 raise
         bundle = _meaning(each)["parameters"].get("code", "")
         if bundle and bundle != kept:
-            references.forget_schedule(str(bundle), known_as)
+            forget_schedule(str(bundle), known_as)
     return len(schedules)

@@ -24,7 +24,7 @@ from contextlib import suppress
 
 from tests.kubernetes.resolver import UNKNOWN, VARIABLE
 from tests.kubernetes.store import RefusedError, Store, Tree, selected
-from trainer.cluster import rejoin
+from trainer.cluster.liveness import CHANNELS
 
 CHUNK = 1 << 18
 DOMAIN = "svc"
@@ -61,7 +61,7 @@ class Network:
         """Return what a pod's processes need to use it."""
         address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
         # A task takes no proxy for its channels, unless its environment says so in this way.
-        options = {rejoin.VARIABLE: "grpc.enable_http_proxy=1"}
+        options = {CHANNELS: "grpc.enable_http_proxy=1"}
         return {"grpc_proxy": f"http://{address}", VARIABLE: address, **options}
 
     def resolves(self, host: str) -> bool:

@@ -14,7 +14,7 @@ import yaml
 from components.kubernetes import names
 from components.pod_parameters import step_parameters
 from components.table import STEPS
-from components.tfjob.manifest import Place, manifest
+from components.tfjob.engine import Place, manifest
 from pipelines.compile import compile_pipeline, package_of
 from pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, assigned, step_pods
 from pipelines.training import PIPELINES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from components.kubernetes.pods.template import Place
-from components.tfjob.manifest import manifest
+from components.tfjob.engine import manifest
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition

@@ -18,8 +18,7 @@ from components.kubernetes.heartbeat import Heartbeat
 from components.kubernetes.launcher import delete_jobs
 from components.kubernetes.owned_objects import isolate, network_policy
 from components.kubernetes.pods.template import Place
-from components.tfjob.engine import TFJobs
-from components.tfjob.manifest import KIND, manifest
+from components.tfjob.engine import KIND, TFJobs, manifest
 from tests.components.kubernetes.attempts import (
     SECONDS,
     Attempt,

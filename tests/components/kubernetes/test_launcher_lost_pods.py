@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from components.kubernetes import names
-from components.tfjob.manifest import Place, manifest
+from components.tfjob.engine import Place, manifest
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from components.kubernetes import logs
 from components.kubernetes.api.client import Api, connect
 from components.kubernetes.logs import LogPosition, Logs
-from components.tfjob.manifest import Place, manifest
+from components.tfjob.engine import Place, manifest
 from tests.components.kubernetes.attempts import job_of, settings
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE

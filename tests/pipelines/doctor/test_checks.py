@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from components.jobset.manifest import KIND as JOBSET
+from components.jobset.engine import KIND as JOBSET
 from components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
-from components.tfjob.manifest import KIND
+from components.tfjob.engine import KIND
 from pipelines.doctor.checks import _answers
 from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from kubernetes.config import kube_config
 
-from components.jobset.manifest import KIND
+from components.jobset.engine import KIND
 from pipelines.doctor import cluster
 from pipelines.doctor.cluster import CONTROLLERS
 from tests.conftest import ROOT

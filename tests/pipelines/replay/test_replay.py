@@ -14,8 +14,7 @@ from components.records.record import recorded as in_step
 from components.records.run_store import Given, digests
 from components.records.step_record import StepRecord
 from pipelines.replay import replay as replays
-from pipelines.replay.recorded import RecordedStep, find
-from pipelines.replay.replay import replay
+from pipelines.replay.replay import RecordedStep, find, replay
 from pipelines.runs.kfp_access import Instance
 from tests.pipelines.called import call, setting
 from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code

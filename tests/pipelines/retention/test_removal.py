@@ -35,7 +35,7 @@ from tests.pipelines.retention.roots import (
 from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.cluster.lease import ABANDONED_SECONDS, LEASE_SECONDS, Lease, holders, lease_uri, time
-from trainer.code import references
+from trainer.code import bundle
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry, trained
@@ -601,7 +601,7 @@ def take_place(root: Path, history) -> set[str]:
         name = f"digits-{number:04d}"
         if what in ("run", "version"):
             made = run_of(root, number, old, data)
-            references.of_run(storage.uri_of(root), name, at[code])
+            bundle.note_run(storage.uri_of(root), name, at[code])
             age(root / name, old)
             used |= {code} if old == 1 else set()
             if what == "version":
@@ -610,13 +610,13 @@ def take_place(root: Path, history) -> set[str]:
                 champion = [*(champion or [])[-1:], code]
         elif what == "note":
             # Its first step was killed before it had another record.
-            references.of_run(storage.uri_of(root), name, at[code])
+            bundle.note_run(storage.uri_of(root), name, at[code])
             used.add(code)
         elif what == "schedule":
-            references.of_schedule(at[code], "nightly")
+            bundle.note_schedule(at[code], "nightly")
             scheduled.add(code)
         elif what == "unschedule":
-            references.forget_schedule(at[code], "nightly")
+            bundle.forget_schedule(at[code], "nightly")
             scheduled.discard(code)
         else:
             assert in_use.use(at[code])
@@ -633,7 +633,7 @@ def test_what_is_referred_to_is_never_removed_and_all_else_is(history):
         swept_bundles(root)
         left = set(storage.names(storage.join(storage.uri_of(root), "code")))
         assert left == needed
-        assert references.referred(storage.uri_of(root)) <= left
+        assert bundle.referred(storage.uri_of(root)) <= left
 
 
 def test_a_damaged_note_of_a_schedule_keeps_all_code(tmp_path):

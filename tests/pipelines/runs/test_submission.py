@@ -13,7 +13,7 @@ import yaml
 
 from tests.stores.fixtures import bucket_name
 from trainer import storage
-from trainer.code import references
+from trainer.code import bundle
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 
@@ -322,7 +322,7 @@ def test_a_schedule_refers_to_its_bundle_until_it_is_removed(instance, remote, f
         assert remote(*every).code == 0
         [found] = instance.store.recurring.values()
         uri = found["runtime_config"]["parameters"]["code"]
-        assert references.referred(root) == {storage.name_of(uri)}
+        assert bundle.referred(root) == {storage.name_of(uri)}
         return uri
 
     first = referred()
@@ -330,4 +330,4 @@ def test_a_schedule_refers_to_its_bundle_until_it_is_removed(instance, remote, f
     (folder / "blocks.py").write_text("NAME = 'second'\n")
     assert referred() != first
     assert remote("unschedule", "digits").code == 0
-    assert references.referred(root) == set()
+    assert bundle.referred(root) == set()

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from components.jobset.engine import JobSets
-from components.jobset.manifest import manifest
+from components.jobset.engine import JobSets, manifest
 from components.kubernetes import names, owned_objects
 from components.kubernetes.pods.template import Place, leading, replicas
 from tests.components.kubernetes.settings import configurations

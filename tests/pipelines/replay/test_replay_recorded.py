@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from pipelines.cli import app
-from pipelines.replay import recorded
+from pipelines.replay import replay
 from pipelines.runs.kfp_access import Instance
 from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated
 from trainer import storage
@@ -29,7 +29,7 @@ def find(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def call(step="check_gate", *, run=RUN, settings=()):
-        return recorded.find(
+        return replay.find(
             run, step, settings=settings, workdir=tmp_path / "runs", instance=Instance()
         )
 
@@ -128,7 +128,7 @@ def test_it_is_found_by_the_name_of_the_run_and_replayed(instance, remote, run_i
 def test_what_the_instance_does_not_know_is_one_line(instance, run_id, tmp_path):
     def found(run, step="check_gate"):
         there = Instance(endpoint=instance.url)
-        return recorded.find(run, step, settings=(), workdir=tmp_path, instance=there)
+        return replay.find(run, step, settings=(), workdir=tmp_path, instance=there)
 
     assert (found("nightly").run_id, found(run_id).run_id) == (run_id, run_id)
     with pytest.raises(UserError, match=r"has no run 'weekly'; see `flotilla runs`"):

@@ -21,8 +21,7 @@ from components.image import IMAGE, SECRET_KEYS, PodDefaults
 from components.kubernetes import names
 from components.kubernetes.engine import document
 from components.kubernetes.pods.template import Place, leading, pod_template, replicas
-from components.tfjob.engine import TFJobs
-from components.tfjob.manifest import REPLICAS, manifest
+from components.tfjob.engine import REPLICAS, TFJobs, manifest
 from tests.components.kubernetes import attempts
 from tests.components.kubernetes.attempts import Attempt, settings
 from tests.components.kubernetes.settings import configurations

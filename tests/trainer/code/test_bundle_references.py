@@ -1,0 +1,52 @@
+"""What refers to a bundle: runs, also resumed ones, and schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import storage
+from trainer.code import bundle
+
+
+@pytest.fixture
+def root(tmp_path):
+    return storage.uri_of(tmp_path / "root")
+
+
+def names(*letters):
+    return {letter * 64 for letter in letters}
+
+
+def uri(root, letter):
+    return storage.join(root, "code", letter * 64)
+
+
+def test_runs_and_schedules_refer_to_bundles(root):
+    assert bundle.referred(root) == set()
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    bundle.note_run(root, "digits-1", uri(root, "b"))
+    bundle.note_schedule(uri(root, "c"), "nightly")
+    bundle.note_schedule(uri(root, "c"), "weekly")
+    assert bundle.referred(root) == names("a", "b", "c")
+    bundle.forget_schedule(uri(root, "c"), "nightly")
+    bundle.forget_schedule(uri(root, "c"), "never was")
+    assert bundle.referred(root) == names("a", "b", "c")
+    bundle.forget_schedule(uri(root, "c"), "weekly")
+    assert bundle.referred(root) == names("a", "b")
+
+
+def test_a_damaged_note_hides_no_other(root):
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    storage.write_bytes(storage.join(root, "digits-2", "code.json"), b"{")
+    assert bundle.referred(root) == names("a")
+
+
+def test_it_is_the_same_in_a_bucket(s3):
+    s3.create_bucket("bundles-noted")
+    root = "s3://bundles-noted/r"
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    bundle.note_schedule(uri(root, "c"), "nightly")
+    assert bundle.referred(root) == names("a", "c")
+    bundle.forget_schedule(uri(root, "c"), "nightly")
+    assert bundle.referred(root) == names("a")
