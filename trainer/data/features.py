@@ -306,13 +306,8 @@ def _flat(keys: Any) -> list[str]:
 
 
 def _below(key: str, leaves: list[str]) -> list[str]:
-    """Return the feature of this name, or those below it; headers are without spaces around."""
-    for name in (key, key.strip()):
-        if name in leaves:
-            return [name]
-        if below := [leaf for leaf in leaves if name and leaf.startswith(f"{name}/")]:
-            return below
-    return []
+    """Return the feature of this name, or those below it: a table may have `a` and `a/b`."""
+    return [key] if key in leaves else [leaf for leaf in leaves if leaf.startswith(f"{key}/")]
 
 
 def image_spec(image: ImageConfig) -> FeatureSpec:

@@ -147,7 +147,11 @@ def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
     for split, each in sketches.items():
         arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
         arrays[f"{split}/is_whole"] = np.array(each.is_whole)
-        arrays |= {f"{split}/sample/{name}": values for name, values in each.sample.items()}
+        # No name of a file in it: a column may be called by any signs, and as long as it is.
+        columns = json.dumps(list(each.sample))
+        arrays[f"{split}/columns"] = np.frombuffer(columns.encode(), np.uint8)
+        values = enumerate(each.sample.values())
+        arrays |= {f"{split}/sample/{number}": column for number, column in values}
     out = io.BytesIO()
     # NumPy gives every file in it the same date.
     np.savez(out, **arrays)
@@ -166,16 +170,12 @@ def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
 
 
 def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:
-    prefix = f"{split}/sample/"
+    columns = json.loads(arrays[f"{split}/columns"].tobytes())
     return ExampleSketch(
         hashes=arrays[f"{split}/hashes"],
         copies=arrays[f"{split}/copies"],
         is_whole=bool(arrays[f"{split}/is_whole"]),
-        sample={
-            name.removeprefix(prefix): values
-            for name, values in arrays.items()
-            if name.startswith(prefix)
-        },
+        sample={name: arrays[f"{split}/sample/{at}"] for at, name in enumerate(columns)},
     )
 
 

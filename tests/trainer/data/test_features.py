@@ -8,7 +8,7 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import made_builders as builders
 from trainer.config.data import DataConfig
-from trainer.data.features import select
+from trainer.data.features import find, select
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError
 
@@ -120,6 +120,12 @@ def test_an_outer_feature_is_all_below_it(tmp_path):
     found = of(RICH, None, tmp_path, inputs="rows", label=("price", "sold"))
     assert found.inputs == ("rows/age", "rows/fare", "rows/name")
     assert found.targets == ("price", "sold")
+
+
+def test_a_feature_is_itself_before_those_below_it():
+    names = ["a", "a/b", "c/d"]
+    assert find("label", ["a"], names, "t.csv") == ("a",)
+    assert find("inputs", ["c", "a/b"], names, "t.csv") == ("c/d", "a/b")
 
 
 def test_another_label_leaves_the_inputs_of_the_dataset(tmp_path):

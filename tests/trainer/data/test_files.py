@@ -19,6 +19,8 @@ import tensorflow as tf
 from PIL import Image
 
 from tests.trainer.data.files.sources import opened, read, sizes, source
+from trainer.config.data import DataConfig
+from trainer.data.files.columns import assign
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.raw_rows import END, Piece
 from trainer.errors import ConfigError, UserError
@@ -543,3 +545,9 @@ def test_what_is_read_ahead_of_a_large_file_is_bounded(tmp_path: Path) -> None:
     for _ in READER.rows(path, Piece(0), ["b"], lambda *_: None):
         held = max(held, pa.total_allocated_bytes() - before)
     assert held < 48 << 20
+
+
+@pytest.mark.parametrize("name", ["", "a\0b"])
+def test_a_column_that_cannot_be_named_is_refused(name):
+    with pytest.raises(ConfigError, match=r"t\.csv has a column (without a name|named 'a.x00b')"):
+        assign(DataConfig(source="t.csv"), ["x", name, "label"])

@@ -1,8 +1,11 @@
 """What is written is read again, once and where a model asks; damage is named."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from tests.trainer.odd_names import ODD
 from trainer.errors import UserError
 from trainer.statistics import statistics
 from trainer.statistics.statistics import (
@@ -55,6 +58,12 @@ def test_sketches_survive_their_file():
         assert each.is_whole
         assert list(each.sample) == ["age", "image/std"]
         np.testing.assert_array_equal(each.sample["age"], SKETCH.sample["age"])
+
+
+def test_a_sample_is_found_by_its_column_whatever_that_is_called():
+    sample = {name: np.array([float(number)]) for number, name in enumerate((*ODD, "x.npy"))}
+    data = statistics.sketches_to_bytes({"train": dataclasses.replace(SKETCH, sample=sample)})
+    assert statistics.sketches_from_bytes(data, "file:///d")["train"].sample == sample
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 400])

@@ -40,6 +40,10 @@ def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
         ConfigError: a key names no column, or no label can be told.
     """
     where, column = config.source, "column"
+    # An empty name is that of no column where a role has none. TensorFlow Lite ends names at a NUL.
+    if odd := [name for name in names if not name or "\0" in name]:
+        what = f"named {odd[0]!r}" if odd[0] else "without a name"
+        raise ConfigError(f"data.source: {where} has a column {what}; rename it")
     by = {
         key: find_one(f"splits.{key}", getattr(config.splits, key), names, where, column)
         for key in ("column", "time", "group")
