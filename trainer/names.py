@@ -69,3 +69,8 @@ def _argument(name: str) -> str:
 
 def _digest(name: str) -> str:
     return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def length_name(feature: str) -> str:
+    """Return the feature that holds the lengths of a feature whose first size varies."""
+    return f"{feature}_length"

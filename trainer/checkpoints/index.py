@@ -58,7 +58,10 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
-    """Raise `UserError` where a run without checkpoints needs weights that are missing."""
+    """Raise `UserError` where a run has to begin with weights that are not there.
+
+    A run that has checkpoints at `uri` continues from those, whatever its warm start.
+    """
     source = initial_weights(value).source
     if source in ("", CHAMPION) or list_checkpoints(uri):
         return

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow_datasets as tfds
 
-from trainer.data.spec import length_name
 from trainer.errors import ConfigError, nearest
+from trainer.names import length_name
 
 #: What stands where a sequence of labels has ended; losses and metrics leave it out.
 NO_LABEL = -1

@@ -130,11 +130,6 @@ class DatasetSpec:
         )
 
 
-def length_name(feature: str) -> str:
-    """Return the feature that holds the lengths of a feature whose first size varies."""
-    return f"{feature}_length"
-
-
 def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
     """Raise `ConfigError` for `data.buckets` where no input and no label varies in length."""
     if buckets and not varying:

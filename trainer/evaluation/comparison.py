@@ -155,7 +155,10 @@ def _blocks(objective: Objective, state: State, examples: Examples) -> Floats:
 
 
 def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence: float) -> Compared:
-    """Compare by the delete-a-group jackknife: the metric is made anew without each group."""
+    """Compare by the delete-a-group jackknife: the metric is made anew without each group.
+
+    Of many examples the variance is found of some, and is as much smaller as they are fewer.
+    """
     parts = [drawn(each, _MOST_EXAMPLES) for each in (opponents.own, opponents.other)]
 
     def difference(own: Examples, other: Examples) -> float:

@@ -3,7 +3,8 @@
 Numbers are normalized, those to be predicted too, and those that are missing are marked. Values of
 texts and classes that come again and again have rows of an embedding, and other texts the mean of
 the rows of their words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text
-Classification").
+Classification"). A sequence of numbers of any length goes through convolutions, of which the mean
+and the largest value over its places are taken; what a batch is padded with counts nowhere.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.models.classifiers import hidden, outputs
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.models.spec import InputSpec, layer_of, size
+from trainer.names import length_name
 from trainer.statistics.statistics import NUMBER, FeatureStatistics
 
 # So few values are categories; of more, those that examples have so many times.
 _FEW_VALUES, _TIMES = 20, 10
+# Of a sequence of vectors: length and size. Layers, and how many places each looks at.
+_VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 
 
 def tabular(
@@ -34,7 +39,8 @@ def tabular(
     """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
 
     Args:
-        spec: inputs of single numbers, classes or texts, or tensors of numbers of one shape.
+        spec: inputs of single numbers, classes or texts, tensors of numbers of one shape, or
+            sequences of numbers, or of vectors, of any length.
         hidden_units: of the layers, each followed by `dropout`.
         dimension: of a row of an embedding.
         words: that are taken of a text.
@@ -42,7 +48,7 @@ def tabular(
     """
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
-    places = _Places(spec, size("dimension", dimension), size("words", words))
+    places = _Places(spec, named, size("dimension", dimension), size("words", words))
     found = [each for name, x in named.items() for each in places.of(name, x)]
     x = keras.layers.Concatenate(name="all")(found) if len(found) > 1 else found[0]
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
@@ -70,11 +76,43 @@ def _is_category(text: FeatureStatistics) -> bool:
     return text.distinct <= max(_FEW_VALUES, text.examples // _TIMES)
 
 
+@keras.saving.register_keras_serializable(package="flotilla")
+class KnownPlaces(keras.layers.Layer):
+    """Which places of padded sequences are those of an example: [n, length, 1] of 0 and 1.
+
+    Without their lengths a sequence ends with its last number that is not 0.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Take the arguments of any layer."""
+        super().__init__(**{"autocast": False, **kwargs})
+
+    def call(self, given: Sequence[Any]) -> tf.Tensor:
+        """Return the places of sequences, of which the lengths may be given as well."""
+        x = tf.convert_to_tensor(given[0])
+        size = tf.shape(x)[1]
+        if len(given) > 1:
+            known = tf.sequence_mask(tf.reshape(given[1], [-1]), size)
+        else:
+            there = tf.not_equal(x, tf.zeros((), x.dtype))
+            there = tf.reduce_any(tf.reshape(there, (tf.shape(x)[0], size, -1)), axis=2)
+            last = tf.reduce_max(tf.where(there, tf.range(1, size + 1), 0), axis=1)
+            known = tf.sequence_mask(last, size)
+        return tf.cast(known, self.compute_dtype)[..., tf.newaxis]
+
+    def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:
+        """Return the shape of the places."""
+        return keras.KerasTensor((*given[0].shape[:2], 1), self.compute_dtype)
+
+
 class _Places:
     """Rows of numbers [n, units] for each input."""
 
-    def __init__(self, spec: InputSpec, dimension: int, words: int) -> None:
+    def __init__(
+        self, spec: InputSpec, given: Mapping[str, Any], dimension: int, words: int
+    ) -> None:
         self._spec = spec
+        self._given = given
         self._dimension = dimension
         self._words = words
 
@@ -82,7 +120,7 @@ class _Places:
         """Return what the first layer gets of an input."""
         shape = tuple(x.shape[1:])
         if None in shape:
-            raise ConfigError(f"takes inputs of one shape, and {name!r} varies; write your own")
+            return self._sequence(name, x, shape)
         if x.dtype == "string":
             return self._text(name, x, shape)
         if name in self._spec.classes and not shape:
@@ -109,6 +147,28 @@ class _Places:
             rows, self._dimension, shards=1, unknown="wrap", name=layer_of(name, "embedding")
         )
         return layer(numbers)
+
+    def _sequence(self, name: str, x: Any, shape: tuple[int | None, ...]) -> list[Any]:
+        if x.dtype == "string" or len(shape) > _VECTORS:
+            raise ConfigError(
+                f"takes sequences of numbers or of vectors, and {name!r} is {x.dtype} of shape "
+                f"{shape}; write your own"
+            )
+        length = self._given.get(length_name(name))
+        known = KnownPlaces(name=layer_of(name, "places"))([x] if length is None else [x, length])
+        x = self._spec.normalization(name)(x)
+        x = keras.ops.where(keras.ops.isnan(x), 0.0, x)
+        if len(shape) < _VECTORS:
+            x = keras.ops.expand_dims(x, -1)
+        x = x * known
+        for index in range(_CONVOLUTIONS):
+            layer = keras.layers.Conv1D(
+                2 * self._dimension, _WIDTH, padding="same", activation="relu",
+                name=layer_of(name, f"convolution_{index}"),
+            )  # fmt: skip
+            x = layer(x) * known
+        count = keras.ops.maximum(keras.ops.sum(known, axis=1), 1)
+        return [keras.ops.sum(x, axis=1) / count, keras.ops.max(x, axis=1)]
 
     def _numbers(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:

@@ -12,12 +12,13 @@ import pyarrow as pa
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from trainer.config.data import ImageConfig
+from trainer.config.data import DataConfig
 from trainer.data.examples import images
 from trainer.data.files.column_scan import EXACT, is_list
-from trainer.data.files.conversion import Values, converted
+from trainer.data.files.conversion import Values, converted, padded
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.recorded_columns import RecordedInput
+from trainer.data.files.written_lists import numbers_in
 from trainer.data.spec import FeatureSpec
 
 
@@ -30,20 +31,20 @@ class Converted:
     why: Sequence[str]
 
 
-def convert(wanted: RecordedInput, array: pa.Array, image: ImageConfig, folder: str) -> Converted:
+def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: str) -> Converted:
     """Return the values of some rows.
 
     Args:
         wanted: what the model takes.
         array: the values as they are in the file.
-        image: how images are decoded.
+        config: how images are decoded, and lists are cut and padded.
         folder: URI of the folder that paths of images are relative to.
     """
     column, spec = wanted.column, wanted.spec
     if column.type == "image" and not is_list(array.type):
-        return _pictures(spec, Pictures(image, folder), array)
+        return _pictures(spec, Pictures(config.image, folder), array)
     if spec.shape:
-        return _lists(spec, array)
+        return _lists(spec, array, pads=wanted.feature in config.shapes)
     try:
         return _in_range(spec, array, converted(column, array, required=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
@@ -91,7 +92,7 @@ def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Convert
     return Converted(values, bad, why)
 
 
-def _lists(spec: FeatureSpec, array: pa.Array) -> Converted:
+def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
     """Return lists, also those that are written as JSON in a text, as arrays of one shape."""
     is_text = spec.dtype == "string"
     dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
@@ -100,11 +101,13 @@ def _lists(spec: FeatureSpec, array: pa.Array) -> Converted:
     why: list[str] = []
     for row in array.to_pylist():
         try:
-            values = np.asarray(json.loads(row) if isinstance(row, str | bytes) else row)
+            values = np.asarray(_listed(row, spec))
             if values.size:
                 values = _of_kind(values, spec)
             values = np.vectorize(_encoded, otypes=[object])(values) if is_text else values
             values = values.astype(dtype) if values.size else empty
+            if pads and not spec.varies and values.ndim == len(spec.shape):
+                values = padded(values, spec.sizes)
         except (TypeError, ValueError, OverflowError):
             values = None
         if values is None or not _fits(spec, values.shape):
@@ -117,6 +120,18 @@ def _lists(spec: FeatureSpec, array: pa.Array) -> Converted:
         found.append(values)
     bad = np.array([bool(each) for each in why], np.bool_)
     return Converted(found, bad, why)
+
+
+def _listed(row: Any, spec: FeatureSpec) -> Any:
+    if spec.varies and row in (None, ""):
+        return []
+    if not isinstance(row, str | bytes):
+        return row
+    if spec.dtype == "string":
+        return json.loads(row)
+    if (found := numbers_in(row)) is None:
+        raise ValueError
+    return found
 
 
 def _of_kind(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:

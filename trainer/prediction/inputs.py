@@ -28,8 +28,9 @@ from trainer.data.files.recorded_columns import RecordedInput
 from trainer.data.files.scan import BrokenRows
 from trainer.data.read import stage_shards
 from trainer.data.records import parse
-from trainer.data.spec import KIND, DatasetSpec, FeatureSpec, length_name
+from trainer.data.spec import KIND, DatasetSpec, FeatureSpec
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.names import length_name
 from trainer.prediction.conversion import as_input, convert
 from trainer.prediction.exported_model import ExportedModel
 from trainer.prediction.request import ALL, Request, Tell
@@ -79,7 +80,6 @@ class FileExamples(Examples):
             UserError: there is none, or they are of several formats.
         """
         self._model, self._request, self._tell = model, request, tell
-        self._image = model.config.data.image
         self._broken = BrokenRows()
         self._total = 0
         self._files = _listed(model, request, scratch)
@@ -91,9 +91,9 @@ class FileExamples(Examples):
         for number in range(1 if self._files.is_listing else len(self._files.files)):
             piece = Piece(number)
             with self._files.local(number) as path:
-                columns = self._columns(number, path)
+                columns = self._columns(path)
                 refuse = partial(self._refuse_record, piece)
-                for rows in self._files.rows(path, piece, columns, refuse):
+                for rows in self._files.reader.rows(path, piece, columns, refuse):
                     for start in range(0, len(rows.numbers), size):
                         numbers = rows.numbers[start : start + size]
                         self._total += len(numbers)
@@ -118,9 +118,9 @@ class FileExamples(Examples):
             where = self._broken.first(self._files.place)[0]
             raise UserError(f"{where}; correct it, or leave such rows out by --skip-bad")
 
-    def _columns(self, number: int, path: Path) -> list[str]:
+    def _columns(self, path: Path) -> list[str]:
         """Return the columns that are read of a file; what is wrong with them is refused first."""
-        there = self._files.columns(number, path)
+        there = self._files.reader.names(path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
         missing = [name for name in needed if name not in there and name not in lengths]
@@ -177,7 +177,7 @@ class FileExamples(Examples):
         for each in self._model.inputs:
             if each.feature in rows.table.column_names:
                 array = _whole(rows.table[each.feature])
-                result = convert(each, array, self._image, folder)
+                result = convert(each, array, self._model.config.data, folder)
                 found[each.feature] = result.values
                 for place in np.flatnonzero(result.bad & ~bad):
                     what = f"{each.feature!r} {result.why[int(place)]}"

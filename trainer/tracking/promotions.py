@@ -1,4 +1,7 @@
-"""The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry."""
+"""The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry.
+
+An address that is away or refuses is one line of log, and a retry of the step tries again.
+"""
 
 from __future__ import annotations
 

@@ -34,12 +34,13 @@ from trainer.config.thresholds import split_rule
 from trainer.data import prepare
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec, FeatureSpec, length_name, require_slices
+from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.evaluation import evaluate
 from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
 from trainer.models.registry import freeze
+from trainer.names import length_name
 from trainer.statistics.statistics import Feature
 from trainer.strategies import placement
 from trainer.strategies.gradients import pulled_gradient_of
@@ -208,7 +209,10 @@ def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 @contextmanager
 def _few_values() -> Iterator[None]:
-    """Give the variables that are made within values until these are `MOST_TRIED` numbers."""
+    """Give the variables that are made within values until these are `MOST_TRIED` numbers.
+
+    Keras's scope without state takes neither an optimizer nor weights that are loaded.
+    """
     initialize, assign = Variable._initialize_with_initializer, Variable._direct_assign
     left = MOST_TRIED
 

@@ -46,7 +46,10 @@ class Recovery:
         self._begins = 0
 
     def begins_at(self, found: RestoredCheckpoint | None) -> int:
-        """Look for what lives, before the strategy is built; return the step to begin at."""
+        """Look for what lives, before the strategy is built; return the step to begin at.
+
+        Raises TensorFlow's `OpError` where a server is gone.
+        """
         self._begins = found.global_step if found else 0
         state = self._state = self._strategy.find_state(self._checkpoints.uri)
         if not state or not state.found:

@@ -65,6 +65,97 @@ def refused(flotilla):
     return call
 
 
+def test_a_typo_in_a_key(refused, here):
+    assert refused("run", "--set", "training.step=5") == (
+        "training.step: no such key; did you mean 'steps'?"
+    )
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("assignment", "line"),
+    [
+        ("training.steps", "--set 'training.steps': write it as section.key=value"),
+        ("training.steps=many", "training.steps: 'many' is not allowed"),
+        ("gate.min.accuracy=1.1", "gate.min: accuracy is a share: 1.1 is not between 0 and 1"),
+        ("cluster.workers=9", "cluster.workers: 9 workers cannot share 8 shards"),
+        ("model.name=cnnn", "model.name: 'cnnn' is not allowed: no model of this name"),
+        ("model.args={a", "'{a' is not a YAML value"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "prepare", "train"])
+def test_a_wrong_value(refused, here, command, assignment, line):
+    assert line in refused(command, "--set", assignment)
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["run", "--set", "storage.root=s3://AKIA:sW0rdf1sh@bucket"], "storage.root"),
+        (["train", "--dataset", "s3://AKIA:sW0rdf1sh@bucket/x"], "--dataset"),
+        (["train", "--dataset=https://h/x?sig=sW0rdf1sh"], "--dataset"),
+        (["upload", "--endpoint", "http://u:sW0rdf1sh@h"], "--endpoint"),
+        (["submit", "--parameter", "step_x=http://u:sW0rdf1sh@h"], "step_x"),
+        (["submit", "--pipeline-root", "s3://AKIA:sW0rdf1sh@bucket"], "--pipeline-root"),
+    ],
+)
+def test_credentials_on_the_command_line(refused, here, arguments, where):
+    line = refused(*arguments)
+    assert line.startswith(f"{where}: a URI carries a ")
+    assert "sW0rdf1sh" not in line
+    assert list(here.iterdir()) == []
+
+
+def test_a_command_that_is_gone(refused):
+    assert refused("plan", "--workers", "1,2") == (
+        "plan: removed in 0.2: train for some steps with different numbers of tasks, "
+        "and see `flotilla compare`"
+    )
+
+
+def test_a_broken_file(refused, here):
+    path = here / "broken.yaml"
+    path.write_text("training: {steps: 5\n", encoding="utf-8")
+    assert refused("run", path).startswith(f"{path} is not valid YAML at line 2, column 1: ")
+
+
+def test_a_file_that_is_not_there(refused):
+    assert refused("run", "no/such.yaml") == (
+        "cannot read the configuration no/such.yaml: No such file or directory"
+    )
+
+
+def test_a_file_that_is_no_text(refused, here):
+    (here / "model.keras").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8 text" in refused("run", here / "model.keras")
+
+
+def test_a_folder_as_configuration(refused, here):
+    assert refused("run", here).endswith(": Is a directory")
+
+
+@pytest.mark.parametrize("below", ["", "deep/er"])
+def test_a_file_in_the_place_of_the_workdir(refused, here, below):
+    (here / "runs").write_text("", encoding="utf-8")
+    line = refused("run", "--workdir", here / "runs" / below)
+    assert line.startswith(f"cannot write to {here / 'runs' / below}")
+    assert line.endswith("choose another --workdir")
+
+
+@pytest.mark.parametrize("arguments", [["run", "--workdir", "/"], ["gc"], ["models", "list"]])
+def test_a_current_folder_that_was_removed(refused, here, arguments):
+    here.rmdir()
+    assert refused(*arguments) == ("the current folder was removed; change to one that is there")
+
+
+def test_a_run_that_is_not_there(refused):
+    assert refused("run", "--resume", "digits-1") == "no run 'digits-1' below runs"
+    # As of a variable of the shell that is not set: it must not start another run.
+    for command in ("run", "train"):
+        assert refused(command, "--resume", "") == "no run '' below runs"
+
+
 @pytest.mark.parametrize("command", ["run", "train"])
 def test_a_run_that_was_spelled_wrong(refused, here, command):
     for name in ("digits-20250101-000000-aaaa", "a-b-20250102-000000-bbbb"):
@@ -76,6 +167,46 @@ def test_a_run_that_was_spelled_wrong(refused, here, command):
     # The newest by its time, whatever its name.
     assert refused(command, "--resume", "?").endswith(" (newest: a-b-20250102-000000-bbbb)")
     assert refused(command, "--resume", "../runs").startswith("no run '../runs' below runs")
+
+
+def test_a_run_whose_configuration_is_damaged(refused, here):
+    (here / "runs" / "digits-1").mkdir(parents=True)
+    (here / "runs" / "digits-1" / "config.json").write_text("{", encoding="utf-8")
+    assert refused("run", "--resume", "digits-1").startswith("runs/digits-1/config.json is not")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "--jsn"], "No such option: --jsn (Possible options: --json, --set); see `"),
+        (["run", "--dataset", "x"], "No such option: --dataset"),
+        (["run", "a.yaml", "b.yaml"], "Got unexpected extra argument(s) (b.yaml); see `"),
+        (["runn"], "No such command 'runn'. Did you mean 'run', 'runs'?; see `"),
+        (["--no-such"], "No such option: --no-such"),
+        (["compile", "--image"], "Option '--image' requires an argument"),
+    ],
+)
+def test_a_wrong_word(flotilla, arguments, line):
+    code, out, err = flotilla(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"flotilla: {line}")
+    assert err.count("\n") == 1
+    assert err.endswith(" --help`\n")
+    assert "see `flotilla " in err
+
+
+def test_a_wrong_option_and_json(refused):
+    assert refused("run", "--sett", "x=1").startswith("No such option: --sett")
+
+
+def test_an_odd_image(refused, here):
+    assert refused("compile", "--image", "a b").startswith("--image 'a b' is not the name of")
+    assert not list(here.iterdir())
+
+
+def test_a_file_in_the_place_of_the_build_folder(refused, here):
+    (here / "build").write_text("", encoding="utf-8")
+    assert refused("compile", code=1).startswith("cannot write build/pipeline.yaml: ")
 
 
 def test_compiling(flotilla, here):

@@ -290,9 +290,9 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     assert len(read(made, selection)["a"]) == 47
 
 
-def test_lists_of_several_lengths_need_a_shape(tmp_path: Path) -> None:
-    write_json(tmp_path, [{"v": [1.0] * (2 + i % 3), "label": i % 2} for i in range(30)])
-    with pytest.raises(UserError, match=r"set data\.shapes: \{v: \[4\]\}"):
+def test_labels_of_several_lengths_need_a_shape(tmp_path: Path) -> None:
+    write_json(tmp_path, [{"v": i, "label": [1.0] * (2 + i % 3)} for i in range(30)])
+    with pytest.raises(UserError, match=r"set data\.shapes: \{label: \[4\]\}"):
         opened(tmp_path)
 
 

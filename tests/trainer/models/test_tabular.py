@@ -25,6 +25,9 @@ COLUMNS = {
     "grade": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=3),
     "scan": FeatureSpec(shape=(2, 2), dtype="uint8", stored="raw"),
     "steps": FeatureSpec(shape=(None, 2), dtype="float32", stored="sequence"),
+    "steps_length": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "ticks": FeatureSpec(shape=(None,), dtype="int64", stored="sequence"),
+    "lines": FeatureSpec(shape=(None,), dtype="string", stored="sequence"),
     "tags": FeatureSpec(shape=(2,), dtype="string", stored="bytes"),
 }
 KNOWN = {
@@ -37,6 +40,9 @@ KNOWN = {
     "grade": FeatureStatistics(kind="class", examples=9, counts={"0": 9}),
     "price": FeatureStatistics(kind="number", examples=9, mean=1e5, std=1e4),
     "scan": FeatureStatistics(kind="tensor", examples=9, mean=100.0, std=50.0),
+    "steps": FeatureStatistics(kind="tensor", examples=9, mean=4.0, std=2.0),
+    "steps_length": FeatureStatistics(kind="number", examples=9, mean=3.0, std=1.0),
+    "ticks": FeatureStatistics(kind="tensor", examples=9, mean=4.0, std=2.0),
     "tags": FeatureStatistics(kind="text", examples=9, counts={"a": 9}),
 }
 EXAMPLES = {
@@ -152,7 +158,7 @@ def test_keras_reads_it_back():
 @pytest.mark.parametrize(
     ("names", "args", "line"),
     [
-        (("steps",), {}, "'steps' varies"),
+        (("lines",), {}, "'lines' is string"),
         (("tags",), {}, r"'tags' is \[2\] of them"),
         (("age",), {"words": 0}, "words: 0 is not allowed"),
         (("age",), {"dimension": 0}, "dimension: 0 is not allowed"),
@@ -163,3 +169,31 @@ def test_keras_reads_it_back():
 def test_what_it_cannot_do_is_named(names, args, line):
     with pytest.raises(ConfigError, match=line):
         built(*names, **args)
+
+
+def test_a_sequence_of_any_length_has_the_same_output_whatever_it_is_padded_with():
+    model = built("steps", "steps_length", "age")
+    registry.require_readable("tabular", model)
+    steps = np.array([[[1, 2], [0, 0], [0, 0]], [[1, 2], [0, 0], [np.nan, 5]]], np.float32)
+    given = {
+        "steps": steps,
+        "steps_length": np.array([2, 3]),
+        "age": np.array([25.0, np.nan], np.float32),
+    }
+    before = model(given).numpy()
+    padded = {**given, "steps": np.pad(steps, [(0, 0), (0, 9), (0, 0)], constant_values=7)}
+    np.testing.assert_allclose(model(padded).numpy(), before, rtol=1e-5)
+    # A zero within the length is a value, also at the end.
+    shorter = {**given, "steps_length": np.array([1, 3])}
+    assert not np.allclose(model(shorter).numpy()[0], before[0])
+    none = {**given, "steps_length": np.array([0, 0])}
+    assert np.isfinite(model(none).numpy()).all()
+
+
+def test_without_its_length_a_sequence_ends_before_its_last_zeros():
+    model = built("ticks")
+    registry.require_readable("tabular", model)
+    ticks = np.array([[3, 0, 4], [5, 0, 0]])
+    before = model(ticks).numpy()
+    np.testing.assert_allclose(model(np.pad(ticks, [(0, 0), (0, 6)])).numpy(), before, rtol=1e-5)
+    np.testing.assert_allclose(model(ticks[1:, :1]).numpy(), before[1:], rtol=1e-5)

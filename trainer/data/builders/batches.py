@@ -15,8 +15,9 @@ from trainer.data.examples.images import UndecodableError, resized, stored_image
 from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import Selection
 from trainer.data.shapes import Fit
-from trainer.data.spec import FeatureSpec, length_name
+from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
+from trainer.names import length_name
 
 BATCH = 1024
 _ROWS = 64

@@ -26,8 +26,9 @@ from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import DEFAULT_LABEL, Selection, choose
 from trainer.data.shapes import Fit, Leaf
 from trainer.data.source import Batch, Part, Source
-from trainer.data.spec import FeatureSpec, length_name
+from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError
+from trainer.names import length_name
 
 # By which the features of the result are inferred.
 FIRST = 256

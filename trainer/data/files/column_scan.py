@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trainer.data.files import text_values, written_numbers
+from trainer.data.files.written_lists import LIST, numbers_in
 
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
@@ -160,7 +161,7 @@ class ColumnScan:
         if kind == "image":
             return self.kinds.get("image", 0) < self.rows
         if kind == "tensor":
-            return len(self.shapes) > 1 or set(self.kinds) > {"tensor"}
+            return len(self.shapes) > 1 or set(self.kinds) > {"tensor"} or bool(self.empty)
         return kind in _FITTING and not set(self.kinds) <= _FITTING[kind]
 
     def _count(self, kind: str, count: int) -> None:
@@ -207,6 +208,9 @@ class ColumnScan:
             if count and kind in _NUMBERS:
                 self._measure(pc.filter(known, found))
             left = pc.and_not(left, found)
+        listed = pc.and_(left, text_values.matches(known, LIST))
+        if pc.any(listed).as_py():
+            left = pc.and_not(left, self._add_written(known, listed))
         if pc.any(left).as_py():
             self._add_left(known, left, piece, rows)
 
@@ -214,6 +218,21 @@ class ColumnScan:
         self._count("text", pc.sum(left).as_py() or 0)
         self._keep_texts(known, left, piece, numbers)
         self.writing += written_numbers.writing_of(pc.filter(known, left))
+
+    def _add_written(self, array: pa.Array, chosen: pa.Array) -> pa.Array:
+        """Add lists that texts hold; return which of the chosen texts are some."""
+        found = chosen.to_numpy(zero_copy_only=False).copy()
+        for place in np.flatnonzero(found):
+            values = numbers_in(array[int(place)].as_py())
+            if values is None:
+                found[place] = False
+                continue
+            self.shapes.add(values.shape)
+            if values.size:
+                self.tensor = _wider(self.tensor, _KINDS[values.dtype.kind])
+                self._measure(pa.array(values.ravel()))
+        self._count("tensor", int(found.sum()))
+        return pa.array(found)
 
     def _keep_texts(self, array: pa.Array, chosen: pa.Array, piece: Any, numbers: Any) -> None:
         if len(self.texts) < _NAMED:
@@ -242,6 +261,7 @@ _FITTING = {
     "time": {"time"},
 }
 _NUMBERS = ("int", "huge", "float")
+_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _PATTERNS = {
     "code": text_values.CODE,
     "int": text_values.INT,

@@ -33,21 +33,13 @@ class ColumnRoles(Roles):
     split_group: str = ""
 
 
-def assign(
-    config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
-) -> ColumnRoles:
+def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
     """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
-
-    Args:
-        config: the data section.
-        names: of all columns.
-        where: they are, for messages.
-        index: those that are left out unless a key names them.
 
     Raises:
         ConfigError: a key names no column, or no label can be told.
     """
-    where, column = where or config.source, "column"
+    where, column = config.source, "column"
     # An empty name is that of no column where a role has none. TensorFlow Lite ends names at a NUL.
     if odd := [name for name in names if not name or "\0" in name]:
         what = f"named {odd[0]!r}" if odd[0] else "without a name"
@@ -66,7 +58,6 @@ def assign(
         for key in ("weight", "group")
     }
     find("types", list(config.types), names, where, column)
-    left = [name for name in left if name not in index or name in config.types]
     targets = find("label", config.label, names, where, column) or _by_name(config, left)
     inputs = find("inputs", config.inputs, names, where, column)
     if not inputs:
@@ -128,7 +119,8 @@ class Column:
         type: one of `trainer.config.data.TYPES`, or `tensor`.
         why: how that is known.
         gaps: whether values are missing.
-        shape: of one value; empty for a scalar.
+        shape: of one value; empty for a scalar, with a first size of None for lists of any length.
+        pads: whether lists are cut and padded to that shape.
         dtype: of a tensor or an image; of a number only float64, where it loses digits else.
         stored: the form of an image.
         classes: texts of the classes, in order.
@@ -142,7 +134,8 @@ class Column:
     type: str
     why: str
     gaps: bool = False
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | None, ...] = ()
+    pads: bool = False
     dtype: str = ""
     stored: str = ""
     classes: tuple[str, ...] = ()
@@ -223,10 +216,8 @@ def _with_dtype(
     wide = "float64" if exact or not (is_label or scan.fits("float32")) else ""
     if column.type == "tensor":
         held = scan.tensor or "float"
-        given = config.shapes.get(column.name)
-        shape = given if given is not None else _shape(column.name, scan)
         dtype = wide if wide and held == "float" else _TENSORS[held]
-        return replace(column, shape=shape, dtype=dtype)
+        return replace(_with_shape(config, column, scan, is_label=is_label), dtype=dtype)
     is_float = column.type == "float" or (column.type == "int" and column.gaps)
     return replace(column, dtype=wide if is_float else "")
 
@@ -255,18 +246,41 @@ def _int_or_id(
     return "text", found, note
 
 
-def _shape(name: str, scan: ColumnScan) -> tuple[int, ...]:
-    if len(scan.shapes) > 1:
-        ranks = {len(each) for each in scan.shapes}
-        largest = (
-            [max(sizes) for sizes in zip(*scan.shapes, strict=True)] if len(ranks) == 1 else []
+def _with_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label: bool) -> Column:
+    """Return a column with the shape of its lists: that of `data.shapes`, or what they have."""
+    name, shapes = column.name, sorted(scan.shapes)
+    ranks = {len(each) for each in shapes if each != (0,)} or {1}
+    given = config.shapes.get(name)
+    if given is not None:
+        if len(given) not in ranks:
+            raise ConfigError(
+                f"data.shapes: {name}: {list(given)} does not suit its lists, such as "
+                f"{list(shapes[-1])}"
+            )
+        if 0 in given[1:]:
+            raise ConfigError(f"data.shapes: {name}: only the first size may be 0")
+        return replace(column, shape=(given[0] or None, *given[1:]), pads=True)
+    if len(shapes) <= 1:
+        return replace(column, shape=next(iter(shapes), ()))
+    inner = {each[1:] for each in shapes if each != (0,)}
+    if len(inner) == 1 and len(ranks) == 1 and not is_label:
+        lengths = [each[0] for each in shapes]
+        note = (
+            f"data.shapes: {name!r} has lists of {min(lengths)} to {max(lengths)} values, whose "
+            f"lengths stay as they are; set data.shapes: {{{name}: "
+            f"{[max(lengths), *next(iter(inner))]}}} to cut and pad them"
         )
-        raise UserError(
-            f"data.shapes: the values of {name!r} have {len(scan.shapes)} shapes, such as "
-            f"{' and '.join(str(list(each)) for each in sorted(scan.shapes)[:2])}; set "
-            f"data.shapes: {{{name}: {largest}}}"
+        return replace(
+            column,
+            shape=(None, *next(iter(inner))),
+            note="; ".join(filter(None, [column.note, note])),
         )
-    return next(iter(scan.shapes), ())
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)] if len(ranks) == 1 else []
+    raise UserError(
+        f"data.shapes: the values of {name!r} have {len(shapes)} shapes, such as "
+        f"{' and '.join(str(list(each)) for each in shapes[:2])}; set data.shapes: "
+        f"{{{name}: {largest}}}"
+    )
 
 
 def _unit(name: str, scan: ColumnScan) -> str:

@@ -14,6 +14,7 @@ from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, is_list
 from trainer.data.files.columns import Column
 from trainer.data.files.labels import class_ids
+from trainer.data.files.written_lists import numbers_in
 from trainer.data.spec import FeatureSpec
 
 _DTYPES = {
@@ -39,7 +40,7 @@ class Values(NamedTuple):
 def spec_of(column: Column) -> FeatureSpec:
     """Return how a column is stored."""
     if column.type in ("tensor", "image"):
-        stored = column.stored or "raw"
+        stored = column.stored or ("sequence" if None in column.shape else "raw")
         return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
     # An int or a bool has no form for a missing value.
     is_float = column.type in NUMBERS_IN_WRITING or (column.gaps and column.type in ("int", "bool"))
@@ -214,29 +215,66 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _tensor(column: Column, array: pa.Array) -> Values:
-    """Return lists as one array; one of another length is broken."""
-    level, bad = array, np.zeros(len(array), np.bool_)
+    """Return lists as one array, or as an array of arrays where their lengths stay."""
+    level = array
     if pa.types.is_fixed_size_list(array.type):
         level = pc.cast(array, pa.list_(array.type.value_type))
-    rows = level.to_pylist()
-    size = int(np.prod(column.shape))
-    values = np.zeros((len(rows), *column.shape), column.dtype)
-    if not is_list(level.type.value_type) and level.null_count == 0:
+    fixed = None not in column.shape
+    if (
+        fixed
+        and is_list(level.type)
+        and not is_list(level.type.value_type)
+        and not level.null_count
+    ):
         lengths = pc.list_value_length(level).to_numpy(zero_copy_only=False)
         flat = pc.list_flatten(level)
-        if (lengths == size).all() and not flat.null_count:
-            values = flat.to_numpy(zero_copy_only=False).reshape(values.shape)
-            return Values(values.astype(column.dtype), bad, "")
-    for place, row in enumerate(rows):
-        try:
-            found = np.asarray(row, column.dtype)
-        except (TypeError, ValueError):
-            found = np.zeros(0)
-        if found.shape == column.shape:
-            values[place] = found
-        else:
-            bad[place] = True
-    return Values(values, bad, f"has not the shape {list(column.shape)}")
+        if (lengths == np.prod(np.array(column.shape, int))).all() and not flat.null_count:
+            values = flat.to_numpy(zero_copy_only=False).reshape(len(level), *column.shape)
+            return Values(values.astype(column.dtype), np.zeros(len(level), np.bool_), "")
+    found = [_fitted(column, row) for row in level.to_pylist()]
+    bad = np.array([each is None for each in found], np.bool_)
+    empty = np.zeros(tuple(size or 0 for size in column.shape), column.dtype)
+    kept = [empty if each is None else each for each in found]
+    if fixed:
+        values = np.stack(kept) if kept else np.zeros((0, *empty.shape), column.dtype)
+    else:
+        values = np.empty(len(kept), object)
+        for place, each in enumerate(kept):
+            values[place] = each
+    return Values(values, bad, f"has not the shape {_said(column.shape)}")
+
+
+def _fitted(column: Column, row: Any) -> NDArray[Any] | None:
+    """Return one list in the shape of its column, padded where that is asked for; else None."""
+    varies = None in column.shape
+    # A list that is missing has no values, where lists may have any number of them.
+    found = numbers_in([] if varies and row in (None, "") else row)
+    if found is None:
+        return None
+    if found.size == 0:
+        found = np.zeros((0, *(size or 0 for size in column.shape[1:])))
+    lacks = np.isnan(found.astype(np.float64)).any() and "float" not in column.dtype
+    if lacks or found.ndim != len(column.shape):
+        return None
+    sizes = tuple(
+        there if size is None else size
+        for size, there in zip(column.shape, found.shape, strict=True)
+    )
+    if column.pads:
+        found = padded(found, sizes)
+    return found.astype(column.dtype) if found.shape == sizes else None
+
+
+def padded(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
+    """Return values cut, or padded at the end with zeros or empty texts, to some sizes."""
+    found = np.full(sizes, b"" if values.dtype == object else 0, values.dtype)
+    here = tuple(slice(min(each)) for each in zip(sizes, values.shape, strict=True))
+    found[here] = values[here]
+    return found
+
+
+def _said(shape: tuple[int | None, ...]) -> str:
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
 def _only_values(array: pa.Array) -> pa.Array:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from trainer import cores
 from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from trainer.data import splits
+from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import Selection
 from trainer.data.files.columns import (
     LABELS,
@@ -25,19 +26,18 @@ from trainer.data.files.columns import (
     described,
 )
 from trainer.data.files.conversion import Values, converted, spec_of
-from trainer.data.files.file_pieces import by_class, of_listing, with_labels
+from trainer.data.files.file_pieces import by_class, of_listing
 from trainer.data.files.formats.class_folders import IMAGE, LABEL
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
 from trainer.data.source import Batch, Part, Source
-from trainer.data.spec import SPLITS
+from trainer.data.spec import SPLITS, FeatureSpec
 from trainer.errors import UserError
+from trainer.names import length_name
 from trainer.statistics.hashing import hashes
 
 _ROWS = 1 << 14
-# Notes on how files are laid out.
-_NAMED = 5
 _log = logging.getLogger(__name__)
 
 
@@ -54,8 +54,6 @@ class FileSource(Source):
         if self._files.is_listing:
             self._files = by_class(config, self._files)
             self._said |= {IMAGE: "image", LABEL: "class"}
-        elif not config.map:
-            self._files = with_labels(config, self._files, config.label or LABELS)
         self._roles: ColumnRoles | None = None
         self._columns: dict[str, Column] = {}
         self._scan: Scan | None = None
@@ -67,10 +65,9 @@ class FileSource(Source):
         if self._selection:
             return self._selection
         scan = self._scan = self._scan or self._scanned()
-        roles = self._roles = self._assigned(scan.names, scan.index)
+        roles = self._roles = assign(self._config, scan.names)
         if not scan.broken.rows:
             raise UserError(f"{self.name} has no row in any file; name files that have some")
-        self._check_families(roles, scan)
         self._columns = {
             name: decide(
                 self._config,
@@ -89,16 +86,35 @@ class FileSource(Source):
             self._check_times(roles.time, scan)
             self._bounds = self._time_bounds(scan)
         self._tell(roles)
-        self._selection = Selection(
-            inputs=roles.inputs,
+        self._selection = self._selected(roles)
+        return self._selection
+
+    def _selected(self, roles: ColumnRoles) -> Selection:
+        specs = {name: spec_of(column) for name, column in self._columns.items()}
+        lengths = {}
+        for name in (each for each, spec in specs.items() if spec.varies):
+            if length_name(name) in specs:
+                raise UserError(
+                    f"data.shapes: the lengths of {name!r} are stored as {length_name(name)!r}, "
+                    f"which is a column as well; set data.drop: [{length_name(name)}], or give "
+                    f"{name} a length"
+                )
+            lengths[length_name(name)] = FeatureSpec(shape=(), dtype="int64", stored="int")
+        # Of whole numbers 0 is what is padded with, of all others only the length says it.
+        needed = (
+            length_name(each)
+            for each in roles.inputs
+            if each in specs and specs[each].varies and "float" in specs[each].dtype
+        )
+        return Selection(
+            inputs=(*roles.inputs, *needed),
             targets=roles.targets,
             weight=roles.weight,
             group=roles.group,
-            specs={name: spec_of(column) for name, column in self._columns.items()},
+            specs=specs | lengths,
             connectors={},
             fits={},
         )
-        return self._selection
 
     def fetch(self) -> None:
         """Do nothing: files are fetched part by part."""
@@ -115,7 +131,10 @@ class FileSource(Source):
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part; broken rows were counted by the scan, and are left out."""
         for (piece, numbers), columns, bad in self._read(part):
-            kept = {name: array[~bad] for name, array in columns.items()}
+            kept = with_lengths(
+                {name: selection.specs[name] for name in columns},
+                {name: array[~bad] for name, array in columns.items()},
+            )
             if not bad.all():
                 drawn = self._splits(part.origin, kept, int((~bad).sum()))
                 self._check_named(drawn, kept, piece, numbers[~bad])
@@ -132,19 +151,7 @@ class FileSource(Source):
 
     def notes(self) -> Sequence[str]:
         """Return what is noteworthy of files, columns and rows."""
-        scan = self._scan or Scan()
-        said = list(self._files.notes)
-        for text, files in list(scan.notes.items())[:_NAMED]:
-            more = f" (and {len(files) - 1} files more)" if len(files) > 1 else ""
-            said.append(f"data.source: {self._files.files[files[0]].path}{more}: {text}")
-        passed = {*self._columns, *self._config.drop}
-        left_out = [each for each in scan.index if each not in passed]
-        said += [
-            f"data.drop: the column {each!r} is left out, as an index that pandas wrote; name it "
-            "in data.types if it is none"
-            for each in left_out
-        ]
-        said += [*(each.note for each in self._columns.values() if each.note)]
+        said = [*self._files.notes, *(each.note for each in self._columns.values() if each.note)]
         broken = self._scan.broken if self._scan else BrokenRows()
         if broken.count:
             where = "; ".join(broken.first(self._files.place))
@@ -192,11 +199,9 @@ class FileSource(Source):
             yield from pool.map(work, self._files.pieces())
 
     def _scanned(self) -> Scan:
-        first, varies = self._files.first, self._files.reader.varies
-        with self._files.local(first) as path:
-            names = self._files.columns(first, path)
+        names, varies = self._files.names(), self._files.reader.varies
         # A wrong key is refused before all is read.
-        columns = () if varies else self._assigned(names, self._files.index(names)).kept
+        columns = () if varies else assign(self._config, names).kept
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
         classes = (each for each, kind in self._said.items() if kind == "class")
         config = self._config
@@ -213,7 +218,7 @@ class FileSource(Source):
         def work(piece: Piece) -> Scan:
             with self._files.local(piece.file) as path:
                 return PieceScan(
-                    files=self._files,
+                    reader=self._files.reader,
                     path=path,
                     piece=piece,
                     wanted=wanted,
@@ -224,30 +229,7 @@ class FileSource(Source):
         for each in self._over_pieces(work):
             total.merge(each)
         total.close()
-        total.index = self._files.index(total.names)
         return total
-
-    def _assigned(self, names: Sequence[str], index: Sequence[str]) -> ColumnRoles:
-        where, files = self._config.source, self._files.files
-        if len(files) > 1 and not self._files.is_listing:
-            where = f"{where} ({files[self._files.first].path})"
-        return assign(self._config, names, where, index)
-
-    def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Refuse a column whose types differ between files so that one would change the other."""
-        for name in roles.kept:
-            found = list(scan.families.get(name, {}).values())
-            if name in self._said or len(found) == 1 or not found:
-                continue
-            if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:
-                continue
-            places = " and ".join(
-                f"{kind} in {self._files.place(piece, row)}" for piece, row, kind in found[:2]
-            )
-            raise UserError(
-                f"data.types: the column {name!r} holds {places}; write one type, or set "
-                f"data.types: {{{name}: text}}"
-            )
 
     def _pictures(self, piece: Piece) -> Pictures:
         return Pictures(self._config.image, self._files.folder(piece.file))
@@ -280,7 +262,7 @@ class FileSource(Source):
             broken.rows += 1
 
         with self._files.local(piece.file) as path:
-            for rows in self._files.rows(path, piece, list(self._columns), add):
+            for rows in self._files.reader.rows(path, piece, list(self._columns), add):
                 for start in range(0, len(rows.numbers), _ROWS):
                     here = slice(start, start + _ROWS)
                     yield Rows(rows.table.slice(start, _ROWS), rows.numbers[here])

@@ -45,9 +45,7 @@ _FALSE = ("false", "False", "FALSE", "0", "0.0")
 
 def trimmed(array: pa.Array) -> pa.Array:
     """Return texts without spaces around them, and "" for null."""
-    # Few functions of Arrow take large strings, as pandas writes them.
-    short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
-    return pc.fill_null(pc.utf8_trim_whitespace(short), "")
+    return pc.fill_null(pc.utf8_trim_whitespace(array), "")
 
 
 def text_of(value: Any) -> str:
