@@ -1,7 +1,5 @@
 """What holds for every test: a fixed environment, loopback only, no process left behind."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import gc

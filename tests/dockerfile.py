@@ -1,7 +1,5 @@
 """The Dockerfile and `.dockerignore`, read as a container engine reads them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable

@@ -12,8 +12,6 @@
 untracked files included, and says on standard error which changed files have none.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Secrets planted around a test, as a person or a pod has them, and the search for them."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Mapping
 from pathlib import Path

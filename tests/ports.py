@@ -1,7 +1,5 @@
 """Ports that nobody else is given, for servers that start later, or for none."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

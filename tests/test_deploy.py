@@ -1,7 +1,5 @@
 """`deploy/`: overlays are whole; what they build is of one namespace, labelled and typed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What goes into the image: the build context holds all that the Dockerfile copies."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shlex

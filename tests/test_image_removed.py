@@ -1,7 +1,5 @@
 """What the image leaves out of its packages is opened by no process of a whole run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The wheel, installed without a checkout, works next to folders that have Flotilla's own names."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The hostile files that rows of the table name: each is prepared where its name occurs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of `table.txt`: what is called, how it ends, and a part of its one line."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Every command and every option, called wrongly: exit code, one line, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The programs that Flotilla is compared with do what their descriptions say."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

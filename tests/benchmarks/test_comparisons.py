@@ -1,7 +1,5 @@
 """Comparisons: which bound they have, whether they hold, and what is written of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Plain tables that tables that grow are held against: the same model, a row for each listed id."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import numpy as np

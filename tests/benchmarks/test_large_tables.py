@@ -1,7 +1,5 @@
 """What is measured of large tables: every lazy optimizer, and no more than memory holds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from types import SimpleNamespace

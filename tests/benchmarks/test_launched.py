@@ -1,7 +1,5 @@
 """How fast a run was: by the clock, after its first tenth, without what checkpoints take."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

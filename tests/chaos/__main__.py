@@ -6,8 +6,6 @@ machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose 
 The faults follow from its seed alone; when exactly they happen depends on the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import sys

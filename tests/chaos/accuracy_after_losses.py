@@ -15,8 +15,6 @@ they differ by has the chance of asynchronous training in it: that of undisturbe
 seeds is printed, and the same seed may be given twice.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The injection of faults into a run: signals, files, limits of the kernel."""
 
-from __future__ import annotations
-
 import random
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """A run of `flotilla` in a process of its own, followed by its events."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

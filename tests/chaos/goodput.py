@@ -9,8 +9,6 @@ the newest checkpoint of the second over that of the first: what is trained twic
 published, does not count. Without `--launcher` both engines are measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

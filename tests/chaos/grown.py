@@ -1,7 +1,5 @@
 """The rows of tables that grow in a checkpoint, read with TensorFlow's own reader."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """All invariants: what holds for every run, whatever failed in it."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The injection of faults into a job: its pods, its launcher, the API and the controller."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """The plan of a run that trains as a job of an engine on the stand-in of a cluster."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One run with faults as a job of an engine: the whole pipeline on the stand-in of a cluster."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

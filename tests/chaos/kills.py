@@ -1,7 +1,5 @@
 """A run on this machine of which tasks are killed (SIGKILL); when that is, subclasses decide."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import threading

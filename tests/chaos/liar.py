@@ -1,7 +1,5 @@
 """A model that lies: its process ends with exit code 0 in the middle of training."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

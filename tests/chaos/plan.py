@@ -1,7 +1,5 @@
 """The plan of a run: drawn from a seed, so that it can be repeated."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

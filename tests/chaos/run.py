@@ -1,7 +1,5 @@
 """One run with faults: the whole pipeline, resumed until it is blessed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The plan of a run that trains tables: raw ids get rows, and lose them where there are too few."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What came of many runs: their figures, by kind of fault and by strategy, and the totals."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

@@ -14,8 +14,6 @@ kill, the steps that are missing up to the next one, in seconds of the run's own
 after. That speed is without the first `RECOVERY_SECONDS` after a kill.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

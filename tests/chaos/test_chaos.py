@@ -1,7 +1,5 @@
 """Runs with faults: on this machine, and on each engine on the stand-in of a cluster."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos.__main__ import main

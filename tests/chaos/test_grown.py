@@ -1,7 +1,5 @@
 """The rows of tables: each invariant of them finds its violation; what plans of tables draw."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each invariant finds its violation; a plan is the same for the same seed."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

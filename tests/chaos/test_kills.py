@@ -1,7 +1,5 @@
 """When a run is struck, and when it has survived that."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from unittest import mock

@@ -3,8 +3,6 @@
 Once at the start and once for each line of its input, on one channel, as a chief does.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

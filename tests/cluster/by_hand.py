@@ -1,7 +1,5 @@
 """Tasks that are started one by one, as containers and published examples start them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

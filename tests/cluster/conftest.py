@@ -1,7 +1,5 @@
 """What the tests of this folder train on: a published dataset, and a cluster of Kubernetes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

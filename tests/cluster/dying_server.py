@@ -1,7 +1,5 @@
 """A parameter server that is killed as soon as it is asked to publish its second part."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A model that ends the process, as code that was a script once does."""
 
-from __future__ import annotations
-
 import sys
 from typing import NoReturn
 

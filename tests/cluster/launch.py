@@ -1,7 +1,5 @@
 """A process that launches a job as a pipeline step does: `python -m tests.cluster.launch JOB`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

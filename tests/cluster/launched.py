@@ -1,7 +1,5 @@
 """A launched job for a test: its events as they come, its tasks, and its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

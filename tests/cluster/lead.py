@@ -1,7 +1,5 @@
 """Leads a strategy under test: `python -m tests.cluster.lead SPEC`, the JSON of a `Trial`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

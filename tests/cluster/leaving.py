@@ -6,8 +6,6 @@ or -1, `layers`, how many the model has more, and `torn`, whether it dies while 
 line of JSON says what was found and what it leaves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A chief that looks at turns again and again: `python -m tests.cluster.looking SPEC`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ SPEC is a JSON file: `config` (sections that differ from the defaults), `counter
 each trial: `bytes` of one step, and `devices` and `shapes` of the variables.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ the newest pod of that name: that of a lost one until there is another. A pod th
 address with it: nothing answers there any more, also not that nothing is there. Needs root, Linux.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Problems of the strategies under test, and strategies on parts of a processor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker, with parts of the processor as `DEVICES`, or parameter server under test."""
 
-from __future__ import annotations
-
 import os
 
 import tensorflow as tf

@@ -8,8 +8,6 @@ lifetime, so a process leads the strategy too (`tests.cluster.lead`), and says t
 of servers may serve any number of leading processes, one after the other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

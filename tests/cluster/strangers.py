@@ -1,7 +1,5 @@
 """Who reaches this machine over an address that is not a loopback address."""
 
-from __future__ import annotations
-
 import ipaddress
 import select
 import socket

@@ -1,7 +1,5 @@
 """Two recommenders, tiny: one of fixed tables, and two nights of one whose tables grow."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

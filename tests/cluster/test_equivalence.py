@@ -1,7 +1,5 @@
 """Strategies make the same updates: as one process, with state, towers and more."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace

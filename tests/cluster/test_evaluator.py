@@ -1,7 +1,5 @@
 """The evaluator during training: it measures every checkpoint, and may die without harm."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cluster.launched import launched

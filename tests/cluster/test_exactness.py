@@ -1,7 +1,5 @@
 """Each step is counted once, and each example is where it has to be."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter

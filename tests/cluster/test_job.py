@@ -1,7 +1,5 @@
 """A job on the stand-in of Kubernetes, whose pods train: launched, lost, suspended, cancelled."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

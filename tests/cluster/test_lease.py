@@ -1,7 +1,5 @@
 """One folder of checkpoints has one writer: real launchers at the same time and in turn."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A cluster of processes on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A chief or servers die, and a new attempt begins: what lives stays, what is lost goes back."""
 
-from __future__ import annotations
-
 import signal
 
 import numpy as np

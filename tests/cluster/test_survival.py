@@ -1,7 +1,5 @@
 """What a cluster survives: lost tasks, stalls, cut connections; and the end of training."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

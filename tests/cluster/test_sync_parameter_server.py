@@ -1,7 +1,5 @@
 """Synchronous updates on parameter servers: exact, with backup workers, through deaths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any

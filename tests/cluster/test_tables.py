@@ -1,7 +1,5 @@
 """Tables on parameter servers: sharded, growing, fine-tuned and warm-started."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The gradient of the weight of an example is -1 / batch size in each batch that h
 others: plain SGD with the batch size as its rate adds 1 for each visit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

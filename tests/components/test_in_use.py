@@ -1,7 +1,5 @@
 """What a run is given as code stays until the run has noted it."""
 
-from __future__ import annotations
-
 import pytest
 
 from components import in_use

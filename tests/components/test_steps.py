@@ -1,7 +1,5 @@
 """The bodies of the steps between the first one and the exit step, but for training."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a document claims: that a command, a setting or a path is one. Each check says why not."""
 
-from __future__ import annotations
-
 import re
 
 import typer

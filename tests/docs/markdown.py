@@ -1,7 +1,5 @@
 """What a Markdown page says: its blocks of code, its words set as code, its links, its headings."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The documents are true: commands, settings, paths, links and targets that they name are there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

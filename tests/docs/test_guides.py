@@ -1,7 +1,5 @@
 """The configurations of the guide to files make blessed models of a stranger's files."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """The example of a dataset of one's own: clicks of days, by laws that are said, with new ids."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

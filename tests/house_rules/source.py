@@ -1,7 +1,5 @@
 """The files of the repository, as the house rules see them."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

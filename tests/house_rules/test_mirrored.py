@@ -1,7 +1,5 @@
 """Each module has tests: `make check` runs those that mirror a changed one."""
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 
 from tests.house_rules.source import files, source_modules

@@ -1,7 +1,5 @@
 """An instance on loopback, and the command line on it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Read in `backend/src/apiserver` of 2.17 (`server/list_request_util.go`, `list`, `filter`), and seen.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

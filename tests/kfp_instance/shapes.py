@@ -1,7 +1,5 @@
 """What goes over the wire, held against the models of the KFP client, which drops other keys."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

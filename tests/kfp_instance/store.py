@@ -1,7 +1,5 @@
 """What an instance holds: pipelines, experiments, runs, recurring runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The stand-in is what the KFP client expects, and refuses what an instance refuses."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

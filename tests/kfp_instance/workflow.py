@@ -10,8 +10,6 @@ A step's code publishes its record below the root of the run. An hour after the 
 gone; the logs are in the archive then, and the nodes in the database.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -4,8 +4,6 @@ TensorFlow's server listens on all addresses, so each pod gets a free port, to w
 takes those who ask for the port of the manifest.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -3,8 +3,6 @@
 Of its checks these are those that a pod of a training job can meet; `baseline` is not enforced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A cluster for tests: API server and operator, with a kubelet or with a test in its place."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterable, Iterator, Mapping

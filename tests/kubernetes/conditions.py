@@ -1,7 +1,5 @@
 """The conditions of a job: what the training operator adds, replaces and removes."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from tests.kubernetes.store import Tree, now

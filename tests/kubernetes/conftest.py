@@ -1,7 +1,5 @@
 """A cluster, and the official client for it."""
 
-from __future__ import annotations
-
 import pytest
 from kubernetes import client
 

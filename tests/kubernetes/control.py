@@ -1,7 +1,5 @@
 """The API outside of a namespace's objects: version, kinds, nodes, namespaces, access reviews."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

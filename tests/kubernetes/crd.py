@@ -4,8 +4,6 @@ The schema is that of the CRD, which is no part of this repository: without it a
 it is. Read in Kubernetes 1.33, `apiextensions-apiserver`; the words of a strict decoder were seen.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterator
 from pathlib import Path

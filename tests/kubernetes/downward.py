@@ -1,7 +1,5 @@
 """What a pod's variables may say of the pod itself: the downward API."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

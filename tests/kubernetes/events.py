@@ -1,7 +1,5 @@
 """The events that the parts of a cluster write about its objects: one for each message."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import suppress
 

@@ -3,8 +3,6 @@
 Read in Kubernetes 1.33, `pkg/controller/job/pod_failure_policy.go`.
 """
 
-from __future__ import annotations
-
 from tests.kubernetes.store import Tree
 
 

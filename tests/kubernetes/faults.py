@@ -1,7 +1,5 @@
 """Faults of an API server, on demand."""
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import dataclass, field

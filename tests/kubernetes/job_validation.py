@@ -1,7 +1,5 @@
 """What the API of Kubernetes 1.33 adds to a Job, and what it refuses of one, in its words."""
 
-from __future__ import annotations
-
 from tests.kubernetes.store import RefusedError, Tree
 
 _TEMPLATE = "spec.template.spec.restartPolicy"

@@ -1,7 +1,5 @@
 """JobSets in the API server: the schema of their CRD, and the webhooks of their controller."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

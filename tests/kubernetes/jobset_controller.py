@@ -6,8 +6,6 @@ version; conditions, names, labels and the order of what happens were seen on a 
 here: startup in order, `dependsOn`, coordinator, volume claims, rules of failure, feature gates.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from contextlib import suppress

@@ -4,8 +4,6 @@ Read in `pkg/webhooks` of that version. All have `failurePolicy: Fail`: without 
 JobSet is created or patched and no pod of one is created, while reading and deleting work.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

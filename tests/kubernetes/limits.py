@@ -1,7 +1,5 @@
 """What a namespace refuses of pods, in the words of Kubernetes 1.33: accounts and quotas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any

@@ -1,7 +1,5 @@
 """The logs of containers: lines with their times in nanoseconds, one log for each restart."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The states of a pod, as the kubelet and the scheduler write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.kubernetes.store import Store, Tree, now

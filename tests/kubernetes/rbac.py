@@ -1,7 +1,5 @@
 """What the roles of deploy/base/rbac.yaml grant, and how the API server refuses the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

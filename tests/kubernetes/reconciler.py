@@ -1,7 +1,5 @@
 """A controller in a thread of its own, which is called after every change of the store."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from typing import Self

@@ -3,8 +3,6 @@
 A pod that has an address of its own listens on that one where it would listen on all.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """The objects of a small Kubernetes API: versions, watches, selectors, garbage collection."""
 
-from __future__ import annotations
-
 import copy
 import random
 import threading

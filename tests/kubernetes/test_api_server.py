@@ -1,7 +1,5 @@
 """The small API server answers the official client as a real one does."""
 
-from __future__ import annotations
-
 import pytest
 import urllib3
 from kubernetes import client, watch

@@ -1,7 +1,5 @@
 """The Job controller does what the real one does; see `README.md` for what was seen and read."""
 
-from __future__ import annotations
-
 import pytest
 from kubernetes import client
 

@@ -1,7 +1,5 @@
 """The controller of JobSets does what the real one does; see `README.md` for what was seen."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The names of pods: when they resolve, and what becomes of connections that were made by them."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

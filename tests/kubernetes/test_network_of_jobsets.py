@@ -1,7 +1,5 @@
 """The names of a JobSet's pods, and processes that find each other by them."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

@@ -1,7 +1,5 @@
 """The operator does to a job what the real one does; see `README.md` for what was seen."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kubernetes import pods

@@ -1,7 +1,5 @@
 """`flotilla` as a person or a script calls it: a process, its lines, its last line of JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

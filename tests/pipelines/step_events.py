@@ -1,7 +1,5 @@
 """Events of a run as its steps write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

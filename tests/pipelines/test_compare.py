@@ -1,7 +1,5 @@
 """`flotilla compare`: runs side by side."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

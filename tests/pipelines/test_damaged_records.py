@@ -1,7 +1,5 @@
 """Records that anything may have happened to: no traceback, and no other run hidden."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

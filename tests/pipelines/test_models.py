@@ -1,7 +1,5 @@
 """`flotilla models`: what a person sees and does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`flotilla predict`: which model and which output are meant, and the process that answers."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

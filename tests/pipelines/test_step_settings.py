@@ -1,7 +1,5 @@
 """What the pods of the steps get: values that KFP finds, retries where they help, deadlines."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

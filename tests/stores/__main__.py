@@ -1,7 +1,5 @@
 """A server in a process of its own: `python -m tests.stores gs|s3 BUCKET LATENCY`."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.stores.gcs_server import gcs_server

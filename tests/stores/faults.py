@@ -1,7 +1,5 @@
 """What can go wrong between a client and a store, injected into a server's request handler."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The servers as fixtures; a test that changes a server's plan gets it clean, and leaves it so."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 

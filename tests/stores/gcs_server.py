@@ -4,8 +4,6 @@ It lacks threads, connections that stay open, `ifGenerationMatch`, pages of a li
 sent twice, and speed: it rewrites all metadata for each object.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import io

@@ -1,7 +1,5 @@
 """A relay of TCP between a client and a server on loopback, which can be cut in every way."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

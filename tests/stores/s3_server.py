@@ -1,7 +1,5 @@
 """A server of S3: moto's, with faults, latency, and an open door to its objects."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

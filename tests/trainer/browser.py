@@ -1,7 +1,5 @@
 """A headless Chromium that opens a page, spoken to through its pipe (`--remote-debugging-pipe`)."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """The objective of a classifier, for tests that build a problem of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Names of columns as people and spreadsheets write them, and as no tool likes them."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 #: Signs, alphabets, words of Python, of Keras and of our own layers, and names that look alike.

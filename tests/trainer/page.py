@@ -1,7 +1,5 @@
 """An HTML page as a test reads it."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

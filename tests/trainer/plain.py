@@ -1,7 +1,5 @@
 """A strategy of one process that really trains a Keras model, and something for it to learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A small published dataset and a checkpoint of a model on it, made by the real modules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which spellings are one class, which only look alike, and which name a class has."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

@@ -1,7 +1,5 @@
 """The processors of a process are those that its container may use."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

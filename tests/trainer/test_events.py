@@ -1,7 +1,5 @@
 """Events of several processes in one file: whole lines, typed, and never in the way of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

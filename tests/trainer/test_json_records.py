@@ -1,7 +1,5 @@
 """Records in JSON: whatever is read can be compared, printed and written again."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

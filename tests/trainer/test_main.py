@@ -1,7 +1,5 @@
 """`python -m trainer`: one line and the right exit code, whatever was wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

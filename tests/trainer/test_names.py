@@ -1,7 +1,5 @@
 """Names of ours: of layers and of arguments, for columns of any name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

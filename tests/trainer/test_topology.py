@@ -1,7 +1,5 @@
 """Which tasks each strategy needs, and which of them runs the outer loop."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.topology import TOPOLOGIES, Cluster, Task, leader, topology_of

@@ -1,7 +1,5 @@
 """TF_CONFIG: a cluster and this process's task, or one line that says what is wrong with it."""
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The user's folder is the last place that is looked into, in this process and in its children."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

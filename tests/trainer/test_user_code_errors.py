@@ -1,7 +1,5 @@
 """An error in the user's code is said in one line that names its place."""
 
-from __future__ import annotations
-
 import sys
 
 import keras

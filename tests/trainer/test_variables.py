@@ -1,7 +1,5 @@
 """Every environment variable of Flotilla is checked before anything begins."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The JobSet of a configuration: valid for Kubernetes and JobSet, and a Job for each task."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """One attempt of a step to train as a TFJob, in a thread of the test or as a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Random settings of a TFJob: everything that the configuration allows."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 names = st.from_regex(r"\A[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?\Z")

@@ -1,7 +1,5 @@
 """A retry of the step, and the job that it finds: adoption or a new job."""
 
-from __future__ import annotations
-
 import pytest
 
 from components.kubernetes.pods.template import Place

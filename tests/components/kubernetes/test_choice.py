@@ -1,7 +1,5 @@
 """What `cluster.launcher: auto` is, by what the cluster has."""
 
-from __future__ import annotations
-
 import pytest
 
 from components import launchers

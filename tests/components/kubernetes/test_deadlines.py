@@ -1,7 +1,5 @@
 """What keeps a job from its start is said in one line, as soon as it is known."""
 
-from __future__ import annotations
-
 import logging
 import math
 

@@ -1,7 +1,5 @@
 """Pods that the operator cannot make: their reason is in the events of the job alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from components.kubernetes import kubernetes_events, supervisor

@@ -1,7 +1,5 @@
 """Which launcher is called, and what it refuses before its first request."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

@@ -1,7 +1,5 @@
 """A run as a JobSet: a lost pod costs that pod, a cancel suspends first, refusals are one line."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

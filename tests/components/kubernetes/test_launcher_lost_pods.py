@@ -1,7 +1,5 @@
 """Pods that are taken away: the operator fails the job, and the launcher makes it again."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -1,7 +1,5 @@
 """The pods of a job get the tracker of the step, and never its credentials as values."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Every line of every task once, for any times of the lines and any break of the connection."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Names that do not collide, and that Kubernetes accepts."""
 
-from __future__ import annotations
-
 import re
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The stop of a cancelled job: who is asked, who answers, and what ends the job if nobody does."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """Time lines of a job: each has the right end, the right message, and leaves no job behind."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs that a run pins: the champion that it begins with, and the version of its dataset."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

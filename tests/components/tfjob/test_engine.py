@@ -1,7 +1,5 @@
 """The TFJob of a configuration: valid for Kubernetes and the operator, and with all settings."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """What `--json` adds to the keys of every command is what the command's help says of it."""
 
-from __future__ import annotations
-
 import json
 import re
 

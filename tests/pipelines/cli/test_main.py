@@ -1,7 +1,5 @@
 """The console script from its first moment on: signals while it loads, streams that are gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

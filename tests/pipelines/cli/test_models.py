@@ -1,7 +1,5 @@
 """`flotilla checkpoint show`: what is in a checkpoint, without TensorFlow."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The last line of a run that has not come to its end: how to go on, where that is possible."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

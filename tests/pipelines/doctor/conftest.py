@@ -1,7 +1,5 @@
 """A scripted cluster, a folder to stand in, and the doctor as a person calls it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

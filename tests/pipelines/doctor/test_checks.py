@@ -1,7 +1,5 @@
 """A cluster that lacks one thing: the doctor names it, and what mends it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The API, the namespace, which engine is examined, and whether it is there."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

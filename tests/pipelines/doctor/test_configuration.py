@@ -1,7 +1,5 @@
 """A model and a dataset that do not fit are found before anything is downloaded."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks run side by side: none hides another, and none is waited for longer than its deadline."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """The configuration as a check, what this machine needs, and how the doctor tells it all."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

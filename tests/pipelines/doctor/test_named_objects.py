@@ -1,7 +1,5 @@
 """What the job names and the cluster lacks."""
 
-from __future__ import annotations
-
 import json
 
 import hypothesis

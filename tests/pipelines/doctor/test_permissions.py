@@ -1,7 +1,5 @@
 """What a namespace refuses is said before the run, in the words of the API."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kubernetes import crd

@@ -1,7 +1,5 @@
 """Quotas and GPUs against what the pods of the job ask for."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines.doctor.resources import amount, written

@@ -1,7 +1,5 @@
 """`storage.root`: what is missing is named, with the command for it, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A run of a cluster in a bucket, made by the bodies of its steps, and failures to plant in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A run below a storage root with a judged evaluation, made without TensorFlow."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

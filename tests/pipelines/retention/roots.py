@@ -1,7 +1,5 @@
 """Storage roots with many runs, as the steps leave them, written without training."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import UTC, datetime, timedelta

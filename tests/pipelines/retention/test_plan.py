@@ -1,7 +1,5 @@
 """What may go: against an oracle that walks over the history itself and not over references."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 

@@ -1,7 +1,5 @@
 """`flotilla gc --keep-runs --keep-versions` on roots as runs leave them."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """`flotilla runs`, `status`, `logs`, `cancel` on an instance."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """How an instance is reached: where options and variables meet, and where secrets stay."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines.runs import kfp_access as accesses

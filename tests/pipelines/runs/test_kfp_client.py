@@ -1,7 +1,5 @@
 """What goes wrong between the command line and an instance: one line each, and soon."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """The nodes of a run, from whatever an instance has of its workflow."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """How a run on an instance ended: what `submit --wait` and `status` say, whatever is left of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines.runs.kfp_nodes import Pod

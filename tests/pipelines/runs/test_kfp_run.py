@@ -1,7 +1,5 @@
 """`flotilla run` with its root in an object store: blessed, resumed, and read from there alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

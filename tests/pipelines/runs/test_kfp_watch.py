@@ -1,7 +1,5 @@
 """Ctrl-C while a run is looked at: the person goes away, the run does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`flotilla run` that begins with the champion: from scratch, then at the champion's loss."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

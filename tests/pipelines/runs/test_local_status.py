@@ -1,7 +1,5 @@
 """`flotilla runs`, `status`, `logs`, `cancel` for runs on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`flotilla run`, whole and real: digits through a cluster of processes, blessed and refused."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

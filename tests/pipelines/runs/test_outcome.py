@@ -1,7 +1,5 @@
 """How a run ended, by its events and the exit code of the runner."""
 
-from __future__ import annotations
-
 import subprocess
 from contextlib import suppress
 

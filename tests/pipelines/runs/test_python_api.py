@@ -1,7 +1,5 @@
 """The Python API as a notebook uses it: cheap to import, in any thread, in a running event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

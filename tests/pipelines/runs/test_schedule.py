@@ -1,7 +1,5 @@
 """`flotilla schedule`: one schedule for each name, as it was asked for last."""
 
-from __future__ import annotations
-
 import copy
 from datetime import UTC, datetime
 

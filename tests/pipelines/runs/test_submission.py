@@ -1,7 +1,5 @@
 """`flotilla submit`: what an instance gets, and how a run that is waited for is judged."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`flotilla upload`: one version for each content, whoever comes first."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

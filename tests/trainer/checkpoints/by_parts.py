@@ -1,7 +1,5 @@
 """Checkpoints by parts without a cluster: this process is the chief and every server."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

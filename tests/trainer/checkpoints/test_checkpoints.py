@@ -1,7 +1,5 @@
 """Checkpoints: what is saved comes back, and only what can be read is ever taken."""
 
-from __future__ import annotations
-
 import math
 import resource
 from contextlib import contextmanager

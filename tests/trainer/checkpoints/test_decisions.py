@@ -1,7 +1,5 @@
 """When a checkpoint is due, which ones stay, and which one is selected."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.trainer.checkpoints.test_index import publish

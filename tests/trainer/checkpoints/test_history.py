@@ -1,7 +1,5 @@
 """The rows of `history.jsonl`: whole, in order, and cut back to the checkpoint by a new attempt."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Which checkpoints are published, with what was measured of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints that each server writes a part of."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

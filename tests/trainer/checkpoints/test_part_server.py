@@ -1,7 +1,5 @@
 """What a server answers to the files of a chief."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import os

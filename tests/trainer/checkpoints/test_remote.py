@@ -1,7 +1,5 @@
 """Checkpoints in an object store: training never waits, and nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext, suppress
 

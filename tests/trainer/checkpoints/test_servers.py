@@ -1,7 +1,5 @@
 """What the chief asks servers for, and restores on them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is written again and again is what TensorFlow's own checkpoint reads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

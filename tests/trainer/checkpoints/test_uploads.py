@@ -1,7 +1,5 @@
 """Uploads in the background: one at a time, the newest of each slot, and errors are reported."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

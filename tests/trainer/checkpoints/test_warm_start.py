@@ -1,7 +1,5 @@
 """A fresh run that begins with the weights of another one, and what it says if they do not fit."""
 
-from __future__ import annotations
-
 import shutil
 
 import keras

@@ -1,7 +1,5 @@
 """A module that is called in a process of its own answers, or says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """The record of the end of training: what it says, and when it is not believed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

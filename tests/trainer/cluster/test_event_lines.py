@@ -1,7 +1,5 @@
 """Events as lines of a log: enough to follow a training by, and not more."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of

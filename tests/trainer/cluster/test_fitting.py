@@ -1,7 +1,5 @@
 """What is said where a trial in a process of its own comes to no answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.cluster import child_process, fitting

@@ -1,7 +1,5 @@
 """What every launcher takes: a job that is data, and one way to be called."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lease of a checkpoint folder: held, refused, shared, expired, lost and released."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

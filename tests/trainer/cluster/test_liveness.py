@@ -1,7 +1,5 @@
 """Heartbeats: bytes in a pipe, and what their absence means."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

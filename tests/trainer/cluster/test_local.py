@@ -1,7 +1,5 @@
 """The logs of local tasks become lines of the step's own log, each once."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

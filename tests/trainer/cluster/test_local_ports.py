@@ -1,7 +1,5 @@
 """Ports that are reserved for a cluster: its tasks may have them, and nobody else is given one."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Ports that only loopback reaches; the server here shares its port as TensorFlow's does."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import sys

@@ -1,7 +1,5 @@
 """A task of a local cluster as a process: folder, environment, log and termination message."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

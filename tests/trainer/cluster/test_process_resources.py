@@ -1,7 +1,5 @@
 """Workers of one machine get equal parts of its cores."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A process ends with the one that started it: chains of real processes, of which one is killed."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Which ends of tasks the supervisor of a local cluster believes; tasks are shell scripts."""
 
-from __future__ import annotations
-
 from unittest.mock import create_autospec
 
 import pytest

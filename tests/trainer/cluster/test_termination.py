@@ -1,7 +1,5 @@
 """The termination message of a task: its space is reserved before a disk is full."""
 
-from __future__ import annotations
-
 import errno
 import resource
 from pathlib import Path

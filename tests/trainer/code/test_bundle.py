@@ -1,7 +1,5 @@
 """A bundle has the name of its content, and is published once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What refers to a bundle: runs, also resumed ones, and schedules."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer import storage

@@ -1,7 +1,5 @@
 """What of a folder becomes a bundle, what is left out, and what is refused in one line."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The champion in its exported form, asked about the examples of the challenger."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """The metric decides which test compares two models, and which side of its bound is the bad one."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import keras

@@ -1,7 +1,5 @@
 """The evaluation of a checkpoint: figures by hand, every example once, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The metrics of a task over examples in parts: sums of metrics, and what the task adds to them."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Parts of the examples by the value of a feature."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The metrics of a run, as the events of the leading task make them."""
 
-from __future__ import annotations
-
 import re
 import socket
 import urllib.error

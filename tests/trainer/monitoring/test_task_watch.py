@@ -1,7 +1,5 @@
 """Which tasks are alive, and which have begun again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

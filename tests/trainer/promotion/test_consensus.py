@@ -1,7 +1,5 @@
 """All proposers get one decision, in any order of reads and writes, whichever of them die."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

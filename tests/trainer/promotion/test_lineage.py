@@ -1,7 +1,5 @@
 """The commit that made a model: that of the image, or of the checkout."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rules that an exported model has to pass before it is promoted."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

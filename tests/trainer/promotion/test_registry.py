@@ -1,7 +1,5 @@
 """The registry: versions, promotions, the champion; two at once, and what is damaged."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

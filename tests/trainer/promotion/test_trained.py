@@ -1,7 +1,5 @@
 """What champions were trained on: nights with data that comes, comes late, comes twice, changes."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

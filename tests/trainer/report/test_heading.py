@@ -1,7 +1,5 @@
 """The head of the page: what ran, why it failed, what to do next, and how to use the model."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

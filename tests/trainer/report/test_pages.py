@@ -1,7 +1,5 @@
 """The environment that the pages of every room share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jinja2

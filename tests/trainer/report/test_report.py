@@ -1,7 +1,5 @@
 """The page of a run: whatever is known of it, and as a browser shows it."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -1,7 +1,5 @@
 """What an evaluation looks like on the page of a run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

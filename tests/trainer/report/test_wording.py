@@ -1,7 +1,5 @@
 """Numbers with the digits that their interval leaves them, and rules in plain words."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

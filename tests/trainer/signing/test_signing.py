@@ -1,7 +1,5 @@
 """Signatures of models: by OpenSSF model signing, with keys that are files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

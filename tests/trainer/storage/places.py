@@ -1,7 +1,5 @@
 """Places to publish in, one for each scheme, seen from behind the storage."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outages at the level of connections: every operation waits until the store is there again."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """A probe says what a place lacks, and leaves nothing."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, suppress
 

@@ -1,7 +1,5 @@
 """Full disks, files in the way, limits: one line each, and nothing half-made is left."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Stores that ignore the MD5 of what is sent: nothing damaged is published, or stays."""
 
-from __future__ import annotations
-
 import builtins
 import os
 from pathlib import Path

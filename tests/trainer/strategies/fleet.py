@@ -1,7 +1,5 @@
 """Workers of asynchronous training without TensorFlow: they take turns, apply and die."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace

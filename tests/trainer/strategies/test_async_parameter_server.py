@@ -1,7 +1,5 @@
 """Asynchronous training: portions, stretches of turns, and what the chief sees of them."""
 
-from __future__ import annotations
-
 import heapq
 
 import pytest

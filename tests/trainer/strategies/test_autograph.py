@@ -1,7 +1,5 @@
 """AutoGraph, which takes seconds, converts loops of one process alone, and nothing they call."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from functools import partial

@@ -1,7 +1,5 @@
 """Gradients over pulled values are those over variables, compiled or not."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import keras

@@ -1,7 +1,5 @@
 """One process: the same updates as written out, and what mirrored workers refuse."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import keras

@@ -1,7 +1,5 @@
 """How a model is built where an attempt before has left values; all servers are here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import keras

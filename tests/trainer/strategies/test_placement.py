@@ -1,7 +1,5 @@
 """The placement of variables: balance, servers by name, models, and what is refused."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import keras

@@ -1,7 +1,5 @@
 """What an attempt has left on servers (this process) is taken by the next one, or removed."""
 
-from __future__ import annotations
-
 import secrets
 import weakref
 from types import SimpleNamespace

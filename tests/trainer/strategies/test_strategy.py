@@ -1,7 +1,5 @@
 """What all strategies are built from: gradients, the counter, variables, and how one is made."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import threading

@@ -1,7 +1,5 @@
 """Synchronous training: which announcements count, and gradients that wait on the servers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a strategy does for a table that grows, in one process."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

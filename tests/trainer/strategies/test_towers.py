@@ -1,7 +1,5 @@
 """A gradient over two devices is that over both batches on one."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

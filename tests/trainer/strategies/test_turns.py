@@ -1,7 +1,5 @@
 """How workers take turns, and wait for those of a chief before."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

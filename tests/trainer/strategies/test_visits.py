@@ -1,7 +1,5 @@
 """Which examples are next, and how the visits of workers are counted."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """What a graph says that was traced."""
 
-from __future__ import annotations
-
 
 def ancestors(of):
     found, left = set(), [of]

@@ -1,7 +1,5 @@
 """Which steps are profiled, and that no profiler ends training."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2

@@ -1,7 +1,5 @@
 """What TensorBoard finds in `logs/`: every metric at its step, and the config's keys."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Kubeflow's Model Registry as a second address, against a stand-in of its server."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Runs in MLflow, against its own server: made, resumed, refused, failed, nested, registered."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What the tracker gets of a run; one that is away, slow or raises never makes a run wait."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

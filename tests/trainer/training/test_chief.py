@@ -1,7 +1,5 @@
 """What the chief gives to the outer loop, and which errors of TensorFlow begin a new attempt."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is configured and cannot be done is refused before training: models, tasks, datasets."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import ClassVar
 

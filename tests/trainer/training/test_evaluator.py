@@ -1,7 +1,5 @@
 """Which checkpoints the evaluator passes over, and which errors end it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The journal of an attempt: which rows it keeps, and what it begins with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

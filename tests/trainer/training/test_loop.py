@@ -1,7 +1,5 @@
 """The outer loop: how far it trains, what it leaves on the way, and how an attempt begins again."""
 
-from __future__ import annotations
-
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Optimizers and schedules as they are configured."""
 
-from __future__ import annotations
-
 import math
 
 import keras

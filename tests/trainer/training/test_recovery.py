@@ -1,7 +1,5 @@
 """Which values an attempt begins with: what lives is taken, what is lost is restored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec

@@ -1,7 +1,5 @@
 """The role of a parameter server."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

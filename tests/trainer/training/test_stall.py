@@ -1,7 +1,5 @@
 """When a wait is a stall, and who is named; the real waits are in `tests/cluster`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.trainer.counting import Counting, config_of

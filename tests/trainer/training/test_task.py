@@ -1,7 +1,5 @@
 """A cluster without a chief: worker 0 becomes the chief, and serves in a child process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """deploy/base/rbac.yaml allows every request that is sent to the API, and nothing else."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A launcher that lacks a permission says so at once, and leaves no job."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step

@@ -1,7 +1,5 @@
 """The first process of a pod: the task it starts, the signals it forwards, how it ends orphans."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

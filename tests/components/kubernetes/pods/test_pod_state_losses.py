@@ -1,7 +1,5 @@
 """Which pod was taken away, how, and which of several was the first."""
 
-from __future__ import annotations
-
 import pytest
 
 from components.kubernetes.pods import pod_state

@@ -1,7 +1,5 @@
 """The port of the shutdown connection under attack: it holds few connections, and its own."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack
 

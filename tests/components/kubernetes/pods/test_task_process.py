@@ -1,7 +1,5 @@
 """The attempts of a task in its pod: which end is final, and what is left when the next begins."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

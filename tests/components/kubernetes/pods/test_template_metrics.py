@@ -1,7 +1,5 @@
 """The port of the metrics in the pods of a job, and who reaches it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

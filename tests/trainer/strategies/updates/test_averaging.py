@@ -1,7 +1,5 @@
 """Averages of weights: against ones computed by hand, exchanged, and begun."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

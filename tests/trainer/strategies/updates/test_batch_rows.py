@@ -1,7 +1,5 @@
 """The rows of a batch, known before the model is computed: the same gradient, each row once."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

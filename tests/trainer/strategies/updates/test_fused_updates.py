@@ -1,7 +1,5 @@
 """The kernels of TensorFlow move variables as Keras's own formulas do."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The scale of a float16 loss: halved, doubled, and never the end of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import keras

@@ -1,7 +1,5 @@
 """Lazy updates: what a batch looks up moves as by Keras's formula, and all else stands still."""
 
-from __future__ import annotations
-
 import json
 
 import keras
