@@ -25,6 +25,13 @@ def restarts(tmp_path, monkeypatch, kube):
     return lambda: [each for each in events.read(path) if isinstance(each, Restart)]
 
 
+def complete(kube, attempt):
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+
+
 def start(kube, workers=2, **more):
     tree = settings(**more)
     tree["cluster"]["workers"] = workers
@@ -82,10 +89,7 @@ def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
             == [second["metadata"]["uid"]]
         )
     )
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     (restart,) = restarts()
     assert (restart.task, restart.cause) == (task, "loss of its pod: deleted")
     kube.wait_until_deleted()
@@ -105,10 +109,7 @@ def test_the_cause_is_what_kubernetes_says(kube, restarts, reason, how):
     before = uid(kube)
     kube.take_away("worker-1", reason)
     made_again(kube, before)
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     (restart,) = restarts()
     assert restart.task == "worker-1"
     assert restart.cause == f"loss of its pod: {how} ({reason})"
@@ -122,10 +123,7 @@ def test_an_evicted_pod_whose_task_ended_with_a_low_code_is_a_loss(kube, restart
         worker = kube.finish("worker-1", 1)
         pods.evicted(kube.store, worker, "The node was low on resource: memory.", code=1)
     made_again(kube, before)
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     assert [each.task for each in restarts()] == ["worker-1"]
 
 
@@ -151,10 +149,7 @@ def test_a_new_checkpoint_restores_what_losses_have_drawn(kube, restarts):
         published(kube, 10 * number)
         kube.take_away("worker-1")
         made_again(kube, before)
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     assert [each.restarts for each in restarts()] == [1, 2, 3, 4]
 
 
@@ -177,10 +172,7 @@ def test_what_a_task_ends_with_after_the_deletion_does_not_matter(kube, restarts
     kube.end_deleted({"chief-0": 130, "worker-0": 138, "ps-0": 143, "worker-1": 143})
     kube.store.wait(lambda: uid(kube) not in ("", before))
     kube.run_all()
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     assert len(restarts()) == 1
 
 
@@ -193,10 +185,7 @@ def test_a_pod_that_is_gone_when_the_failure_is_seen_is_a_loss(kube, restarts):
     kube.end_deleted()
     kube.faults.clear()
     made_again(kube, before)
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     assert len(restarts()) == 1
 
 
@@ -235,10 +224,7 @@ def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
     made_again(kube, before)
     # The answer to its creation was lost: the launcher adopts it.
     kube.wait_renewed()
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    attempt.succeed()
+    complete(kube, attempt)
     assert len(restarts()) == 1
     kube.wait_until_deleted()
 
