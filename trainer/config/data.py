@@ -232,7 +232,8 @@ class DataConfig(Section):
     @field_validator("inputs", "label", "drop", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
-        return list(filter(None, [value])) if isinstance(value, str) else value
+        one = isinstance(value, str | bool | int | float)
+        return [value] if one and value != "" else [] if value == "" else value
 
     @field_validator("bad_rows", mode="before")
     @classmethod

@@ -9,9 +9,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -40,10 +40,18 @@ _URI = re.compile("[a-z0-9]+://|file:")
 _MOST_LETTERS = 1000
 
 
+_TAG = "tag:yaml.org,2002:"
+_READ_AS_OTHERS = {f"{_TAG}{name}" for name in ("bool", "int", "float", "timestamp")}
+# Sections with names of columns.
+_OF_COLUMNS = ("data", "evaluation")
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e6` as a text; here it is a number, as in learning rates.
 
-    A duplicate key is refused: the second one would silently replace the first.
+    It reads `no` as false, `2` as a number and `2025-01-01` as a date: a key is the text that is
+    written, and so is the value of a key that takes texts, as a name of a column. A duplicate key
+    is refused: the second one would silently replace the first.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -54,11 +62,14 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"the key {key.value!r} is duplicated", key.start_mark
                 )
             seen.add(str(key.value))
+            _keep_text(key)
         return super().construct_mapping(node, deep)
 
 
 # A configuration has 100 keys; PyYAML reads 1 MB in 20 s.
 _MOST_BYTES = 1 << 17
+# Of a key, as task.outputs.LABEL.args: a node may hold itself.
+_DEEPEST = 6
 # An alias is a value more each time, and one of an alias of an alias soon fills the memory.
 _MOST_VALUES = 100_000
 
@@ -129,10 +140,10 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         raise ConfigError(_one_line(message)) from None
 
 
-def parse_value(text: str) -> Any:
-    """Parse a YAML value; raises `ConfigError`."""
+def parse_value(text: str, key: str = "") -> Any:
+    """Parse a YAML value, that of a key if one is given; raises `ConfigError`."""
     try:
-        return _load(text)
+        return _load(text, key.split(".") if key else ())
     # PyYAML passes on any error of its constructors: `!!bool x` is a KeyError.
     except Exception:
         raise ConfigError(_one_line(f"{text!r} is not a YAML value")) from None
@@ -179,7 +190,7 @@ def _text(path: Path) -> str:
     raise ConfigError(f"cannot read the configuration {path}: {reason}")
 
 
-def _load(text: str) -> Any:
+def _load(text: str, path: Sequence[str] = ()) -> Any:
     """Return the value of a YAML document, of bounded size; raises whatever PyYAML does."""
     loader = _Loader(text)
     try:
@@ -188,9 +199,37 @@ def _load(text: str) -> Any:
             return None
         if _values(node, {}) > _MOST_VALUES:
             raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES} values")
+        _keep_texts(node, path)
         return loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+def _keep_texts(node: Any, path: Sequence[str]) -> None:
+    """Make texts of the scalars below a path of which the configuration takes texts."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and len(path) < _DEEPEST:
+                _keep_texts(value, (*path, key.value))
+    elif _takes_texts(path):
+        below = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for each in below:
+            _keep_text(each)
+
+
+def _keep_text(node: Any) -> None:
+    if isinstance(node, yaml.ScalarNode) and node.tag in _READ_AS_OTHERS:
+        node.tag = f"{_TAG}str"
+
+
+def _takes_texts(path: Sequence[str]) -> bool:
+    kind: Any = Config if path and path[0] in _OF_COLUMNS else None
+    for part in path:
+        if _is_section(kind) and part in kind.model_fields:
+            kind = kind.model_fields[part].annotation
+        else:
+            return False
+    return kind is str or (get_origin(kind) is tuple and get_args(kind)[0] is str)
 
 
 def _values(node: Any, seen: dict[int, int]) -> int:
@@ -218,7 +257,7 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
             raise ConfigError(f"--set {assignment!r}: {section} is not a section")
         node = below
     try:
-        node[last] = parse_value(text)
+        node[last] = parse_value(text, key.strip())
     except ConfigError as error:
         raise ConfigError(_one_line(f"--set {assignment!r}: {error}")) from None
 
@@ -257,6 +296,8 @@ def _explain(error: Any) -> str:
     if isinstance(value, str) and "://" in value:
         # A mistyped URI may hold a secret there.
         value = value.partition("?")[0]
+    if error["type"] == "string_type" and isinstance(value, bool | int | float):
+        message = "write it in quotes, if it is a name"
     says_value = message.startswith(repr(error["input"]))
     if error["type"] == "value_error" and (isinstance(error["input"], dict) or says_value):
         return f"{key}: {message}"

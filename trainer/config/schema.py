@@ -48,8 +48,6 @@ def _by_class(value: object) -> object:
         raise ValueError(f"it has to be {BALANCED}, or a number for each class by its name")
     if unbounded := [name for name, weight in value.items() if not math.isfinite(weight)]:
         raise ValueError(f"the weight of {unbounded[0]!r} is {value[unbounded[0]]}")
-    if wrong := [name for name in value if isinstance(name, bool)]:
-        raise ValueError(f"{wrong[0]} is no name of a class: write it in quotes")
     return {str(name): weight for name, weight in value.items()}
 
 

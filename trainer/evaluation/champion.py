@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer import storage, user_code
+from trainer.class_names import are_same
 from trainer.config.thresholds import ChampionRule
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
@@ -107,6 +108,8 @@ def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetS
 
 
 def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str]) -> str:
+    if are_same(theirs, mine):
+        return ""
     if len(theirs) != len(mine):
         return f"it knows {len(theirs)} classes{of}, and this model {len(mine)}"
     for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):

@@ -65,6 +65,12 @@ class Regression(Task):
         """Take numbers of a fixed shape."""
         if target.dtype == "string" or np.dtype(target.dtype).kind not in "iubf":
             raise ConfigError(f"it takes numbers, not {target}")
+        if target.labels and target.labels != tuple(map(str, range(len(target.labels)))):
+            some = ", ".join(target.labels[:3])
+            raise ConfigError(
+                f"it takes numbers, and {target.name!r} was taken as classes ({some}, ...); set "
+                f"data.types: {{{target.name}: float}}"
+            )
         if min(target.shape, default=0) < 0:
             raise ConfigError(
                 f"it takes numbers of a fixed shape, not {target}; give data.shapes a length"

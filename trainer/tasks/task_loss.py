@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
+from trainer.class_names import ClassIndex, number_in
 from trainer.config.schema import BALANCED
 from trainer.errors import ConfigError, nearest
 from trainer.tasks.base import Array, Task
@@ -157,9 +158,10 @@ def _balanced(task: Task, names: Sequence[str]) -> Array | None:
 
 
 def _number(name: str, names: Sequence[str]) -> int:
-    if name in names:
-        return names.index(name)
-    if name.isascii() and name.isdigit() and int(name) < len(names):
+    if (found := ClassIndex(names).number(name)) >= 0:
+        return found
+    by_place = name.isascii() and name.isdigit() and not any(map(number_in, names))
+    if by_place and int(name) < len(names):
         return int(name)
     some = ", ".join(names[:_SOME]) + (", ..." if len(names) > _SOME else "")
     hint = nearest(name, names) or f" (the classes are {some})"
