@@ -346,13 +346,10 @@ def test_names_are_read_as_they_are_written(tmp_path):
     assert config.task.outputs["2"].class_weights == {"Off": 1}
 
 
-@pytest.mark.parametrize("name", ["data.label=", "data.label=null", "data.weight=~"])
-def test_nothing_is_no_name(name):
-    key = name.partition("=")[0].partition(".")[2]
-    try:
-        assert getattr(load_config(None, [name]).data, key) in ((), "")
-    except ConfigError as refused:
-        assert str(refused).startswith(f"data.{key}: None is not allowed")
+@pytest.mark.parametrize("assignment", ["data.label=", "data.label=null", "data.weight=~"])
+def test_nothing_is_no_name(assignment):
+    with pytest.raises(ConfigError, match="None is not allowed"):
+        load_config(None, [assignment])
 
 
 @pytest.mark.parametrize("label", [2, True, [2], [False]])

@@ -130,14 +130,15 @@ def test_broken_rows_are_counted_and_left_out_up_to_a_share(tmp_path: Path) -> N
     write(tmp_path, "a,t,label\n" + "".join(rows))
     with pytest.raises(UserError) as refused:
         opened(tmp_path, bad_rows=0.01)
-    assert "4 of 100 rows are broken" in str(refused.value)
+    assert "3 of 100 rows are broken" in str(refused.value)
     assert "a.csv, row 6: 2 values for 3 columns" in str(refused.value)
     assert "a.csv, row 11: 'a' is no int ('five')" in str(refused.value)
     made = source(tmp_path, bad_rows=0.1)
     selection = made.select()
     assert len(read(made, selection)["a"]) == 96
-    assert made.facts()["bad_rows"]["count"] == 4
-    assert "data.bad_rows: 4 of " in made.notes()[-1]
+    assert made.facts()["bad_rows"]["count"] == 3
+    assert made.facts()["unlabelled_rows"] == 1
+    assert "data.bad_rows: 3 of " in made.notes()[-1]
 
 
 def test_parquet_takes_types_from_the_schema(tmp_path: Path) -> None:

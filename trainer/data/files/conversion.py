@@ -30,11 +30,15 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 class Values(NamedTuple):
-    """The values of a column by row, which of them are broken, and what is wrong with these."""
+    """The values of a column by row, which of them are broken, and what is wrong with these.
+
+    Those of a number or a class that are `missing` are broken where a value is required.
+    """
 
     values: NDArray[Any]
     bad: NDArray[np.bool_]
     why: str
+    missing: NDArray[np.bool_] | np.bool_ = np.False_
 
 
 def spec_of(column: Column) -> FeatureSpec:
@@ -76,9 +80,10 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
     numbers = numbers_of(column.type, array, column.unit)
     values, bad = numbers.values, numbers.bad
     dtype = spec_of(column).dtype
+    why = f"is no {column.type}"
     if dtype in ("int64", "bool"):
         # None of these is kept: the row is broken.
-        return Values(values.astype(dtype), bad | numbers.missing, f"is no {column.type}")
+        return Values(values.astype(dtype), bad | numbers.missing, why, numbers.missing)
     wide = values.astype(np.float64)
     wide[numbers.missing | bad] = np.nan
     if required:
@@ -87,7 +92,7 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
         large = np.abs(wide) > _LARGEST
         bad = bad | (large & np.isfinite(wide))
         wide[large] = np.nan
-    return Values(wide.astype(dtype), bad, f"is no {column.type}")
+    return Values(wide.astype(dtype), bad, why, numbers.missing)
 
 
 def times_of(array: pa.Array) -> list[int | float]:
@@ -182,7 +187,8 @@ def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     texts = text_values.trimmed(texts)
     if column.type == "class":
         ids = class_ids(column.classes, texts)
-        return Values(ids, ids < 0, "is none of the classes, or missing")
+        missing = (ids < 0) & text_values.is_missing(texts).to_numpy(zero_copy_only=False)
+        return Values(ids, ids < 0, "is none of the classes, or missing", missing)
     bad = broken
     if required:
         bad = bad | pc.equal(texts, "").to_numpy(zero_copy_only=False)

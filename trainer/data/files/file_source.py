@@ -153,6 +153,8 @@ class FileSource(Source):
         """Return what is noteworthy of files, columns and rows."""
         said = [*self._files.notes, *(each.note for each in self._columns.values() if each.note)]
         broken = self._scan.broken if self._scan else BrokenRows()
+        if broken.unlabelled:
+            said.append(f"{broken.says_unlabelled(self._files.place)} and are left out")
         if broken.count:
             where = "; ".join(broken.first(self._files.place))
             said.append(
@@ -167,6 +169,7 @@ class FileSource(Source):
         return {
             "columns": described(self._columns),
             "bad_rows": broken.to_json(self._files.place),
+            "unlabelled_rows": broken.unlabelled,
         }
 
     def state(self) -> Any:
@@ -247,6 +250,7 @@ class FileSource(Source):
             for each in self._over_pieces(self._broken_in):
                 total.merge(each)
             scan.broken = total
+        scan.broken.check_labels(self._files.place)
         scan.broken.check(self.name, self._config.bad_rows, self._files.place)
 
     def _broken_in(self, piece: Piece) -> BrokenRows:
@@ -273,10 +277,14 @@ class FileSource(Source):
     def _converted(
         self, rows: Rows, piece: Piece, broken: BrokenRows
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
-        assert self._roles
+        roles = self._roles
+        assert roles
         bad = np.zeros(len(rows.numbers), np.bool_)
-        needed, found = self._needed(self._roles), {}
-        for name, column in self._columns.items():
+        needed, found = self._needed(roles), {}
+        # A row without a label is left out, whatever else is wrong with it.
+        names = sorted(self._columns, key=lambda name: name not in roles.targets)
+        for name in names:
+            column = self._columns[name]
             array = pa.chunked_array(rows.table[name]).combine_chunks()
             if column.type == "image":
                 spec, pictures = spec_of(column), self._pictures(piece)
@@ -286,6 +294,10 @@ class FileSource(Source):
                 result = converted(column, array, required=name in needed)
                 reasons = []
             found[name] = result.values
+            if name in roles.targets:
+                for place in np.flatnonzero(result.missing & ~bad):
+                    broken.add_unlabelled(piece, int(rows.numbers[place]), name)
+                bad |= result.missing
             for place in np.flatnonzero(result.bad & ~bad):
                 given = str(array[int(place)].as_py())[:40]
                 why = reasons[place] if reasons else f"{result.why} ({given!r})"

@@ -57,22 +57,30 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
         classes = classes_in(scan, as_written=True)
         return Label("class", "label of texts as they are written", classes)
     if scan.many or not spellings.count or said not in ("", "class", "bool"):
-        return Label("", "")
+        of_times = not said and set(scan.kinds) == {"time"}
+        return Label("", "", (), (_of_times(name),) if of_times else ())
     if said or spellings.is_truth:
         why = "data.types" if said else "label of yes and no"
         return _of_classes(name, why, spellings, scan)
     are_texts = not parsed and set(scan.kinds) == {"text"}
     if spellings.are_whole:
         return _of_whole(name, spellings, scan, are_texts=are_texts)
-    if _is_quantity(spellings, scan, are_texts=are_texts):
-        return Label("", "")
+    if set(scan.kinds) == {"time"} or _is_quantity(spellings, scan, are_texts=are_texts):
+        return Label("", "", (), (_of_times(name),) if "time" in scan.kinds else ())
     found = _of_classes(name, "label of texts", spellings, scan)
     return replace(found, notes=(*found.notes, *_numbers_in(name, spellings, scan)))
 
 
+def _of_times(name: str) -> str:
+    return (
+        f"the label {name!r} holds times, which are taken as seconds since 1970; write the number "
+        f"that is to be predicted, or set data.types: {{{name}: class}} if they are classes"
+    )
+
+
 def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
     """Say whether a label is what its values are, or has numbers and a few mistakes."""
-    if set(scan.kinds) == {"time"} or (spellings.are_numbers and not are_texts):
+    if spellings.are_numbers and not are_texts:
         return True
     numbers = sum(scan.kinds.get(each, 0) for each in _NUMBERS)
     return NEARLY_ALL * sum(scan.kinds.values()) <= numbers
@@ -140,6 +148,11 @@ def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[s
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.writing_of(pa.array(texts))
     kind = written_numbers.kind_of(writing, texts=len(texts))
+    if not kind and writing["date"] + writing["clock"] >= NEARLY_ALL * len(texts):
+        yield (
+            f"the label {name!r} has dates or times of the day, such as {texts[0]!r}, and is taken "
+            "as classes; write the number that is to be predicted, as the days until then"
+        )
     if not kind:
         return
     says = f"the label {name!r} has numbers that are written as texts, such as {texts[0]!r}"

@@ -24,15 +24,21 @@ from trainer.errors import UserError
 _MOST_TIMES = 1 << 21
 # Places that a message names.
 _NAMED = 3
+_MOST_UNLABELLED = 0.5
 
 
 @dataclass
 class BrokenRows:
-    """A count, and the first places: piece, number of the record in it, and what is wrong."""
+    """A count, and the first places: piece, number of the record in it, and what is wrong.
+
+    Rows without a label are no broken ones: `unlabelled` has as much of them.
+    """
 
     count: int = 0
     rows: int = 0
     places: list[tuple[Piece, int, str]] = field(default_factory=list)
+    unlabelled: int = 0
+    first_unlabelled: list[tuple[Piece, int, str]] = field(default_factory=list)
 
     def add(self, piece: Piece, number: int, why: str) -> None:
         """Count a row."""
@@ -40,11 +46,33 @@ class BrokenRows:
         if len(self.places) < _NAMED:
             self.places.append((piece, number, why))
 
+    def add_unlabelled(self, piece: Piece, number: int, name: str) -> None:
+        """Count a row without a value of a label."""
+        self.unlabelled += 1
+        if len(self.first_unlabelled) < _NAMED:
+            self.first_unlabelled.append((piece, number, name))
+
     def merge(self, other: BrokenRows) -> None:
         """Add what was counted in a later piece."""
         self.count += other.count
         self.rows += other.rows
         self.places = (self.places + other.places)[:_NAMED]
+        self.unlabelled += other.unlabelled
+        self.first_unlabelled = (self.first_unlabelled + other.first_unlabelled)[:_NAMED]
+
+    def says_unlabelled(self, place: Callable[[Piece, int], str]) -> str:
+        """Return how many rows have no label, and where, in words."""
+        where = ", ".join(place(piece, number) for piece, number, _ in self.first_unlabelled)
+        name = self.first_unlabelled[0][2]
+        return f"data.label: {self.unlabelled} of {self.rows} rows have no {name!r} ({where})"
+
+    def check_labels(self, place: Callable[[Piece, int], str]) -> None:
+        """Raise `UserError` where most rows have no label: a wrong column may be meant."""
+        if self.unlabelled > _MOST_UNLABELLED * self.rows:
+            raise UserError(
+                f"{self.says_unlabelled(place)}, too many to leave them out; name another column, "
+                "or leave such rows out of the files"
+            )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
         """Return the first places in words."""

@@ -36,11 +36,13 @@ NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^(?i:[+-]?inf(inity)?)$"
 # 007 is a code and not a number; Arrow reads 0x10 as one.
 _CODE = r"^[+-]?0[0-9xX]"
 WHOLE = r"^[+-]?\d+$"
-CODE = r"^0\d+$"
-BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
-TIME = r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}:?\d{2})?$"
-_TRUE = ("true", "True", "TRUE", "1", "1.0")
-_FALSE = ("false", "False", "FALSE", "0", "0.0")
+CODE = r"^0\d+([eE]\d+)?$"
+BOOL = r"^(?i:true|false)$"
+_CLOCK = r"([ T]\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}:?\d{2})?"
+TIME = rf"^(\d{{4}}-\d{{2}}-\d{{2}}|\d{{4}}/\d{{2}}/\d{{2}}){_CLOCK}$"
+# In lower case; in a column that is inferred to be of truths there are but true and false.
+_TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
+_FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
 
 def trimmed(array: pa.Array) -> pa.Array:
@@ -113,7 +115,7 @@ def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Return trimmed texts as 0 and 1, NaN where missing, and which of them are neither."""
     true, false = (
-        pc.is_in(array, value_set=pa.array(words)).to_numpy(zero_copy_only=False)
+        pc.is_in(pc.utf8_lower(array), value_set=words).to_numpy(zero_copy_only=False)
         for words in (_TRUE, _FALSE)
     )
     missing = is_missing(array).to_numpy(zero_copy_only=False)
@@ -128,6 +130,7 @@ def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
+    array = pc.replace_substring_regex(array, r"^(\d{4})/(\d{2})/(\d{2})", r"\1-\2-\3")
     known = pc.if_else(right, array, pa.scalar(None, array.type))
     bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
     try:

@@ -150,3 +150,42 @@ def test_a_label_without_any_value_is_refused(tmp_path):
     write_csv(tmp_path, ["", "NA", "nan"] * 5)
     with pytest.raises(UserError, match="'y' has no value in any row"):
         opened(tmp_path, label="y")
+
+
+@pytest.mark.parametrize("mark", ["", "NA", "nan", "None", "<NA>", "NaT", "#DIV/0!", "\\N"])
+@pytest.mark.parametrize("others", [["a", "b", "c"], ["0", "1", "1"], ["1.5", "2.5", "7"]])
+def test_rows_without_a_label_are_left_out_and_said(tmp_path, mark, others):
+    write_csv(tmp_path, [*others, mark] * 10)
+    names, classes, notes = labels_of(tmp_path)
+    assert len(classes) == 30
+    assert mark not in names
+    assert notes[-1] == (
+        "data.label: 10 of 40 rows have no 'y' (a.csv, row 5, a.csv, row 9, a.csv, row 13) and are "
+        "left out"
+    )
+
+
+def test_a_mark_is_missing_among_numbers_and_a_class_among_texts(tmp_path):
+    write_csv(tmp_path, ["1.5", "2.5", "-"] * 10)
+    assert len(labels_of(tmp_path)[1]) == 20
+    write_csv(tmp_path, ["+", "-"] * 10)
+    assert labels_of(tmp_path)[0] == ("+", "-")
+
+
+def test_a_label_that_most_rows_lack_is_refused(tmp_path):
+    write_csv(tmp_path, ["a", "b", "", "", ""] * 10)
+    with pytest.raises(UserError, match="30 of 50 rows have no 'y'"):
+        opened(tmp_path, label="y")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["2025-01-01", "2025-02-01"], "holds times"),
+        (["1/13/2025", "2/14/2025"], "has dates or times of the day"),
+    ],
+)
+def test_a_label_of_dates_is_said(tmp_path, values, says):
+    write_csv(tmp_path, values * 10)
+    (note,) = labels_of(tmp_path)[2]
+    assert says in note
