@@ -24,6 +24,7 @@ from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import Config
 from trainer.data import listing
 from trainer.errors import ConfigError
+from trainer.masking import printable
 from trainer.promotion import trained
 from trainer.promotion.registry import champion_checkpoint
 from trainer.storage import patterns
@@ -140,8 +141,9 @@ def work(step: Step) -> Resolved:
     descriptor.write(artifact, config.model_dump(mode="json"))
     artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
     return Resolved(
-        config=config.model_dump_json(),
-        data=data.model_dump_json(),
+        # KFP writes its parameters into the log as they are.
+        config=printable(config.model_dump_json()),
+        data=printable(data.model_dump_json()),
         root=root,
         run_id=run_id,
         seal=_seal(data, root, run_store.pipeline_root_in(artifact.uri, step.kfp_run_id)) or run_id,

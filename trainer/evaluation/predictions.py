@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
+from trainer.names import layer_name
 from trainer.tasks.base import Array, Examples, Part, SplitError, Task
 from trainer.tasks.objective import Objective, in_single_precision
 
@@ -290,18 +290,11 @@ class Writer:
             return None
         if not isinstance(tree, Mapping):
             return Column(folder / f"{name}.npy", self._rows)
-        paths = {
-            key: folder / f"{name}_{number}_{file_name(key)}.npy" for number, key in enumerate(tree)
-        }
+        paths = {key: folder / f"{name}_{n}_{layer_name(key)}.npy" for n, key in enumerate(tree)}
         return {
             key: Column(path, self._rows, has_all_texts=key in all_texts)
             for key, path in paths.items()
         }
-
-
-def file_name(name: str) -> str:
-    """Return the name of a feature as a part of the name of a file."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 def predict(  # noqa: PLR0913, PLR0917

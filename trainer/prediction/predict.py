@@ -15,12 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow as pa
 
 from trainer.errors import ConfigError, UserError
 from trainer.json_records import record_in, tree_of
+from trainer.masking import printable
 from trainer.prediction.answers import columns_of, unsound
 from trainer.prediction.exported_model import ExportedModel, fetched
 from trainer.prediction.inputs import (
@@ -139,13 +140,24 @@ def _examples(model: ExportedModel, request: Request, scratch: Path, tell: Tell)
     return FileExamples(model, request, scratch, tell)
 
 
+class _Terminal:
+    """Standard output where a person reads it: texts of data are no commands for a terminal."""
+
+    def write(self, data: bytes) -> None:
+        sys.stdout.buffer.write(printable(data.decode(errors="replace")).encode())
+
+    def flush(self) -> None:
+        sys.stdout.buffer.flush()
+
+
 @contextmanager
 def _rows(request: Request) -> Iterator[Writer]:
     if request.output != STANDARD_OUTPUT:
         with rows_to(Path(request.output), request.form) as writer:
             yield writer
         return
-    writer = WRITERS[request.form](sys.stdout.buffer)
+    out: Any = _Terminal() if sys.stdout.isatty() else sys.stdout.buffer
+    writer = WRITERS[request.form](out)
     try:
         yield writer
         writer.close()

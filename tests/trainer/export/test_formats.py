@@ -393,7 +393,9 @@ def test_the_card_says_what_was_measured(run, exported):
     assert card.startswith("# digits\n")
     for words in [
         f"| accuracy | {accuracy:.4f} | {low:.4f} to {high:.4f} |",
-        "| `image` | uint8 | (n, 8, 8, 1) |",
+        "| input | type | shape | column |\n|---|---|---|---|\n"
+        "| `image` | uint8 | (n, 8, 8, 1) | image |\n",
+        "| `logits` | float32 | (n, 10) |\n| `probabilities` | float32 | (n, 10) |\n\nClasses",
         f"| test | {small_run.TEST_EXAMPLES} |",
         "## The gate: blessed",
         "| `tflite_int8` |",
