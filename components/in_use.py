@@ -28,10 +28,7 @@ _ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
-    """Mark what is at `<root>/<folder>/<name>` as used; return whether it is still published.
-
-    A removal that has begun is waited for, so that nothing is published under it.
-    """
+    """Mark what is at `<root>/<folder>/<name>` as used; return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
     _write(root, path, _USED)
     while any(_removals(root, path).values()):
@@ -40,10 +37,7 @@ def use(uri: str) -> bool:
 
 
 def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
-    """Publish a folder below `root`; return the configuration with it, and the bundle.
-
-    It is marked as used, since the run may wait for days until it notes it. Raises `UserError`.
-    """
+    """Publish a folder below `root`, marked as used; return configuration and bundle."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):
         # Retention has removed it at this very moment.

@@ -24,10 +24,7 @@ _FORMS = {str: "a text: write it in quotes", list: "a list", dict: "a mapping"}
 
 @dataclass(frozen=True, kw_only=True)
 class StepParameter:
-    """One run parameter of the steps; `type` is its type for KFP.
-
-    `check` raises a `ValueError` for a value that is not allowed.
-    """
+    """One run parameter of the steps; `check` raises a `ValueError` for a wrong value."""
 
     name: str
     type: Kind = str

@@ -29,11 +29,7 @@ from trainer.promotion import lineage
 def compile_all(
     output: Path, image: str, components: Path | None, pods: StepPods = NO_SETTINGS
 ) -> dict[str, str]:
-    """Write the pipeline to `output`, and its components below a folder if one is given.
-
-    `image` is the default of the run parameter; ours when empty. Raises `ConfigError` and
-    `UserError`.
-    """
+    """Write the pipeline, for `image`, and its components; raises `ConfigError` or `UserError`."""
     check_image(image)
     if components is not None:
         # Before the first file: what cannot be written whole is not begun.

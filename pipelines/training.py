@@ -213,11 +213,7 @@ def pipeline_on_cluster(
 
 
 def _offer_choices(spec: Any) -> None:
-    """Add the values that a run parameter may have: the KFP form draws a drop-down of them.
-
-    KFP's compiler has no annotation for them. Its servers know the field since 2.16, and older ones
-    refuse our platform spec too; see `docs/decisions/0010-compiled-contract-and-artifacts.md`.
-    """
+    """Add the values that a run parameter may have: the KFP form draws a drop-down of them."""
     declared = spec.root.input_definitions.parameters
     for parameter in run_parameters():
         for choice in parameter.choices:

@@ -11,10 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Calls a function until it returns False, or `stop` is called; the process may end meanwhile.
-
-    An error of the function ends no loop: it is logged, once until a call succeeds again.
-    """
+    """Calls a function until it returns False, or `stop` is called; an error is logged once."""
 
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str

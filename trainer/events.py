@@ -315,10 +315,7 @@ class UserCodeFailed(Event):
 
 
 def emit(event: Event) -> None:
-    """Append one event to the file of the run, or write it to the log where there is none.
-
-    It is one `write` in append mode, so that lines of several processes do not mix.
-    """
+    """Append one event, by one `write`, to the file of the run, or write it to the log."""
     for listener in _listeners:
         listener(event)
     line = _line(event).decode().rstrip()

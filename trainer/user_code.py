@@ -239,10 +239,7 @@ def function_for(what: str, name: str) -> Callable[..., Any]:
 
 
 def digest(what: str, module: str) -> str:
-    """Return a digest of the source of a module, and of all that it imports of the user's.
-
-    Of installed packages only the import is part of it. Raises `ConfigError`.
-    """
+    """Return a digest of the source of a module, and of all that it imports of the user's."""
     _look_into_folder()
     if _source_file(module) is None:
         # It says what is wrong with the name.

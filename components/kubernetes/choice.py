@@ -27,11 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the first engine that the cluster serves; `local` without a cluster.
-
-    A retry of the step takes the engine of the job that an earlier attempt has left. Raises
-    `UserError`.
-    """
+    """Return the engine that has a job of the run, else the first served; else `local`."""
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
         return "local"

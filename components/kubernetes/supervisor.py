@@ -320,10 +320,7 @@ class Supervisor:
         return False
 
     def _lost(self, job: Tree) -> Loss | None:
-        """Return the loss with which a job has failed; None where its leader was done before.
-
-        Raises `TransientError` where a task says that it may succeed later, else `UserError`.
-        """
+        """Return the loss with which a job has failed; None where its leader was done before."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         end_of_job = self._engine.end(job)

@@ -101,11 +101,7 @@ def record_of(result: StepResult, **more: Any) -> StepRecord:
 
 
 def tries_of(state: RunState) -> tuple[StepRecord, ...]:
-    """Return every try of every step, in the order in which they began.
-
-    A try that began and did not end was killed: it lasted until the last event before the next
-    start of the run.
-    """
+    """Return every try of every step, in the order in which they began."""
     return tuple(_record_of(each, state) for each in state.tries)
 
 

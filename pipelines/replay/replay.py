@@ -398,11 +398,7 @@ class RecordedStep:
 def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
-    """Return a step of a run: of this machine, of a storage root, or of a KFP instance.
-
-    `settings` may have `storage.root=URI`, where a run of a cluster has published. Raises
-    `UserError`.
-    """
+    """Return a step of a run: of this machine, of `storage.root=URI` in `settings`, or of KFP."""
     name = _name_of(step)
     root = local.configuration(None, settings).storage.root if settings else ""
     if settings and not root:

@@ -184,11 +184,7 @@ def _parts_removed(root: str) -> list[str]:
 
 
 def collect(root: str) -> tuple[str, ...]:
-    """Remove what dead writers left below `root`; return the URIs of what is gone.
-
-    That is expired leases, parts of a dataset to which none was added for a week, unpublished
-    files.
-    """
+    """Remove what dead writers left below `root`; return the URIs of what is gone."""
     folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
     leases = chain.from_iterable(in_parallel(_leases_removed, folders))
     return (*leases, *_parts_removed(root), *storage.collect_garbage(root))

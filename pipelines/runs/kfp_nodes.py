@@ -271,11 +271,7 @@ def _moment(text: object) -> datetime | None:
 
 
 def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
-    """Return the log of a pod so far; raises `InstanceError` where there is none.
-
-    The API server returns it as a whole, from the archive where the pod is gone. The user interface
-    has another path for it, and none for a pod that is gone.
-    """
+    """Return the log of a pod so far; raises `InstanceError` where there is none."""
     refused: InstanceError | None = None
     for path in _paths(client, run_id, created, pod):
         try:

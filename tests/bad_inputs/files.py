@@ -21,6 +21,7 @@ CONTENT: dict[str, str | bytes] = {
     "unknown.yaml": "trainig: {steps: 5}\n",
     "twice.yaml": "training: {steps: 5}\ntraining: {steps: 6}\n",
     "inner.yaml": "training:\n  steps: 5\n  steps: 6\n",
+    "broken.yaml": "training: {steps: 5\n",
     "tab.yaml": "training:\n\tsteps: 5\n",
     "tag.yaml": 'training: !!python/object/apply:os.system ["touch executed"]\n',
     "anchor.yaml": "a: *b\n",

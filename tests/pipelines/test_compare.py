@@ -56,16 +56,3 @@ def test_metrics_are_side_by_side_and_settings_where_they_differ(compare):
     lines = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
     assert lines["test: accuracy"] == ["0.9", "0.91"]
     assert lines["training.steps"] == ["100", "200"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (RUNS[:1], "name two runs or more to compare"),
-        ((RUNS[0], "digits-20260102-000000-bbbc"), "no run 'digits-20260102-000000-bbbc' below"),
-    ],
-)
-def test_what_is_wrong_is_one_line(compare, words, message):
-    code, out, err = compare(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err

@@ -360,33 +360,6 @@ def test_a_schedule_gets_them_and_another_value_replaces_it(instance, remote, up
     assert uploaded
 
 
-def test_a_wrong_one_is_one_line(instance, remote, uploaded):
-    result = remote("submit", "--parameter", "step_memroy=1Gi")
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert not instance.store.runs
-    assert uploaded
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--pipeline-root", "file:///tmp/kfp"], "--pipeline-root 'file:///tmp/kfp' is a folder: "),
-        (["--pipeline-root", "/tmp/kfp"], "--pipeline-root '/tmp/kfp' is not a storage URI: "),
-        (["--pipeline-root", "http://a/b"], "--pipeline-root 'http://a/b' is not a storage URI: "),
-        (["--service-account", "Pipeline Runner"], "--service-account 'Pipeline Runner' is not a "),
-        (["--parameter", "step_cpu=abc"], "--parameter step_cpu: 'abc' is not a quantity of "),
-    ],
-)
-@pytest.mark.parametrize("command", [["submit"], ["schedule", "--every", "6h"]], ids="-".join)
-@pytest.mark.usefixtures("uploaded")
-def test_what_no_driver_takes_is_refused_before_it_is_sent(instance, remote, command, words, said):
-    result = remote(*command, *words)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert said in result.err
-    assert not instance.store.runs
-    assert not instance.store.recurring
-
-
 GIVEN = {
     "pull_secrets": ["registry", "registry"],
     "mounts": ["official:/data/official", "more:/data/more"],

@@ -77,30 +77,6 @@ def run(*arguments, **environment):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "python -m trainer: the following arguments are required: STAGE; see --help"),
-        (["tusk"], "python -m trainer: argument STAGE: invalid choice: 'tusk' (choose from"),
-        (["task"], "python -m trainer task: the following arguments are required: --dataset,"),
-        (["task", "--config"], "python -m trainer task: argument --config: expected one argument"),
-        (["--version"], "python -m trainer: the following arguments are required: STAGE"),
-    ],
-)
-def test_a_wrong_command_line(capsys, arguments, said):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == errors.USAGE
-    assert one_line(capsys.readouterr().err).startswith(said)
-
-
-def test_an_option_that_there_is_not(capsys, options):
-    with pytest.raises(SystemExit) as caught:
-        main([*flat(options), "--cluster", "3"])
-    assert caught.value.code == errors.USAGE
-    assert "unrecognized arguments: --cluster 3" in one_line(capsys.readouterr().err)
-
-
 def test_help_says_which_stages_there_are(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"])

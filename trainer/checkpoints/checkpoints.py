@@ -1,7 +1,4 @@
-"""Checkpoints: published directories `step-00001500` that every strategy can read.
-
-The variables are under their paths in the model, whichever strategy and device had them.
-"""
+"""Checkpoints: published directories `step-00001500` that every strategy can read."""
 
 from __future__ import annotations
 
@@ -162,11 +159,7 @@ class Checkpoints:
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
     ) -> str:
-        """Publish `variables` by path, `global_step` among them; return the URI.
-
-        The file system of `io_device` is that of this process. Raises `UserError` where a variable
-        is not finite, or the checkpoint cannot be written.
-        """
+        """Publish `variables` by path, `global_step` among them; return the URI."""
         step = int(variables["global_step"].numpy())
         if (uri := self.uri_of(variables)) == self.last:
             return uri

@@ -1,7 +1,4 @@
-"""What a checkpoint holds, as its manifest says it: variables by path, and in how many parts.
-
-An old manifest without the field `variables` has one part, of which its index knows more.
-"""
+"""What a checkpoint holds, as its manifest says it: variables by path, and how many parts."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
-    """Raise `UserError` where a run has to begin with weights that are not there.
-
-    A run that has checkpoints at `uri` continues from those, whatever its warm start.
-    """
+    """Raise `UserError` where a run without checkpoints needs weights that are missing."""
     source = initial_weights(value).source
     if source in ("", CHAMPION) or list_checkpoints(uri):
         return

@@ -114,10 +114,7 @@ class PartSaver:
     def save(
         self, uri: str, variables: Variables, fields: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Take a snapshot, and publish it at `uri` behind training, with small files besides.
-
-        Raises `UserError` where an earlier checkpoint could not be published.
-        """
+        """Take a snapshot, and publish it at `uri` behind training; raises `UserError`."""
         self.settle()
         servers = {path: server_of(each) or 0 for path, each in variables.items()}
         parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}

@@ -108,10 +108,7 @@ class Reply:
 
 
 class PartServer:
-    """Answers the requests in the working folder of a server, one after the other.
-
-    Only what is discarded does not wait for the others, whose uploads may take long.
-    """
+    """Answers requests in a server's folder one by one; what is discarded does not wait."""
 
     def __init__(self, folder: Path, task: str) -> None:
         """Remove what a server before this one has left in the folder."""

@@ -1,8 +1,4 @@
-"""Checkpoints in an object store: valid on this machine at once, published in the background.
-
-A checkpoint that was saved and not yet published when a task died is published by its next attempt
-on the same machine.
-"""
+"""Checkpoints in an object store: valid on this machine at once, published in the background."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The parameter servers, as far as they write and read parts of checkpoints: the chief's side.
-
-An operation that is placed on a server reads and writes files in its working folder; see
-`trainer.checkpoints.part_server` for the rest.
-"""
+"""The parameter servers, as far as they write and read parts of checkpoints: the chief's side."""
 
 from __future__ import annotations
 
@@ -82,11 +78,7 @@ class PartServers:
         return self._are_ready
 
     def ask(self, server: int, request: Request) -> Reply:
-        """Return the answer of a server.
-
-        Raises `UserError` (`storage.Unavailable` where it may succeed later), or
-        `ClusterLostError`.
-        """
+        """Return the answer of a server; raises `UserError` or `ClusterLostError`."""
         name = f"{secrets.token_hex(8)}{part_server.SUFFIX}"
         self._write(server, f"{part_server.REQUESTS}/{name}", request.to_json())
         pause, probed = FIRST_SECONDS, time.monotonic()
@@ -144,10 +136,7 @@ class PartServers:
             return {}
 
     def on_files(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
-        """Return what `work` makes of files of a server, again while its error may pass.
-
-        Raises `UserError` (see `of_files`) or `ClusterLostError`.
-        """
+        """Return what `work` makes of files of a server, again while its error may pass."""
         place = partial(self.place, server, path)
         return until_deadline(place(), partial(_once, server, action, place, work))
 

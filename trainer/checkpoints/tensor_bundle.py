@@ -111,10 +111,7 @@ class Layout:
 
 
 def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
-    """Assign the values of a bundle to variables, one after the other, to save memory.
-
-    `io_device` is whose file system is read, which is that of the scope by default.
-    """
+    """Assign the values of a bundle in the file system of `io_device`, one after the other."""
     for path, variable in variables.items():
         with tf.device(io_device) if io_device else nullcontext():
             (value,) = tf.raw_ops.RestoreV2(

@@ -126,10 +126,7 @@ def load(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> dict[str, str]:
-    """Assign values to the model among `variables`; return what the manifests say about it.
-
-    Raises `UserError` for those of another model, with the first difference.
-    """
+    """Assign values to the model; return what the manifests say of it; raises `UserError`."""
     own = {
         path.removeprefix(_MODEL): variable
         for path, variable in variables.items()

@@ -53,10 +53,7 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine; see `trainer.cluster.launcher.Launcher`.
-
-    SIGINT and SIGTERM stop training with a last checkpoint; a second one ends it at once.
-    """
+    """Train `job` on this machine; a signal stops it with a last checkpoint, a second at once."""
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)
         processes = {

@@ -45,10 +45,7 @@ def digest_of(contents: Mapping[str, str]) -> str:
 
 
 def publish(folder: Path, root: str) -> Bundle:
-    """Publish the modules in a folder below `root`; the same content once.
-
-    Raises `ConfigError` for what no bundle may hold, else `UserError`.
-    """
+    """Publish the modules in a folder below `root`; the same content once; raises `UserError`."""
     collected = collect(folder)
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         hashes = {each.path: _copied(each, Path(scratch)) for each in collected.files}
@@ -135,10 +132,7 @@ def configured(text: str) -> Config:
 
 
 def enter(uri: str) -> None:
-    """Let this process and its children find the user's modules in a bundle, if there is one.
-
-    Raises `UserError` where it is not what was published.
-    """
+    """Let this process and its children find the user's modules in a bundle, if there is one."""
     if not uri:
         return
     digest = storage.name_of(uri)

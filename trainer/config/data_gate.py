@@ -33,7 +33,10 @@ RULES = {
     "imbalance": (WARN, "a class so rare that accuracy says nothing of it"),
     "duplicates": (WARN, "the same example many times in a split"),
     "leakage": (REFUSE, "the same examples in two splits"),
-    "label_leakage": (WARN, "a feature that determines the label"),
+    "label_leakage": (
+        WARN,
+        "a feature that decides the label, by its values, a threshold or an order",
+    ),
     "association": (REFUSE, "features say far less of the label than before, or in the test split"),
     "drift": (WARN, "the distribution of a feature has moved"),
     "drift_together": (WARN, "the distributions of many features have moved a little"),
@@ -52,7 +55,8 @@ LIMITS = {
     "imbalance": (0.1, 0.0, 1.0, "least examples of a class, as a share of examples by classes"),
     "duplicates": (0.01, 0.0, 1.0, "most examples of a split that are there again, as a share"),
     "leakage": (0.005, 0.0, 1.0, "most examples of a split that are in another, as a share"),
-    "label_leakage": (0.995, 0.5, 1.0, "strongest association of a feature with a label"),
+    "label_leakage": (0.995, 0.5, 1.0, "least share of the examples, by classes, or of the spread "
+                      "of a number, that one feature decides"),
     "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: of Kolmogorov-Smirnov for "
               "numbers, of total variation for categories"),
     "drift_together": (0.015, 0.0, 1.0, "the same for many features, as the root mean square of "

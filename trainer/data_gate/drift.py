@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, percent
-from trainer.data_gate.profile import DatasetProfile, FeatureProfile, SplitProfile
+from trainer.data_gate.profile import FeatureProfile, SplitProfile
 from trainer.data_gate.two_samples import exceeds, holm, homogeneity, kolmogorov_smirnov
 from trainer.statistics.statistics import CLASS, TEXT
 
@@ -16,59 +16,104 @@ Pair = tuple[str, FeatureProfile, FeatureProfile]
 # Fewer features are tested one by one.
 _FEWEST = 5
 _FEWEST_ROWS = 50
+# So many examples, and so many times as many as the rarest value that is counted has, and another
+# sample has counted it as well.
+_FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
-def compared(new: FeatureProfile, old: FeatureProfile) -> tuple[float, float] | None:
+def compared(
+    new: FeatureProfile, old: FeatureProfile, sizes: tuple[float, float] = (np.inf, np.inf)
+) -> tuple[float, float] | None:
     """Return size and probability of the difference of a feature in two samples; None for no test.
 
     The size is the distance of Kolmogorov and Smirnov for numbers, and of tensors for the means of
-    their examples; for texts and classes the total variation.
+    their examples; for texts and classes the total variation. `sizes` are the most that the samples
+    count as.
     """
     if new.kind in (TEXT, CLASS):
-        return homogeneity(_counts(new), _counts(old)) if new.counts and old.counts else None
+        if not new.counts or not old.counts:
+            return None
+        # Several texts of one example are no more than one.
+        present = (min(sizes[0], new.present), min(sizes[1], old.present))
+        found, known = _tables(new, old)
+        return homogeneity(found, known, present)
     if not len(new.numbers) or not len(old.numbers):
         return None
-    return kolmogorov_smirnov(new.numbers, old.numbers)
+    return kolmogorov_smirnov(new.numbers, old.numbers, sizes)
 
 
-def _counts(feature: FeatureProfile) -> Mapping[str, int]:
-    rest = feature.present - sum(feature.counts.values())
-    # No value is named so: it has a line feed.
-    return {**feature.counts, "\nothers": rest} if rest > 0 else feature.counts
+def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
+    """Yield the counts of values that both are sure to have counted, and of all others as one."""
+    # Of a text with many values the rarest are not counted, and in each sample they are others.
+    least = max(
+        (_TWICE * min(each.counts.values()) / max(each.present, 1)
+         for each in (new, old) if not each.is_counted),
+        default=0.0,
+    )  # fmt: skip
+    names = {
+        name
+        for each in (new, old)
+        for name, count in each.counts.items()
+        if not least or (count >= _FEWEST_EXAMPLES and count / max(each.present, 1) > least)
+    }
+    for each in (new, old):
+        whole = max(each.present, sum(each.counts.values()))
+        counts = {name: float(each.counts.get(name, 0)) for name in names}
+        # No value is named so: it has a line feed.
+        yield {**counts, "\nothers": whole - sum(counts.values())}
 
 
 def by_feature(question: Question) -> Iterator[Finding]:
     """Compare each feature with that of the champion's dataset."""
-    pairs = [pair for pair in question.pairs() if _is_tested(question.dataset, pair[0])]
-    for name, size, new, old in _moved(pairs, question):
+    champion = question.champion
+    pairs = [pair for pair in question.pairs() if _is_tested(question, pair[0])]
+    if not champion or not pairs:
+        return
+    sizes = [question.independent(each, "train", by_inputs=False)
+             for each in (question.dataset, champion)]  # fmt: skip
+    for name, size, new, old in _moved(pairs, question, (sizes[0], sizes[1])):
         says = (
-            f"{name} is distributed otherwise than in the champion's dataset ({size:.3f} "
+            f"{name!r} is distributed otherwise than in the champion's dataset ({size:.3f} "
             f"apart{_where(new, old)}): look at what has changed at its source"
         )
         yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
 
 def between_splits(question: Question) -> Iterator[Finding]:
-    """Compare each feature of the test split with that of training."""
-    train, test = (question.dataset.features(split) for split in ("train", "test"))
-    pairs = [(name, test[name], train[name]) for name in test if name in train]
-    for name, size, new, old in _moved(pairs, question):
+    """Compare each feature of the test split with that of training.
+
+    Where the later examples are the test, nearly everything is distributed otherwise.
+    """
+    dataset = question.dataset
+    train, test = (dataset.features(split) for split in ("train", "test"))
+    pairs = [
+        (name, test[name], train[name])
+        for name in dataset.used
+        if name in train and name in test and not question.is_of_splits(name)
+    ]
+    if question.splits.time or not pairs:
+        return
+    sizes = [question.independent(dataset, split, by_inputs=True) for split in ("test", "train")]
+    for name, size, new, old in _moved(pairs, question, (sizes[0], sizes[1])):
         says = (
-            f"{name} is distributed otherwise in test than in train ({size:.3f} apart"
-            f"{_where(new, old)}): metrics of the test split say little of the data of training"
+            f"{name!r} is distributed otherwise in test than in train ({size:.3f} apart"
+            f"{_where(new, old)}): metrics of the test split say little of the data of training; "
+            "look at how it was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
 
 
-def _is_tested(dataset: DatasetProfile, name: str) -> bool:
+def _is_tested(question: Question, name: str) -> bool:
+    dataset = question.dataset
     # Shares of the classes of a label are the rule balance.
-    return not (name in dataset.targets and dataset.specs[name].num_classes)
+    is_class = name in dataset.targets and dataset.specs[name].num_classes
+    return not (is_class or question.is_of_splits(name) or dataset.goes_on(name))
 
 
 def _moved(
-    pairs: Iterable[Pair], question: Question
+    pairs: Iterable[Pair], question: Question, sizes: tuple[float, float]
 ) -> Iterator[tuple[str, float, FeatureProfile, FeatureProfile]]:
-    found = {name: (compared(new, old), new, old) for name, new, old in pairs}
+    found = {name: (compared(new, old, sizes), new, old) for name, new, old in pairs}
     tests = {name: each for name, each in found.items() if each[0] is not None}
     chances = {name: each[0][1] for name, each in tests.items() if each[0]}
     for name in sorted(holm(chances, question.significance), key=lambda each: chances[each]):

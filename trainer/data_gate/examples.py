@@ -15,48 +15,57 @@ from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, percent
 from trainer.data_gate.profile import DatasetProfile, SplitProfile
-from trainer.statistics.statistics import NUMBER
+from trainer.data_gate.two_samples import more_often
+from trainer.statistics.statistics import IMAGE, NUMBER, TENSOR
 
-# A feature with more different values than this share of its examples tells examples apart.
-_TELLS_APART = 0.2
+# A number tells examples apart where nearly every different one has another value of it.
+_TELLS_APART = 0.9
+# By so much are values of a number denser than if they were spread evenly.
+_DENSER = 4.0
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
-    """Find splits with more equal examples than their values explain."""
+    """Find the split with the most equal examples beyond those that its values explain."""
     dataset, limit = question.dataset, question.limit("duplicates")
+    found: dict[str, tuple[float, float]] = {}
     for split, each in dataset.splits.items():
-        examples, found = _again(each)
-        if not found:
-            continue
+        examples, again = _again(each)
         expected = _expected(question, split)
-        if expected is None:
+        if not again or expected is None:
             continue
-        value = found / examples
-        chance = stats.binom.sf(found - 1, examples, min(expected, 1.0))
+        value = again / examples
+        chance = stats.binom.sf(again - 1, examples, min(expected, 1.0))
         if value > expected + limit and chance < question.significance:
-            says = (
-                f"{percent(value)} of the examples of {split} have the same inputs as another "
-                f"one there ({percent(expected)} were to be expected): look whether a file is "
-                "there twice; metrics count such examples more than once"
-            )
-            yield Finding(
-                "duplicates",
-                says,
-                split=split,
-                value=value,
-                limit=expected + limit,
-                champion=_of_champion(question, split),
-            )
+            found[split] = value, expected
+    if found:
+        split = max(found, key=lambda each: found[each][0] * dataset.examples(each))
+        value, expected = found[split]
+        others = "".join(
+            f", {percent(found[each][0])} of {each}" for each in found if each != split
+        )
+        says = (
+            f"{percent(value)} of the examples of {split}{others} have the same inputs as another "
+            f"one there ({percent(expected)} were to be expected): look whether a file is there "
+            "twice; metrics count such examples more than once"
+        )
+        yield Finding(
+            "duplicates",
+            says,
+            split=split,
+            value=value,
+            limit=expected + limit,
+            champion=_of_champion(question, split),
+        )
 
 
 def _expected(question: Question, split: str) -> float | None:
     """Return the share of examples that have an equal one where nothing is wrong; None: unknown."""
-    if _are_apart(question.dataset):
-        return _of_champion(question, split) or 0.0
+    by_chance = _by_chance(question.dataset)
+    if by_chance is not None:
+        return max(_of_champion(question, split) or 0.0, by_chance)
     if split != "train":
-        # Fewer examples have fewer equal ones.
-        examples, found = _again(question.dataset.splits["train"])
-        return found / examples if examples else None
+        # Fewer examples have fewer equal ones, but where some values are in few splits.
+        return None
     known = _of_champion(question, split)
     if known is None or question.champion is None:
         return None
@@ -71,17 +80,26 @@ def _of_champion(question: Question, split: str) -> float | None:
     return found / examples if examples else None
 
 
-def _are_apart(dataset: DatasetProfile) -> bool:
-    """Say whether two examples are hardly ever equal by chance."""
-    features = dataset.features("train")
-    return any(
-        name in dataset.inputs
-        and (
-            each.kind not in (NUMBER, "text", "class")
-            or (each.kind == NUMBER and each.distinct > _TELLS_APART * max(each.present, 1))
-        )
-        for name, each in features.items()
-    )
+def _by_chance(dataset: DatasetProfile) -> float | None:
+    """Return how probable an equal example is by chance; None where that is not known.
+
+    Two examples are hardly ever equal where an image or a tensor is an input. Of numbers it is
+    asked how many different ones there could be: the range by the smallest step of a sample.
+    """
+    train = dataset.splits.get("train")
+    if train is None or not train.copies.sum():
+        return None
+    features = [each for name, each in train.features.items() if name in dataset.inputs]
+    if any(each.kind in (TENSOR, IMAGE) for each in features):
+        return 0.0
+    unlike = train.examples * len(train.copies) / float(train.copies.sum())
+    chances = [
+        _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
+        for each in features
+        if each.kind == NUMBER and each.distinct >= _TELLS_APART * unlike
+        and len(steps := np.diff(np.unique(each.numbers)))
+    ]  # fmt: skip
+    return min(chances, default=None)
 
 
 def _again(split: SplitProfile) -> tuple[int, int]:
@@ -103,7 +121,11 @@ def leakage(question: Question) -> Iterator[Finding]:
         # An example has an equal one elsewhere as often as one there has, if that is chance.
         expected = again / whole if whole else 0.0
         value = found / examples
-        chance = stats.binom.sf(found - 1, examples, min(expected, 1.0))
+        by_chance = _by_chance(question.dataset)
+        if by_chance is not None and by_chance < limit:
+            chance = float(stats.binom.sf(found - 1, examples, max(expected, by_chance)))
+        else:
+            chance = more_often(found, examples, again, whole)
         if value > expected + limit and chance < question.significance:
             names = (second, first) if asked is other else (first, second)
             says = (

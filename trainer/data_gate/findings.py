@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.config.data_gate import DataGateConfig
+import numpy as np
+
+from trainer.config.data import SplitsConfig
+from trainer.config.data_gate import REFUSE, WARN, DataGateConfig
 from trainer.config.thresholds import GateConfig
 from trainer.data_gate.expected import ExpectedFeatures
 from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
+# Of YAML: needs no quotes as an element of a list, unless it is a word for another type.
+_PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
 #: What a value is written as where it is no number.
 Value = float | int | str | None
 
@@ -42,6 +49,14 @@ class Finding:
         tree = {name: _plain(value) for name, value in asdict(self).items()}
         return {**tree, "action": action}
 
+    def line(self, action: str) -> str:
+        """Return it as one line that names a key by which it is answered."""
+        says = " ".join(self.says.split())
+        if "data." in says or "gate." in says:
+            return f"{self.rule}: {says}"
+        word, does = (WARN, "lets it pass") if action == REFUSE else ('"off"', "silences it")
+        return f"{self.rule}: {says}; data.gate.rules: {{{self.rule}: {word}}} {does}"
+
 
 def _plain(value: Value) -> Value:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -51,7 +66,7 @@ def _plain(value: Value) -> Value:
 class Question:
     """What the rules judge: a dataset, the champion's if there is one, limits, and the schema file.
 
-    `gate` is the policy on the metrics of the model.
+    `gate` is the policy on the metrics of the model, `splits` is what the splits are drawn by.
     """
 
     dataset: DatasetProfile
@@ -59,6 +74,7 @@ class Question:
     limits: DataGateConfig
     gate: GateConfig
     schema: ExpectedFeatures | None = None
+    splits: SplitsConfig = field(default_factory=SplitsConfig)
 
     @property
     def significance(self) -> float:
@@ -76,6 +92,35 @@ class Question:
             if name in known and found.kind == known[name].kind:
                 yield name, found, known[name]
 
+    @property
+    def group(self) -> str:
+        """The feature whose equal values stay in one split; empty where equal inputs do."""
+        drawn = self.splits.time or self.splits.column
+        return self.splits.group or ("" if drawn else self.dataset.group)
+
+    def is_of_splits(self, name: str) -> bool:
+        """Say whether a feature differs between the splits because it is what makes them."""
+        made_by = (self.splits.column, self.splits.time, self.group)
+        return any(each and f"{name}/".startswith(f"{each}/") for each in made_by)
+
+    def independent(self, dataset: DatasetProfile, split: str, *, by_inputs: bool) -> float:
+        """Return as how many examples drawn one by one those of a split are.
+
+        Examples of one group, or where splits are drawn by the inputs those with equal ones, came
+        together: with m of each it is the number of groups, the sum of m over groups squared by the
+        sum of squares ("Survey Sampling", Kish 1965).
+        """
+        found = dataset.splits[split]
+        size = max(found.examples, 1)
+        if self.group and self.group in found.sample:
+            copies = np.unique(found.sample[self.group], return_counts=True)[1]
+            drawn = max(int(copies.sum()), 2)
+            pairs = float((copies * (copies - 1)).sum()) / drawn / (drawn - 1)
+            return 1 / (pairs * (1 - 1 / size) + 1 / size)
+        if not by_inputs or self.splits.column or not len(found.copies):
+            return float(size)
+        return size * float(found.copies.sum()) / float((found.copies**2).sum())
+
 
 Rule = Callable[[Question], Iterator[Finding]]
 
@@ -88,6 +133,12 @@ def share(part: float, whole: float) -> float:
 def percent(value: float) -> str:
     """Return a share as a person reads it."""
     return f"{100 * value:.3g} %"
+
+
+def dropped(name: str) -> str:
+    """Return the words that say how to leave a column out."""
+    plain = name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+    return f"set data.drop: [{plain}]"
 
 
 def some(names: list[str], most: int = 5) -> str:

@@ -1,18 +1,14 @@
-"""Rules of the labels: classes that are new, gone or rare, their shares, and what says of them.
-
-That is one feature that says everything, and all that say nothing any more.
-"""
+"""Rules of the labels: classes that are new, gone or rare, their shares, and what says of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, percent, share, some
 from trainer.data_gate.profile import DatasetProfile, FeatureProfile
-from trainer.statistics.statistics import NUMBER
 
 # Metrics that a rare class moves; one that is bounded for a class is fine as well.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy", "pr_auc")
@@ -21,8 +17,6 @@ _LEAST = 0.15
 # What is left of one that is gone.
 _LEFT = 0.5
 _FEWEST = 50
-# A category of fewer examples than this determines the label by itself.
-_EXAMPLES_BY_VALUE = 5
 _NEARLY_ONE = 0.999999
 
 
@@ -141,33 +135,20 @@ def _balance(
         yield Finding("balance", says, target, "train", moved, limit)
 
 
-def label_leakage(question: Question) -> Iterator[Finding]:
-    """Find inputs that determine a label."""
-    dataset, limit = question.dataset, question.limit("label_leakage")
-    known = question.champion.features("train") if question.champion else {}
-    for name, each in dataset.features("train").items():
-        if name not in dataset.inputs or each.present < _FEWEST:
-            continue
-        if each.kind != NUMBER and each.distinct * _EXAMPLES_BY_VALUE > each.present:
-            continue
-        for target, value in each.association.items():
-            before = known[name].association.get(target) if name in known else None
-            if value >= limit and name != target and not (before or 0) >= limit:
-                says = (
-                    f"{name} determines {target} (association {value:.4f}): if it is not "
-                    "known before the label is, drop it in data.drop"
-                )
-                yield Finding("label_leakage", says, name, "train", value, limit, before)
-
-
 def association(question: Question) -> Iterator[Finding]:
     """Find labels of which features say far less than in the champion's dataset, or in training."""
     dataset, champion = question.dataset, question.champion
     train = dataset.features("train")
     if champion:
         words = ("the champion's dataset", "train")
-        yield from _lost(question, champion.features("train"), train, words)
-    yield from _lost(question, train, dataset.features("test"), ("train", "test"))
+        sizes = [question.independent(each, "train", by_inputs=False)
+                 for each in (champion, dataset)]  # fmt: skip
+        yield from _lost(question, champion.features("train"), train, words, sizes)
+    # Later examples differ from earlier ones, whatever is right.
+    if "test" in dataset.splits and not question.splits.time:
+        words = ("train", "test")
+        sizes = [question.independent(dataset, split, by_inputs=True) for split in words]
+        yield from _lost(question, train, dataset.features("test"), words, sizes)
 
 
 def _lost(
@@ -175,8 +156,9 @@ def _lost(
     before: Mapping[str, FeatureProfile],
     now: Mapping[str, FeatureProfile],
     words: tuple[str, str],
+    most: Sequence[float],
 ) -> Iterator[Finding]:
-    """Compare the strongest features of before, by the transform of Fisher."""
+    """Compare the strongest features of before, by the transform of Fisher; `most` are sizes."""
     for target in question.dataset.targets:
         known = {
             name: each.association[target]
@@ -190,14 +172,14 @@ def _lost(
         strong = [each for each in known if known[each] >= _LEFT * known[name]]
         kept = max(strong, key=lambda each: now[each].association[target])
         value = now[kept].association[target]
-        sizes = (before[name].present, now[kept].present)
+        sizes = min(before[name].present, most[0]), min(now[kept].present, most[1])
         if min(sizes) < _FEWEST or value >= _LEFT * known[name]:
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
         if stats.norm.sf(lost / error) < question.significance:
             says = (
-                f"no feature says of {target} in {words[1]} what {name} said in {words[0]} "
+                f"no feature says of {target!r} in {words[1]} what {name!r} said in {words[0]} "
                 f"(association {known[name]:.3f} before, {value:.3f} now): look whether labels "
                 "are in the order of other rows"
             )

@@ -17,11 +17,15 @@ from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.statistics import statistics
 from trainer.statistics.statistics import (
     CLASS,
+    NUMBER,
     TEXT,
     ExampleSketch,
     FeatureStatistics,
     SplitStatistics,
 )
+
+# Of the numbers of examples, so many times as many may be left out.
+_GAPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,16 @@ class FeatureProfile(FeatureStatistics):
         return self.examples - self.missing
 
     @property
+    def is_serial(self) -> bool:
+        """Whether it numbers the examples: whole numbers, each once, with few gaps."""
+        return (
+            self.kind == NUMBER
+            and 1 < self.present <= self.distinct
+            and self.most - self.least < _GAPS * self.examples
+            and not np.any(self.numbers % 1)
+        )
+
+    @property
     def is_counted(self) -> bool:
         """Whether `counts` has every value."""
         return bool(self.counts) and self.distinct <= len(self.counts)
@@ -61,7 +75,8 @@ class DatasetProfile:
     """A dataset: its splits, the types of its features, and their roles.
 
     `class_counts` are the examples of each class by label and split, in the order of the classes.
-    `notes` say how its source was read.
+    `group` names the feature of groups; it may be empty. `times` are the columns of times. `notes`
+    say how its source was read.
     """
 
     uri: str
@@ -70,7 +85,18 @@ class DatasetProfile:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     class_counts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    group: str = ""
+    times: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+    def goes_on(self, name: str) -> bool:
+        """Say whether a later delivery has further values by design: times, or row numbers."""
+        return name in self.times or self.features("train")[name].is_serial
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The inputs and the labels."""
+        return tuple(dict.fromkeys([*self.inputs, *self.targets]))
 
     def examples(self, split: str) -> int:
         """Return the number of examples of a split; 0 for one that there is not."""
@@ -112,6 +138,10 @@ def profile_of(uri: str) -> DatasetProfile:
             target: {split: tuple(counts) for split, counts in by_split.items()}
             for target, by_split in spec.target_counts.items()
         },
+        group=spec.group,
+        times=frozenset(
+            each["name"] for each in manifest.fields.get("columns", ()) if each["type"] == "time"
+        ),
         notes=tuple(manifest.fields.get("notes", ())),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.data.spec import FeatureSpec
 from trainer.data_gate.expected import ExpectedFeature
-from trainer.data_gate.findings import Finding, Question, percent, share, some
+from trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
 from trainer.data_gate.profile import FeatureProfile
 from trainer.errors import nearest
 
@@ -20,7 +20,7 @@ def features(question: Question) -> Iterator[Finding]:
     for name in known:
         if name not in found:
             says = (
-                f"the feature {name} of the champion's dataset is gone"
+                f"the feature {name!r} of the champion's dataset is gone"
                 f"{nearest(name, found)}: restore it, or name a model that needs none of it"
             )
             yield Finding("missing_feature", says, name, champion=_type(known[name]))
@@ -28,15 +28,15 @@ def features(question: Question) -> Iterator[Finding]:
             gaps = "int" in known[name].dtype and "float" in found[name].dtype
             why = " (whole numbers are floats where some are missing)" if gaps else ""
             says = (
-                f"{name} is {_type(found[name])}, and {_type(known[name])} in the champion's "
+                f"{name!r} is {_type(found[name])}, and {_type(known[name])} in the champion's "
                 f"dataset: look at its values{why}, or say its type in data.types"
             )
             yield Finding("type", says, name, value=_type(found[name]), champion=_type(known[name]))
     for name in found:
         if name not in known:
             says = (
-                f"the champion's dataset has no feature {name}: drop it in data.drop if it is "
-                "not meant to be learned from"
+                f"the champion's dataset has no feature {name!r}: {dropped(name)} if it is not "
+                "meant to be learned from"
             )
             yield Finding("new_feature", says, name, value=_type(found[name]))
 
@@ -77,7 +77,7 @@ def schema(question: Question) -> Iterator[Finding]:
         if name not in specs:
             if wanted.required:
                 says = (
-                    f"the schema file asks for {name}, which the dataset does not have"
+                    f"the schema file asks for {name!r}, which the dataset does not have"
                     f"{nearest(name, specs)}: restore it, or write required: false"
                 )
                 yield Finding("missing_feature", says, name)
@@ -94,25 +94,25 @@ def _compared(
     def finding(value: Any, limit: Any, says: str, rule: str = "schema") -> Finding:
         return Finding(
             rule=rule, feature=name, split=split, value=value, limit=limit,
-            says=f"{says}; correct the rows, or the schema file",
+            says=f"{says}; correct the rows, or the schema file (data.schema_file)",
         )  # fmt: skip
 
     if wanted.type and found.kind != wanted.type:
-        said = f"{name} is a {found.kind}, and the schema file says {wanted.type}"
+        said = f"{name!r} is a {found.kind}, and the schema file says {wanted.type}"
         yield finding(found.kind, wanted.type, said, "type")
         return
     if wanted.min is not None and found.least < wanted.min:
-        said = f"{name} is as low as {found.least:g} in {split}, below min {wanted.min:g}"
+        said = f"{name!r} is as low as {found.least:g} in {split}, below min {wanted.min:g}"
         yield finding(found.least, wanted.min, said)
     if wanted.max is not None and found.most > wanted.max:
-        said = f"{name} is as high as {found.most:g} in {split}, above max {wanted.max:g}"
+        said = f"{name!r} is as high as {found.most:g} in {split}, above max {wanted.max:g}"
         yield finding(found.most, wanted.max, said)
     missing = share(found.missing, found.examples)
     if wanted.missing is not None and missing > wanted.missing:
         said = (
-            f"{percent(missing)} of {name} is missing in {split}, above {percent(wanted.missing)}"
+            f"{percent(missing)} of {name!r} is missing in {split}, above {percent(wanted.missing)}"
         )
         yield finding(missing, wanted.missing, said)
     if wanted.values and (other := sorted(set(found.counts) - set(wanted.values))):
-        said = f"{name} has {some(other)} in {split}, which the schema file does not name"
+        said = f"{name!r} has {some(other)} in {split}, which the schema file does not name"
         yield finding(other[0], ", ".join(wanted.values[:20]), said)

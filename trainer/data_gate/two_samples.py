@@ -17,16 +17,20 @@ _LEAST_EXPECTED = 5.0
 Numbers = NDArray[np.float64]
 
 
-def kolmogorov_smirnov(new: Numbers, old: Numbers) -> tuple[float, float]:
+def kolmogorov_smirnov(
+    new: Numbers, old: Numbers, sizes: tuple[float, float] = (np.inf, np.inf)
+) -> tuple[float, float]:
     """Return the largest distance of two distributions, and its probability by chance.
 
     Args:
         new: a sample, ascending.
         old: likewise.
+        sizes: the most that each counts as, where its numbers did not come one by one.
     """
     at = np.union1d(new, old)
     distance = float(np.max(np.abs(_at_most(new, at) - _at_most(old, at))))
-    root = np.sqrt(len(new) * len(old) / (len(new) + len(old)))
+    first, second = min(len(new), sizes[0]), min(len(old), sizes[1])
+    root = np.sqrt(first * second / (first + second))
     # Stephens, 1970: the limit distribution is good from some examples on.
     return distance, float(stats.kstwobign.sf((root + 0.12 + 0.11 / root) * distance))
 
@@ -41,10 +45,14 @@ def exceeds(new: Numbers, old: Numbers) -> float:
     return float(np.mean(below) / 2 / len(old))
 
 
-def homogeneity(new: Mapping[str, int], old: Mapping[str, int]) -> tuple[float, float]:
+def homogeneity(
+    new: Mapping[str, float],
+    old: Mapping[str, float],
+    sizes: tuple[float, float] = (np.inf, np.inf),
+) -> tuple[float, float]:
     """Return the total variation of two tables of counts, and its probability by chance.
 
-    Values that are expected fewer than five times are one.
+    Values that are expected fewer than five times are one. For `sizes` see `kolmogorov_smirnov`.
     """
     names = list({**old, **new})
     table = np.array([[of.get(name, 0) for name in names] for of in (new, old)], dtype=float)
@@ -52,6 +60,8 @@ def homogeneity(new: Mapping[str, int], old: Mapping[str, int]) -> tuple[float, 
     if len(names) < 2 or not whole.all():  # noqa: PLR2004
         return 0.0, 1.0
     shares = table / whole
+    whole = np.minimum(whole, np.array(sizes)[:, None])
+    table = shares * whole
     expected = table.sum(axis=0) * whole.min() / whole.sum()
     rare = expected < _LEAST_EXPECTED
     pooled = np.column_stack([table[:, ~rare], table[:, rare].sum(axis=1)])

@@ -2,8 +2,8 @@
 
 The validation is a published directory:
 
-    validation.json   {"decision": "accepted" | "refused", "reasons": [a line for each finding that
-                      refuses], "warnings": [likewise], "findings": [{"rule", "feature", "split",
+    validation.json   {"decision": "accepted" | "refused", "reasons": [lines for findings that
+                      refuse], "warnings": [likewise], "findings": [{"rule", "feature", "split",
                       "value", "limit", "champion", "says", "action"}], "dataset": URI,
                       "champion": {"version", "dataset", "note"}, "examples": {split: number}}
     page.html         the same for a person, with the distribution of each feature
@@ -27,11 +27,12 @@ from trainer.data_gate import (
     examples,
     expected,
     labels,
+    leaks,
     page,
     structure,
     values,
 )
-from trainer.data_gate.findings import Finding, Question, Rule
+from trainer.data_gate.findings import Finding, Question, Rule, some
 from trainer.data_gate.profile import DatasetProfile, profile_of
 from trainer.errors import UserError
 from trainer.promotion import registry
@@ -39,6 +40,8 @@ from trainer.promotion import registry
 KIND = "validation"
 ACCEPTED, REFUSED = "accepted", "refused"
 FILE, PAGE = "validation.json", "page.html"
+# For each rule.
+_MOST_LINES = 5
 _RULES: tuple[Rule, ...] = (
     structure.schema,
     structure.features,
@@ -50,7 +53,7 @@ _RULES: tuple[Rule, ...] = (
     examples.leakage,
     examples.duplicates,
     labels.association,
-    labels.label_leakage,
+    leaks.label_leakage,
     values.unit,
     values.beyond,
     values.new_values,
@@ -116,8 +119,9 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
     found = profile_of(dataset)
     rules = config.data.gate
     question = Question(
-        dataset=found, champion=champion.profile, limits=rules, gate=config.gate, schema=schema
-    )
+        dataset=found, champion=champion.profile, limits=rules, gate=config.gate, schema=schema,
+        splits=config.data.splits,
+    )  # fmt: skip
     facts = _facts(findings_of(question), rules, found, champion)
     return Validation(
         facts=facts,
@@ -148,13 +152,25 @@ def findings_of(question: Question) -> list[Finding]:
     return [each for each in found if question.limits.action(each.rule) != OFF]
 
 
+def _lines(findings: Sequence[Finding], action: str) -> list[str]:
+    """Return a line for each finding; where a rule has many, one for all but the first."""
+    lines = []
+    for rule in dict.fromkeys(each.rule for each in findings):
+        found = [each for each in findings if each.rule == rule]
+        many = len(found) > _MOST_LINES
+        shown = found[: _MOST_LINES - 1] if many else found
+        lines += [each.line(action) for each in shown]
+        if many:
+            rest = [each.feature or each.split for each in found[len(shown) :]]
+            lines.append(f"{rule}: likewise {some(rest)}; {PAGE} has all")
+    return lines
+
+
 def _facts(
     findings: Sequence[Finding], rules: DataGateConfig, dataset: DatasetProfile, champion: Opponent
 ) -> dict[str, Any]:
     lines = {
-        action: [
-            f"{each.rule}: {each.says}" for each in findings if rules.action(each.rule) == action
-        ]
+        action: _lines([each for each in findings if rules.action(each.rule) == action], action)
         for action in (REFUSE, WARN)
     }
     return {

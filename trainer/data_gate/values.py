@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.data_gate.findings import Finding, Question, percent, share, some
+from trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
 from trainer.data_gate.profile import FeatureProfile
 from trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
 from trainer.statistics.statistics import CLASS, NUMBER, TEXT
@@ -31,6 +31,8 @@ def unit(question: Question) -> Iterator[Finding]:
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
+        if question.dataset.goes_on(name):
+            continue
         size, chance = kolmogorov_smirnov(new.numbers, old.numbers)
         if size < _APART or chance > question.significance:
             continue
@@ -38,7 +40,7 @@ def unit(question: Question) -> Iterator[Finding]:
         if found:
             change, words = found
             says = (
-                f"{name} is that of the champion's dataset {change} ({words}): convert "
+                f"{name!r} is that of the champion's dataset {change} ({words}): convert "
                 "it at its source, or set the rule unit to warn where it is meant so"
             )
             yield Finding(
@@ -69,7 +71,13 @@ def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
 
 def beyond(question: Question) -> Iterator[Finding]:
     """Find values beyond those of the champion's dataset: more than chance puts there."""
-    pairs = [pair for pair in question.pairs() if pair[1].kind == NUMBER]
+    pairs = [
+        pair
+        for pair in question.pairs()
+        if pair[1].kind == NUMBER
+        and not question.is_of_splits(pair[0])
+        and not question.dataset.goes_on(pair[0])
+    ]
     alpha = question.significance / max(2 * len(pairs), 1)
     for name, new, old in pairs:
         if not len(new.numbers) or not math.isfinite(old.most):
@@ -85,7 +93,7 @@ def beyond(question: Question) -> Iterator[Finding]:
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
                     says = (
-                        f"{percent(part)} of {name} is {word} {bound:g}, beyond every value "
+                        f"{percent(part)} of {name!r} is {word} {bound:g}, beyond every value "
                         f"of the champion's dataset, as far as {extreme:g}: look at these rows"
                     )
                     yield Finding("range", says, name, "train", extreme, bound, bound)
@@ -95,10 +103,8 @@ def missing(question: Question) -> Iterator[Finding]:
     """Find features without values, and those of which more values are missing."""
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
-            if each.examples and not each.present:
-                says = (
-                    f"{name} has no value in {split}: drop it in data.drop, or look at its source"
-                )
+            if each.examples and not each.present and _is_missed(question, name, split):
+                says = f"{name!r} has no value in {split}: {dropped(name)}, or look at its source"
                 yield Finding("empty", says, name, split, 0)
     pairs = list(question.pairs())
     limit = question.limit("missing_values")
@@ -107,10 +113,23 @@ def missing(question: Question) -> Iterator[Finding]:
         chance = more_often(new.missing, new.examples, old.missing, old.examples)
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
             says = (
-                f"{percent(now)} of {name} is missing, {percent(before)} in the champion's "
+                f"{percent(now)} of {name!r} is missing, {percent(before)} in the champion's "
                 "dataset: look whether a source has stopped to fill it"
             )
             yield Finding("missing_values", says, name, "train", now, before + limit, before)
+
+
+def _is_missed(question: Question, name: str, split: str) -> bool:
+    """Say whether it is more than chance that a used feature has no value in a split."""
+    dataset = question.dataset
+    if split == "train" or name not in dataset.features("train"):
+        return name in dataset.used
+    train, sizes = dataset.features("train")[name], []
+    for at in ("train", split):
+        sizes.append(round(question.independent(dataset, at, by_inputs=True)))
+    present = round(share(train.present, train.examples) * sizes[0])
+    chance = only_in_one(present, sizes[0], sizes[1])
+    return name in dataset.used and chance < question.significance / len(dataset.used)
 
 
 def constant(question: Question) -> Iterator[Finding]:
@@ -118,16 +137,19 @@ def constant(question: Question) -> Iterator[Finding]:
     dataset, champion = question.dataset, question.champion
     known = champion.features("train") if champion else {}
     for name, each in dataset.features("train").items():
+        if name not in dataset.used or question.is_of_splits(name):
+            continue
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
-                f"{name} has one value in all examples: nothing can be learned from it; drop "
-                "it in data.drop, or look at its source"
+                f"{name!r} has one value in all examples: nothing can be learned from it; "
+                f"{dropped(name)}, or look at its source"
             )
             yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))
 
 
 def _is_constant(each: FeatureProfile) -> bool:
-    if each.present < 2:  # noqa: PLR2004
+    # A value that some examples have and others lack says something.
+    if each.present < 2 or each.missing:  # noqa: PLR2004
         return False
     if each.kind in (TEXT, CLASS):
         return len(each.counts) == 1 and each.is_counted
@@ -140,7 +162,7 @@ def new_values(question: Question) -> Iterator[Finding]:
         pair
         for pair in question.pairs()
         if pair[1].kind in (TEXT, CLASS)
-        and pair[0] not in question.dataset.targets
+        and pair[0] in question.dataset.inputs
         and pair[2].is_counted
     ]
     for name, new, old in pairs:
@@ -158,7 +180,7 @@ def new_values(question: Question) -> Iterator[Finding]:
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])
             says = (
-                f"{percent(part)} of {name} has values that the champion's dataset does not "
+                f"{percent(part)} of {name!r} has values that the champion's dataset does not "
                 f"have: {some(names)}; map them to known ones, or expect a new vocabulary"
             )
             yield Finding("new_values", says, name, "train", part, question.limit("new_values"))

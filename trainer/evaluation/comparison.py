@@ -155,10 +155,7 @@ def _blocks(objective: Objective, state: State, examples: Examples) -> Floats:
 
 
 def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence: float) -> Compared:
-    """Compare by the delete-a-group jackknife: the metric is made anew without each group.
-
-    Of many examples the variance is found of some, and is as much smaller as they are fewer.
-    """
+    """Compare by the delete-a-group jackknife: the metric is made anew without each group."""
     parts = [drawn(each, _MOST_EXAMPLES) for each in (opponents.own, opponents.other)]
 
     def difference(own: Examples, other: Examples) -> float:

@@ -91,9 +91,9 @@ class FileExamples(Examples):
         for number in range(1 if self._files.is_listing else len(self._files.files)):
             piece = Piece(number)
             with self._files.local(number) as path:
-                columns = self._columns(path)
+                columns = self._columns(number, path)
                 refuse = partial(self._refuse_record, piece)
-                for rows in self._files.reader.rows(path, piece, columns, refuse):
+                for rows in self._files.rows(path, piece, columns, refuse):
                     for start in range(0, len(rows.numbers), size):
                         numbers = rows.numbers[start : start + size]
                         self._total += len(numbers)
@@ -118,9 +118,9 @@ class FileExamples(Examples):
             where = self._broken.first(self._files.place)[0]
             raise UserError(f"{where}; correct it, or leave such rows out by --skip-bad")
 
-    def _columns(self, path: Path) -> list[str]:
+    def _columns(self, number: int, path: Path) -> list[str]:
         """Return the columns that are read of a file; what is wrong with them is refused first."""
-        there = self._files.reader.names(path)
+        there = self._files.columns(number, path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
         missing = [name for name in needed if name not in there and name not in lengths]

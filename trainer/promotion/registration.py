@@ -65,10 +65,7 @@ class Request:
 
 
 def register(request: Request, scratch: Path) -> Registration:
-    """Check, register and promote; the same model again returns the decision made before.
-
-    A model that was promoted since the gate judges this one. Raises `UserError`.
-    """
+    """Check, register and promote, or return the decision made before; raises `UserError`."""
     if storage.is_published(request.output):
         return _read(request.output)
     while True:

@@ -177,10 +177,7 @@ def promoted_version(root: str, name: str, number: int) -> Version:
 def register(
     root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
 ) -> Version:
-    """Copy the exported model at URI `model` into the registry, as its next version.
-
-    The same model again is the same version. Raises `UserError`.
-    """
+    """Copy a model into the registry as its next version, once; raises `UserError`."""
     there = storage.read_manifest(model)
     source = {"uri": model, "created": there.created}
     known = versions(root, name)
@@ -237,10 +234,7 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion, if `after` is still the newest promotion (0: there is none).
-
-    Raises `PromotionLostError` after another promotion, else `UserError`.
-    """
+    """Make a version the champion, if `after` is still the newest promotion (0: there is none)."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         storage.verify(uri)
@@ -291,10 +285,7 @@ def _claim(
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:
-    """Make the previous champion the champion again; another rollback goes back one further.
-
-    Raises `PromotionLostError` or `UserError`.
-    """
+    """Make the previous champion the champion again; another rollback goes back one further."""
     made = {each.number: each for each in promotions(root, name)}
     if not made:
         raise UserError(f"{name} has no champion below {root}{nearest(name, names(root))}")

@@ -247,10 +247,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
 
 
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
-    """Return where on the global steps each incident was, and what it is called.
-
-    An incident has a time only: its step is between those of the checkpoints around it.
-    """
+    """Return where on the global steps, between checkpoints, each incident was, and its name."""
     known = sorted(
         (time, step)
         for each in (*checkpoints, *incidents)

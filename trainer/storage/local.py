@@ -252,10 +252,7 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Create a staging folder in `parent`, named after `name`; it is deleted at the end.
-
-    With `resume`, continue in the folder of a dead writer of the same name, if any.
-    """
+    """Create a staging folder named after `name`; `resume` takes that of a dead writer."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherited(parent, name) if resume else None
     # After that, so that the inherited one is not deleted.

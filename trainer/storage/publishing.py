@@ -69,10 +69,7 @@ def add_file(draft: str, path: Path, name: str) -> FileEntry:
 def commit(
     draft: str, uri: str, *, kind: str, files: Iterable[FileEntry], fields: Mapping[str, Any]
 ) -> Manifest:
-    """Publish at `uri` the files that were added to its draft; see `publish`.
-
-    The same again, as the answer of a store was lost, is a no-op. Raises `Conflict` or `UserError`.
-    """
+    """Publish at `uri` the files that were added to its draft; see `publish`."""
     manifest = Manifest(kind, tuple(files), fields)
     with reported(f"publish {uri}"):
         placed = store_for(uri).commit(draft, uri, manifest)
@@ -125,10 +122,7 @@ def _stored(store: Store, uri: str, entry: FileEntry) -> Checksum | None:
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file published at `uri`, checked.
-
-    Raises `NotPublished`, `Missing` (the manifest names no such file) or `Corrupt`.
-    """
+    """Return one small file published at `uri`, checked; raises as `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} holds no {path}{nearest(path, named)}")
@@ -229,10 +223,7 @@ def _leave_only(entries: Sequence[FileEntry], stage: Path) -> None:
 
 
 def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
-    """Return the published directories directly below `uri`, of one kind or all, by name.
-
-    A directory whose manifest cannot be read is passed over, with a warning in the log.
-    """
+    """Return the readable published directories directly below `uri`, by name."""
     found = [join(uri, name) for name in names(uri)]
     manifests = zip(found, in_parallel(_readable, found), strict=True)
     return [(child, m) for child, m in manifests if m is not None and kind in (None, m.kind)]

@@ -56,10 +56,7 @@ class Retry:
     def call(
         self, where: str, request: Callable[[], Result], transient: Callable[[BaseException], bool]
     ) -> Result:
-        """Return the result of `request`, retried while its error is `transient`.
-
-        Raises `StoreUnavailable` where the deadline has passed.
-        """
+        """Return the result of `request`, retried while its error is `transient`, for a time."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(transient),
             wait=self._pause,

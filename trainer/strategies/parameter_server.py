@@ -53,10 +53,7 @@ def worker_number() -> tf.Tensor:
 
 
 def looks_up(model: keras.Model) -> bool:
-    """Say whether a layer has to use its variables on the servers, and not pulled copies.
-
-    That is one that looks up rows, or changes trainable variables in its forward pass.
-    """
+    """Say whether a layer looks up, or changes, its variables where they are on the servers."""
     kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
     return any(
         isinstance(layer, kinds) or getattr(layer, "looks_up", False)
@@ -102,10 +99,7 @@ class Served(KerasStrategy):
         return self.state
 
     def connect(self) -> None:
-        """Connect to all tasks and wait until they answer; a second call does nothing.
-
-        The placement of TensorFlow's strategy is not used: variables are placed by size.
-        """
+        """Connect to all tasks and wait until they answer; a second call does nothing."""
         if hasattr(self, "connected"):
             return
         self.connected = self._connected()

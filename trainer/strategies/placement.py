@@ -76,11 +76,7 @@ def places_of(
     servers: int,
     named: Mapping[str, str],
 ) -> list[Place]:
-    """Return the place of each variable of a model, in the order in which they are made.
-
-    The model is built as a sketch, whose large variables have no values, and which `check` may
-    refuse. Raises `ConfigError`.
-    """
+    """Return the place of each variable, by a sketch that `check` may refuse."""
     made: list[tf.Variable] = []
     sketched = _replaced(Variable, "_initialize_with_initializer", _sketched)
     with tf.variable_creator_scope(_recording(made)), sketched:
@@ -102,10 +98,7 @@ def places_of(
 
 
 class KeptValues:
-    """The servers that have values for variables before these are made, such as large tables.
-
-    Large variables are made there without values: nothing of a table is on a server twice.
-    """
+    """The servers that have values before variables are made; large ones are made without."""
 
     def __init__(self, servers: Collection[int] = ()) -> None:
         """Begin without a variable."""
@@ -149,10 +142,7 @@ def build_at(
     places: Sequence[Place],
     kept: KeptValues = NONE_KEPT,
 ) -> keras.Model:
-    """Build a model with each variable on its server, in the order in which they are made.
-
-    Raises `ConfigError` where a server has no memory, and `ValueError` where the places do not fit.
-    """
+    """Build a model with each variable on its server; raises `ConfigError` or `ValueError`."""
     left, more = deque(places), 0
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:

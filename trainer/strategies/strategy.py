@@ -303,10 +303,7 @@ def has_own_step(model: keras.Model) -> bool:
 def own_step_of(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
-    """Return the function that runs the `train_step` of a model's own: batch to loss.
-
-    It counts as one update. It is made in the scope, and runs in a replica's context.
-    """
+    """Return the function that runs the model's own `train_step`, as one update."""
     # Not the model's own method, which may take other arguments. The loss stays.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value

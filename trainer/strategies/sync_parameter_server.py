@@ -263,11 +263,7 @@ class SyncParameterServer(Served):
         return step
 
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
-        """Return the means of loss and gradient over the first announcements of an open step.
-
-        Next to them are how many gradients were taken and dropped, by worker, and the numbers
-        taken.
-        """
+        """Return the means over the first announcements of a step, and what was dropped."""
         taken = refused = given = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):

@@ -83,10 +83,7 @@ ONE = Towers()
 
 
 def towers_of(devices: Sequence[str]) -> Towers:
-    """Return the towers of all workers from the full names of the cluster's devices.
-
-    Raises `UserError` where a worker has fewer GPUs than another.
-    """
+    """Return the towers of all workers from the names of devices; raises `UserError`."""
     specs = [tf.DeviceSpec.from_string(name) for name in devices]
     of_workers = [each for each in specs if each.job == "worker"]
     kind = "GPU" if any(each.device_type == "GPU" for each in of_workers) else "CPU"

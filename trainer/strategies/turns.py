@@ -68,10 +68,7 @@ def unit_of(steps: int, workers: int, turn: int) -> int:
 
 
 def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
-    """Return how many updates workers make at once, at `steps` of all in a second.
-
-    The present number `now` is changed only where it pays: all rest meanwhile.
-    """
+    """Return how many updates workers make at once; `now` changes only where it pays."""
     # One by one an update takes about twice as long as in a turn. A turn is to end within a second,
     # so that a worker which is asked to stop does.
     fewest = 1 if now == turn else 2

@@ -39,10 +39,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return what is visited next as pairs: the n-th next position, from n on, and it.
-
-        Gaps come first; the last pair has no end.
-        """
+        """Return what is visited next as pairs: the n-th position, from n on; gaps come first."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))

@@ -129,10 +129,7 @@ def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 
 
 def corners(space: Space) -> tuple[Settings, ...]:
-    """Return each value, or end of a range, next to the first ones of the other keys.
-
-    Few draws come near the ends, so that these are checked first. Raises `ConfigError`.
-    """
+    """Return each value, or end of a range, next to the first ones of the other keys."""
     ends = {
         key: [text_of(values, each) for each in _ends(values)] for key, values in space.keys.items()
     }

@@ -210,10 +210,7 @@ def _is_measure(known: Mapping[str, Any], name: str) -> bool:
 def rungs_of(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung; one of zero where each trial has its own steps.
-
-    `count` is how many trials there are in all. Raises `ConfigError`.
-    """
+    """Return the global steps of each rung; one of zero where each trial has its own steps."""
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):

@@ -1,7 +1,4 @@
-"""The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry.
-
-An address that is away or refuses is one line of log, and a retry of the step tries again.
-"""
+"""The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry."""
 
 from __future__ import annotations
 

@@ -262,10 +262,7 @@ class LocalRun:
 
 @contextmanager
 def following_training(job: Job, *, leads: bool) -> Iterator[None]:
-    """Track what this process says of training, unless the command line follows it.
-
-    The process that `leads` ends the run of MLflow, unless KFP has made it.
-    """
+    """Track what this process says of training, unless the command line follows it."""
     if not addresses.writes_itself():
         yield
         return

@@ -209,10 +209,7 @@ def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 @contextmanager
 def _few_values() -> Iterator[None]:
-    """Give the variables that are made within values until these are `MOST_TRIED` numbers.
-
-    Keras's scope without state takes neither an optimizer nor weights that are loaded.
-    """
+    """Give the variables that are made within values until these are `MOST_TRIED` numbers."""
     initialize, assign = Variable._initialize_with_initializer, Variable._direct_assign
     left = MOST_TRIED
 

@@ -115,10 +115,7 @@ class Journal:
         visited: Mapping[str, Any],
         recovered: Mapping[str, Any],
     ) -> str:
-        """Publish a checkpoint and return its URI; raises `UserError`.
-
-        `visited` is the position in the examples, and `recovered` says which values went back.
-        """
+        """Publish a checkpoint and return its URI; raises `UserError`."""
         metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
         more = {INPUT_POSITION: dict(visited), RECOVERED: dict(recovered)}
         fields = {

@@ -52,10 +52,7 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
 def build_optimizer(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer with its schedule, without variables yet; raises `ConfigError`.
-
-    `of_model` is that which the model is compiled with, if it is.
-    """
+    """Return the optimizer, or the model's own, with its schedule; raises `ConfigError`."""
     if training.optimizer.name == OF_MODEL:
         optimizer = _made_again(accepted(training, of_model))
     else:

@@ -46,10 +46,7 @@ class Recovery:
         self._begins = 0
 
     def begins_at(self, found: RestoredCheckpoint | None) -> int:
-        """Look for what lives, before the strategy is built; return the step to begin at.
-
-        Raises TensorFlow's `OpError` where a server is gone.
-        """
+        """Look for what lives, before the strategy is built; return the step to begin at."""
         self._begins = found.global_step if found else 0
         state = self._state = self._strategy.find_state(self._checkpoints.uri)
         if not state or not state.found:

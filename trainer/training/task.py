@@ -114,10 +114,7 @@ def with_chief(cluster: Cluster) -> Cluster:
 
 
 def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> None:
-    """Serve as worker 0 in a child process, with the command line of a task.
-
-    It ends with this process, and is restarted up to `restarts` times when it dies before.
-    """
+    """Serve as worker 0 in a child process, started again up to `restarts` times."""
     # Heartbeats are for the process that started this one.
     inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
     settings = {

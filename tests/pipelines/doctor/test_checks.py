@@ -180,13 +180,6 @@ def test_an_account_of_another_namespace(kube, of_job):
     assert users == {None, "system:serviceaccount:kubeflow:robot"}
 
 
-@pytest.mark.parametrize("text", ["a:b:c", ":a", "a:", "a b", "a/b"])
-def test_what_is_no_account(doctor, text):
-    report = doctor(options=("--service-account", text))
-    assert report.code == 2
-    assert "write it as NAME or NAMESPACE:NAME" in report.err
-
-
 def test_without_the_namespace(kube, of_job):
     kube.server.control.absent.add(NAMESPACE)
     report = of_job()
@@ -395,20 +388,6 @@ def test_an_instance_that_refuses(doctor, instance, status):
     assert report.failed() == ["KFP instance"]
     assert str(status) in of(report)["message"]
     assert of(report)["remedy"].startswith("curl --include")
-
-
-def test_a_password_in_the_endpoint_is_not_repeated(doctor):
-    report = doctor(options=("--endpoint", "http://me:hush@127.0.0.1:1"))
-    assert report.code == 2
-    assert "--endpoint" in report.answer["message"]
-    assert "hush" not in str(report)
-
-
-def test_an_instance_that_is_not_there(doctor, instance):
-    instance.shutdown()
-    instance.server_close()
-    report = doctor(options=("--endpoint", instance.url))
-    assert (report.code, report.failed()) == (1, ["KFP instance"])
 
 
 def test_an_endpoint_that_is_none(doctor):

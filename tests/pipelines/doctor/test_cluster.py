@@ -11,7 +11,6 @@ from pipelines.doctor import cluster
 from pipelines.doctor.cluster import CONTROLLERS
 from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import IMAGE
 
 CONTROLLER, PLACE = "jobset-controller-manager", "jobset-system"
@@ -109,16 +108,6 @@ def test_a_local_run_has_the_engine_examined_that_auto_takes(doctor):
         "cluster.launcher is local; auto takes jobset: the cluster serves JobSets"
     )
     assert report["JobSet CRD"]["state"] == "ok"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_timeout")
-def test_an_api_that_hangs(kube, of_auto):
-    kube.faults.add("GET .*/apis/jobset", SILENCE)
-    report = of_auto()
-    assert report.failed() == ["engine"]
-    assert "timed out" in report["engine"]["message"]
-    assert report["loopback"]["state"] == "ok"
 
 
 @pytest.mark.parametrize(

@@ -394,20 +394,6 @@ def test_what_is_no_root_is_refused(root, capsys, what):
     assert "no storage root" in found["message"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dry-run"], "--dry-run lists what --keep-runs and --keep-versions remove"),
-        (["--keep-runs", "30"], "'30' is no time, such as 30d"),
-        (["--keep-versions", "0"], "keep at least 1 version"),
-    ],
-)
-def test_wrong_usage(root, capsys, words, message):
-    code, found, _, _ = gc(capsys, root, *words)
-    assert code == 2
-    assert message in found["message"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_bucket(tmp_path, request, scheme):

@@ -4,7 +4,7 @@ import pytest
 
 from pipelines.runs import kfp_access as accesses
 from pipelines.runs.kfp_access import Access, Instance
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError
 
 TOKEN = "ey-secret-token"
 
@@ -36,19 +36,6 @@ def test_the_endpoint(environment, given, endpoint):
 def test_without_an_endpoint_both_ways_are_named():
     with pytest.raises(ConfigError, match="--endpoint URL, or set KF_PIPELINES_ENDPOINT"):
         found()
-
-
-@pytest.mark.parametrize("endpoint", ["ftp://x", "http://", "http://a b", "http://[x", "http://x?y",
-                                      "http://x:99999", "http://x:0", "http://x#y"])  # fmt: skip
-def test_what_is_no_url(endpoint):
-    with pytest.raises(ConfigError, match="is not the URL of a KFP instance"):
-        found(endpoint=endpoint)
-
-
-def test_a_password_in_the_endpoint_is_refused_and_not_printed():
-    with pytest.raises(ConfigError, match="carries a user or password") as refused:
-        found(endpoint=f"http://me:{TOKEN}@kfp")
-    assert TOKEN not in str(refused.value)
 
 
 def test_secrets_come_from_the_environment():
@@ -87,28 +74,6 @@ def test_in_a_pod_its_own_token_is_taken_unless_there_is_another(tmp_path, monke
     assert found(endpoint="http://kfp").read_token() == "of-the-pod"
     assert found({"KFP_EXISTING_TOKEN": TOKEN}, endpoint="http://kfp").read_token() == TOKEN
     assert not found({"KFP_COOKIES": "a=1"}, endpoint="http://kfp").has_token()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot read the token file"),
-        (b"", "is empty"),
-        (b"\xff\xfe", "is not a text"),
-        (b"a\nb", "has a line break"),
-    ],
-)
-def test_a_token_file_that_cannot_be_used(tmp_path, content, message):
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        found(endpoint="http://kfp", token_file=str(file))
-
-
-def test_a_ca_file_has_to_be_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"--ca-file .*: there is no such file"):
-        found(endpoint="https://kfp", ca_file=str(tmp_path / "ca.pem"))
 
 
 def test_no_secret_is_in_the_repr_or_in_what_is_reported(tmp_path):

@@ -498,24 +498,6 @@ def test_status_of_a_run_that_has_ended(remote, run_id, play):
     assert any(line.split()[:2] == ["prepare_data", "cached"] for line in answer.out.splitlines())
 
 
-def test_status_of_a_run_that_goes_on(remote, run_id, play):
-    play(cached, lambda workflow, _run: workflow.begin("train_model"))
-    answer = remote("status", run_id, "--json")
-    words = [line.split()[:2] for line in answer.out.splitlines()]
-    assert ["prepare_data", "cached"] in words
-    assert ["train_model", "running"] in words
-    assert answer.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
-
-
-def test_on_a_terminal_it_is_in_the_table(instance, remote, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    instance.store.play = [*CACHE_BLESSED]
-    answer = remote("submit", "--wait")
-    assert answer.code == 0
-    assert "cached" in answer.err
-
-
 def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
     play(
         cached,

@@ -157,30 +157,6 @@ def test_a_time_zone_is_said_in_both_clocks(instance, remote):
     assert the_schedule(instance)["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "give one of --cron and --every"),
-        (("--cron", "* * * * *", "--every", "1h"), "give one of --cron and --every"),
-        (("--cron", "* * *"), "has 3 fields"),
-        (("--cron", "0 0 30 2 *"), "never comes"),
-        (("--every", "0"), "is no time"),
-        (("--every", "soon"), "is no time"),
-        (("--every", "9999d"), "is no time"),
-        (("--every", "1h", "--timezone", "Europe/Berlin"), "an interval has none"),
-        (("--cron", "* * * * *", "--timezone", "Mars/Olympus"), "is no time zone"),
-        (("--cron", "* * * * *", "--timezone", "../etc"), "is no time zone"),
-        (("--cron", "* * * * *", "--latest", "--version", "x"), "leave one out"),
-        (("--cron", "* * * * *", "--at-once", "11"), "less than or equal to 10"),
-    ],
-)
-def test_what_is_wrong_is_one_line(instance, remote, words, message):
-    answer = remote("schedule", *words)
-    assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert message in answer.err
-    assert not instance.store.recurring
-
-
 def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
     remote(*NIGHTLY)
     remote(*NIGHTLY, "--name", "other")

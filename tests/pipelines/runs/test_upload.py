@@ -244,24 +244,12 @@ def test_in_a_namespace(instance, remote):
     assert pipeline["namespace"] == "me"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "answer"),
-    [
-        ("none.yaml", None, (2, "cannot read")),
-        ("p.zip", b"PK", (2, "does not end with .yaml")),
-        ("p.yaml", b"a: [", (2, "holds no compiled pipeline")),
-        ("p.yaml", b"", (2, "holds no compiled pipeline")),
-        ("p.yaml", b"\xff\xfe", (2, "holds no compiled pipeline")),
-        ("p.yaml", b"- 1", (2, "holds no compiled pipeline")),
-        ("p.yaml", b"pipelineInfo: {name: 5}\nroot: {}", (2, "holds no compiled pipeline")),
-    ],
-)
-def test_what_is_no_pipeline(remote, tmp_path, name, content, answer):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    found = remote("upload", tmp_path / name)
-    assert (found.code, found.err.count("\n")) == (answer[0], 1)
-    assert answer[1] in found.err
+@pytest.mark.parametrize("content", ["a: [", "pipelineInfo: {name: 5}\nroot: {}"])
+def test_what_is_no_pipeline(remote, tmp_path, content):
+    (tmp_path / "p.yaml").write_text(content)
+    found = remote("upload", tmp_path / "p.yaml")
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert "holds no compiled pipeline" in found.err
 
 
 def test_an_image_for_what_is_compiled(remote, tmp_path):

@@ -39,7 +39,7 @@ def test_a_dataset_keeps_to_the_schema_that_it_has_itself(dataset, tmp_path):
     ("features", "rule", "says"),
     [
         ({"agee": {}}, ("missing_feature", "agee"), "did you mean 'age'?"),
-        ({"age": {"type": "text"}}, ("type", "age"), "age is a number"),
+        ({"age": {"type": "text"}}, ("type", "age"), "'age' is a number"),
         ({"age": {"min": 30}}, ("schema", "age"), "below min 30"),
         ({"age": {"max": 30}}, ("schema", "age"), "above max 30"),
         ({"income": {"missing": 0}}, ("schema", "income"), "is missing"),

@@ -88,9 +88,3 @@ def test_it_is_gone_where_little_is_left_of_it():
     assert not gone(0.0, 0.1)
     # So few rows do not say it.
     assert not gone(0.1, 0.3, size=100)
-
-
-def test_a_feature_that_determined_the_label_before_is_no_news():
-    asked = with_association(1.0, 0.3, 500)
-    assert {each.rule for each in labels.label_leakage(asked)} == {"label_leakage"}
-    assert not list(labels.label_leakage(with_association(1.0, 1.0, 500)))

@@ -33,13 +33,21 @@ class ColumnRoles(Roles):
     split_group: str = ""
 
 
-def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
+def assign(
+    config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
+) -> ColumnRoles:
     """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
+
+    Args:
+        config: the data section.
+        names: of all columns.
+        where: they are, for messages.
+        index: those that are left out unless a key names them.
 
     Raises:
         ConfigError: a key names no column, or no label can be told.
     """
-    where, column = config.source, "column"
+    where, column = where or config.source, "column"
     # An empty name is that of no column where a role has none. TensorFlow Lite ends names at a NUL.
     if odd := [name for name in names if not name or "\0" in name]:
         what = f"named {odd[0]!r}" if odd[0] else "without a name"
@@ -58,6 +66,7 @@ def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
         for key in ("weight", "group")
     }
     find("types", list(config.types), names, where, column)
+    left = [name for name in left if name not in index or name in config.types]
     targets = find("label", config.label, names, where, column) or _by_name(config, left)
     inputs = find("inputs", config.inputs, names, where, column)
     if not inputs:

@@ -5,6 +5,7 @@ Local files are read in place; others are fetched, and removed again.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from trainer import storage
 from trainer.config.data import FORMATS, DataConfig
 from trainer.data.files.formats.class_folders import ImageFilesReader, mixed, split_folders
@@ -21,7 +24,9 @@ from trainer.data.files.formats.columnar import ParquetReader
 from trainer.data.files.formats.decompression import bare_name
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.json_lines import JsonReader
-from trainer.data.files.formats.raw_rows import Piece, Reader
+from trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
+from trainer.data.files.table_files import by_names, may_lack_label, partition_of, without_documents
+from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError, UserError
 from trainer.storage.errors import reported
 from trainer.storage.publishing import store_for
@@ -29,6 +34,13 @@ from trainer.storage.uri import local_path
 
 PART_BYTES = 64 << 20
 _IMAGES = 1024
+# As pandas names one, and reads one of its own back.
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(?:\.\d+)*")
+_NO_TABLES = (
+    ".xlsx", ".xls", ".ods", ".feather", ".arrow", ".dta", ".sav", ".rds", ".rdata", ".pkl",
+    ".pickle", ".npy", ".npz", ".mat", ".h5", ".hdf5", ".db", ".sqlite", ".xml", ".html", ".avro",
+    ".orc", ".arff", ".pdf",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +65,46 @@ class FilePieces:
         """Return the URI of the folder that paths in a file are below; empty for a listing."""
         return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
-    def names(self) -> tuple[str, ...]:
-        """Return the columns of the first file."""
-        with self.local(0) as path:
-            return self.reader.names(path)
+    @property
+    def first(self) -> int:
+        """The file by whose columns others are checked: the first one to train on."""
+        numbered = enumerate(self.files)
+        return next((at for at, file in numbered if file.split in ("", SPLITS[0])), 0)
+
+    def columns(self, number: int, path: Path) -> tuple[str, ...]:
+        """Return the columns of a file, those of its folders after its own."""
+        names = self.reader.names(path)
+        return tuple(dict.fromkeys([*names, *self._partition(number)]))
+
+    def index(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return which columns are an index, and no data."""
+        said: tuple[str, ...] = ()
+        if not self.is_listing:
+            with self.local(self.first) as path:
+                said = self.reader.index(path)
+        return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
+
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+    ) -> Iterator[Rows]:
+        """Yield the records of a piece with the columns of its folders; see `Reader.rows`."""
+        added = self._partition(piece.file)
+        if not added:
+            yield from self.reader.rows(path, piece, columns, broken)
+            return
+        there = self.reader.names(path)
+        added = {name: value for name, value in added.items() if name not in there}
+        # No column at all would be every one.
+        own = [name for name in columns if name not in added] or list(there[: len(columns)])
+        for rows in self.reader.rows(path, piece, own, broken):
+            table = rows.table
+            for name, value in added.items():
+                table = table.append_column(name, pa.repeat(value, len(table)))
+            table = table.select(list(columns)) if columns else table
+            yield Rows(table, rows.numbers, rows.mixed | added.keys())
+
+    def _partition(self, number: int) -> dict[str, str]:
+        return {} if self.is_listing else partition_of(self.files[number])
 
     def place(self, piece: Piece, number: int) -> str:
         """Return file and row of a record."""
@@ -125,6 +173,43 @@ def of_listing(
     return FilePieces(files=kept, reader=reader, scratch=scratch, notes=notes)
 
 
+def with_labels(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
+    """Return the files to train on, with the splits that their names say.
+
+    A file without a label is left out if it is called as one to predict from.
+
+    Raises:
+        UserError: one that `data.splits` names has no label.
+    """
+    doubtful = [at for at, file in enumerate(pieces.files) if may_lack_label(file)]
+    files, notes = list(pieces.files), list(pieces.notes)
+    sure = next((at for at in range(len(files)) if at not in doubtful), None)
+    if sure is not None and doubtful:
+        with pieces.local(sure) as path:
+            names = pieces.columns(sure, path)
+        wanted = [each for each in names if each in labels or each.lower() in labels]
+        for at in doubtful if wanted else []:
+            with pieces.local(at) as path:
+                there = pieces.columns(at, path)
+            file = pieces.files[at]
+            if {*wanted} <= {*there} and not {*there} < {*names}:
+                continue
+            what = f"{file.path} has {', '.join(there[:3])} and no column"
+            lacks = next(each for each in (*wanted, *names) if each not in there)
+            if file.split:
+                raise UserError(
+                    f"data.splits.{file.split}: {what} {lacks!r}; leave it out, and predict from "
+                    "it by flotilla predict"
+                )
+            files.remove(file)
+            notes.append(
+                f"data.source: {what} {lacks!r}, and is left out; predict from it by flotilla "
+                "predict"
+            )
+    files, note = by_names(config, files)
+    return replace(pieces, files=files, notes=[*notes, note] if note else notes)
+
+
 def by_class(config: DataConfig, images: FilePieces) -> FilePieces:
     """Return a folder of images in a drawn order, with the splits that its folders say.
 
@@ -162,6 +247,7 @@ def _reader(form: str) -> Reader:
 def _of_one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
+    files = without_documents(files)
     formats = [_format_of(file.path) for file in files]
     first = {form: file.path for file, form in reversed(list(zip(files, formats, strict=True)))}
     first.pop("", None)
@@ -173,6 +259,13 @@ def _of_one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[
         first.pop("csv", None)
     chosen: str = config.format or next(iter(first), "")
     if not config.format and len(first) != 1:
+        ending = Path(files[0].path).suffix.lower()
+        if not first and ending in _NO_TABLES:
+            raise UserError(
+                f"data.source: {files[0].path} cannot be read; write the table as CSV or Parquet"
+            )
+        if not first and ending in (".zip", ".tar", ".tgz", ".7z", ".rar"):
+            raise UserError(f"data.source: {files[0].path} is an archive; unpack it")
         several = " and ".join(f"{form} ({path})" for form, path in sorted(first.items()))
         found = several or f"names such as {files[0].path!r}"
         raise ConfigError(

@@ -26,7 +26,7 @@ from trainer.data.files.columns import (
     described,
 )
 from trainer.data.files.conversion import Values, converted, spec_of
-from trainer.data.files.file_pieces import by_class, of_listing
+from trainer.data.files.file_pieces import by_class, of_listing, with_labels
 from trainer.data.files.formats.class_folders import IMAGE, LABEL
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
@@ -38,6 +38,8 @@ from trainer.names import length_name
 from trainer.statistics.hashing import hashes
 
 _ROWS = 1 << 14
+# Notes on how files are laid out.
+_NAMED = 5
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +56,8 @@ class FileSource(Source):
         if self._files.is_listing:
             self._files = by_class(config, self._files)
             self._said |= {IMAGE: "image", LABEL: "class"}
+        elif not config.map:
+            self._files = with_labels(config, self._files, config.label or LABELS)
         self._roles: ColumnRoles | None = None
         self._columns: dict[str, Column] = {}
         self._scan: Scan | None = None
@@ -65,9 +69,10 @@ class FileSource(Source):
         if self._selection:
             return self._selection
         scan = self._scan = self._scan or self._scanned()
-        roles = self._roles = assign(self._config, scan.names)
+        roles = self._roles = self._assigned(scan.names, scan.index)
         if not scan.broken.rows:
             raise UserError(f"{self.name} has no row in any file; name files that have some")
+        self._check_families(roles, scan)
         self._columns = {
             name: decide(
                 self._config,
@@ -151,7 +156,19 @@ class FileSource(Source):
 
     def notes(self) -> Sequence[str]:
         """Return what is noteworthy of files, columns and rows."""
-        said = [*self._files.notes, *(each.note for each in self._columns.values() if each.note)]
+        scan = self._scan or Scan()
+        said = list(self._files.notes)
+        for text, files in list(scan.notes.items())[:_NAMED]:
+            more = f" (and {len(files) - 1} files more)" if len(files) > 1 else ""
+            said.append(f"data.source: {self._files.files[files[0]].path}{more}: {text}")
+        passed = {*self._columns, *self._config.drop}
+        left_out = [each for each in scan.index if each not in passed]
+        said += [
+            f"data.drop: the column {each!r} is left out, as an index that pandas wrote; name it "
+            "in data.types if it is none"
+            for each in left_out
+        ]
+        said += [*(each.note for each in self._columns.values() if each.note)]
         broken = self._scan.broken if self._scan else BrokenRows()
         if broken.unlabelled:
             said.append(f"{broken.says_unlabelled(self._files.place)} and are left out")
@@ -202,9 +219,11 @@ class FileSource(Source):
             yield from pool.map(work, self._files.pieces())
 
     def _scanned(self) -> Scan:
-        names, varies = self._files.names(), self._files.reader.varies
+        first, varies = self._files.first, self._files.reader.varies
+        with self._files.local(first) as path:
+            names = self._files.columns(first, path)
         # A wrong key is refused before all is read.
-        columns = () if varies else assign(self._config, names).kept
+        columns = () if varies else self._assigned(names, self._files.index(names)).kept
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
         classes = (each for each, kind in self._said.items() if kind == "class")
         config = self._config
@@ -221,7 +240,7 @@ class FileSource(Source):
         def work(piece: Piece) -> Scan:
             with self._files.local(piece.file) as path:
                 return PieceScan(
-                    reader=self._files.reader,
+                    files=self._files,
                     path=path,
                     piece=piece,
                     wanted=wanted,
@@ -232,7 +251,30 @@ class FileSource(Source):
         for each in self._over_pieces(work):
             total.merge(each)
         total.close()
+        total.index = self._files.index(total.names)
         return total
+
+    def _assigned(self, names: Sequence[str], index: Sequence[str]) -> ColumnRoles:
+        where, files = self._config.source, self._files.files
+        if len(files) > 1 and not self._files.is_listing:
+            where = f"{where} ({files[self._files.first].path})"
+        return assign(self._config, names, where, index)
+
+    def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
+        """Refuse a column whose types differ between files so that one would change the other."""
+        for name in roles.kept:
+            found = list(scan.families.get(name, {}).values())
+            if name in self._said or len(found) == 1 or not found:
+                continue
+            if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:
+                continue
+            places = " and ".join(
+                f"{kind} in {self._files.place(piece, row)}" for piece, row, kind in found[:2]
+            )
+            raise UserError(
+                f"data.types: the column {name!r} holds {places}; write one type, or set "
+                f"data.types: {{{name}: text}}"
+            )
 
     def _pictures(self, piece: Piece) -> Pictures:
         return Pictures(self._config.image, self._files.folder(piece.file))
@@ -266,7 +308,7 @@ class FileSource(Source):
             broken.rows += 1
 
         with self._files.local(piece.file) as path:
-            for rows in self._files.reader.rows(path, piece, list(self._columns), add):
+            for rows in self._files.rows(path, piece, list(self._columns), add):
                 for start in range(0, len(rows.numbers), _ROWS):
                     here = slice(start, start + _ROWS)
                     yield Rows(rows.table.slice(start, _ROWS), rows.numbers[here])

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from trainer.data.examples.images import UndecodableError
 from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, kind_of
 from trainer.data.files.conversion import times_of
-from trainer.data.files.formats.raw_rows import Piece, Reader, Rows
+from trainer.data.files.file_pieces import FilePieces
+from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.errors import UserError
 
@@ -25,6 +27,16 @@ _MOST_TIMES = 1 << 21
 # Places that a message names.
 _NAMED = 3
 _MOST_UNLABELLED = 0.5
+# Types of one family are widened to one of them.
+_FAMILIES = {
+    "int": "number", "float": "number", "bool": "bool", "time": "time", "text": "text",
+    "image": "text", "tensor": "list",
+}  # fmt: skip
+# Kinds of texts that say for certain what a column of them holds, from so many values on.
+_WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
+_SURE = 20
+# Advice to skip more than this share of rows would throw a table away.
+_MOST_SKIPPED = 0.2
 
 
 @dataclass
@@ -87,7 +99,7 @@ class BrokenRows:
         more = f", or set data.bad_rows to {_share(self.count, self.rows)}"
         raise UserError(
             f"{name}: {self.count} of {self.rows} rows are broken, and {limit}: {where}; fix "
-            f"them{more if self.count < self.rows else ''}"
+            f"them{more if self.count <= _MOST_SKIPPED * self.rows else ''}"
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:
@@ -101,11 +113,24 @@ def _share(count: int, rows: int) -> str:
 
 @dataclass
 class Scan:
-    """Sums over pieces; those of a later piece are merged into those before."""
+    """Sums over pieces; those of a later piece are merged into those before.
+
+    Attributes:
+        names: of all columns.
+        columns: sums of each.
+        broken: rows.
+        index: columns that are an index, and no data.
+        notes: what is noteworthy of how files are laid out, and of which.
+        families: by column, where the first value of each family of types is, and its type.
+        times: how often there is each, by which splits are drawn.
+    """
 
     names: tuple[str, ...] = ()
     columns: dict[str, ColumnScan] = field(default_factory=dict)
     broken: BrokenRows = field(default_factory=BrokenRows)
+    index: tuple[str, ...] = ()
+    notes: dict[str, list[int]] = field(default_factory=dict)
+    families: dict[str, dict[str, tuple[Piece, int, str]]] = field(default_factory=dict)
     times: dict[int | float, int] = field(default_factory=dict)
 
     def merge(self, other: Scan) -> None:
@@ -116,6 +141,11 @@ class Scan:
             else:
                 self.columns[name] = column
         self.broken.merge(other.broken)
+        for text, files in other.notes.items():
+            self.notes.setdefault(text, []).extend(files)
+        for name, found in other.families.items():
+            for family, place in found.items():
+                self.families.setdefault(name, {}).setdefault(family, place)
         for time, count in other.times.items():
             self.times[time] = self.times.get(time, 0) + count
         if len(self.times) > _MOST_TIMES:
@@ -155,7 +185,7 @@ class Wanted:
 class PieceScan:
     """Scans one piece; `pictures` finds the images that its rows name."""
 
-    reader: Reader
+    files: FilePieces
     path: Path
     piece: Piece
     wanted: Wanted
@@ -171,14 +201,28 @@ class PieceScan:
         wanted, found = self.wanted, self.found
         for name in wanted.columns:
             self._column(name)
-        if not (self.piece.start or self.reader.varies):
+        reader = self.files.reader
+        if not self.piece.start and not self.files.is_listing:
+            found.notes = {text: [self.piece.file] for text in reader.notes(self.path)}
+        if not (self.piece.start or reader.varies):
             self._check_columns()
-        for rows in self.reader.rows(self.path, self.piece, wanted.columns, self._broken):
+        for rows in self.files.rows(self.path, self.piece, wanted.columns, self._broken):
             for name in rows.table.column_names:
                 if name:
                     self._add(name, rows)
             found.broken.rows += len(rows.numbers)
+        if reader.parsed:
+            for name, column in found.columns.items():
+                self._see_written(name, column)
         return found
+
+    def _see_written(self, name: str, column: ColumnScan) -> None:
+        """Note the family of a column of texts, where all of many values in a file are of one."""
+        families = {_WRITTEN.get(kind, "") for kind in column.kinds}
+        if len(families) == 1 and sum(column.kinds.values()) >= _SURE:
+            family = families.pop()
+            if family:
+                self.found.families[name] = {family: (self.piece, 0, family)}
 
     def _add(self, name: str, rows: Rows) -> None:
         array = pa.chunked_array(rows.table[name]).combine_chunks()
@@ -191,8 +235,14 @@ class PieceScan:
         may_be_images = name in self.wanted.images or pa.types.is_binary(array.type)
         if may_be_images and self._add_images(name, column, array):
             return
-        parsed = self.reader.parsed or name in rows.mixed
+        parsed = self.files.reader.parsed or name in rows.mixed
         column.add(array, self.piece, rows.numbers, parsed=parsed)
+        kind = kind_of(array.type)
+        family = _FAMILIES.get(kind, kind)
+        if not parsed and array.null_count < len(array):
+            first = int(rows.numbers[int(np.argmax(array.is_valid()))])
+            place = (self.piece, first, str(array.type))
+            self.found.families.setdefault(name, {}).setdefault(family, place)
         if name == self.wanted.time:
             _add_times(self.found.times, array)
 
@@ -228,7 +278,7 @@ class PieceScan:
         self.found.broken.rows += 1
 
     def _check_columns(self) -> None:
-        names = self.reader.names(self.path)
+        names = self.files.columns(self.piece.file, self.path)
         if missing := [name for name in self.wanted.columns if name not in names]:
             raise UserError(
                 f"data.source: {self.path} has no column {missing[0]!r}, which others have; add "

@@ -47,7 +47,9 @@ _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
 def trimmed(array: pa.Array) -> pa.Array:
     """Return texts without spaces around them, and "" for null."""
-    return pc.fill_null(pc.utf8_trim_whitespace(array), "")
+    # Few functions of Arrow take large strings, as pandas writes them.
+    short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
+    return pc.fill_null(pc.utf8_trim_whitespace(short), "")
 
 
 def text_of(value: Any) -> str:

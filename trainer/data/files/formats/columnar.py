@@ -116,6 +116,11 @@ def _flattened(table: pa.Table) -> pa.Table:
             for inner in (field.type if pa.types.is_struct(field.type) else [field])
         ]
         table = table.flatten().rename_columns(names)
+    # Few functions of Arrow take views, as Polars writes them.
+    views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+    if any(field.type in views for field in table.schema):
+        kinds = [field.with_type(views.get(field.type, field.type)) for field in table.schema]
+        table = table.cast(pa.schema(kinds))
     return table
 
 

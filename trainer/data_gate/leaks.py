@@ -1,0 +1,217 @@
+"""The rule of leaks: one input that decides a label, as hardly any does that is known before it.
+
+Of a class that is a value that all its examples have, or few thresholds between which all examples
+are of one class. Natural classes may be as far apart, as the petals of one iris are from those of
+the others: there the examples become rare towards the threshold. A label that was made by it cuts a
+distribution in two, or gives all examples of one class the same value. Of a number it is a line, an
+order, or a value. All is asked of the sample of the training split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from trainer.data_gate.findings import Finding, Question, dropped
+from trainer.data_gate.profile import DatasetProfile
+from trainer.statistics.statistics import CLASS, IMAGE, NUMBER, TENSOR, TEXT
+
+Numbers = NDArray[np.float64]
+_FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
+# Of a class, and of the values of a label that is a number.
+_FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
+# So many classes, by examples, are looked at; rarer ones are left out.
+_MOST_OF_ALL = 0.9
+# Intervals for each class.
+_INTERVALS = 2
+# So many examples at a threshold are as close as they are elsewhere, but for so many times; that is
+# asked of the denser quarter of so many times as many examples at least.
+_NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
+_MOST_REMAINDERS = 32
+
+
+def label_leakage(question: Question) -> Iterator[Finding]:
+    """Find inputs that decide a label."""
+    dataset, champion = question.dataset, question.champion
+    limit = question.limit("label_leakage")
+    for name, each in dataset.features("train").items():
+        if name not in dataset.inputs or question.is_of_splits(name) or each.present < _FEWEST:
+            continue
+        for target in dataset.targets:
+            how = _how(dataset, name, target, limit)
+            if not how or (champion and _how(champion, name, target, limit)):
+                continue
+            says = (
+                f"{name!r} decides {target!r} ({how}): if it is not known before the label is, "
+                f"{dropped(name)}"
+            )
+            yield Finding("label_leakage", says, name, "train", each.association.get(target), limit)
+
+
+def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
+    """Return in which way a feature decides a label; empty where it does not."""
+    features, sample = dataset.features("train"), dataset.splits["train"].sample
+    if name not in features or target not in features or name not in sample:
+        return ""
+    each, kind = features[name], features[target].kind
+    if kind not in (NUMBER, CLASS):
+        return ""
+    there = np.isfinite(sample[target])
+    x, y = sample[name][there], sample[target][there]
+    if len(x) < _FEWEST:
+        return ""
+    # Of an image or a tensor the sample has sums of its elements.
+    is_one = each.kind in (NUMBER, TEXT, CLASS)
+    if kind == NUMBER:
+        return _of_number(x, y, 1 - limit, is_number=each.kind == NUMBER) if is_one else ""
+    if not (usual := _usual(y)).any():
+        return ""
+    found = ""
+    if is_one:
+        names, is_number = dataset.class_names(target), each.kind == NUMBER
+        found = _of_class(x[usual], y[usual], 1 - limit, names, is_number=is_number)
+    said = each.association.get(target, 0.0) if each.kind in (NUMBER, TENSOR, IMAGE) else 0.0
+    return found or (f"association {said:.4f}" if said >= limit else "")
+
+
+def _usual(y: Numbers) -> NDArray[np.bool_]:
+    """Return which examples are of classes that have enough; none where they are too few."""
+    _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
+    usual = counts >= _FEWEST_OF_CLASS
+    is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
+    found: NDArray[np.bool_] = usual[places] & is_enough
+    return found
+
+
+def _of_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -> str:
+    """Compare what a feature leaves of the spread of a label with the share that it may leave."""
+    if len(np.unique(y)) < _FEWEST_NUMBERS:
+        return ""
+    if _left_by_value(x, y) <= spread:
+        return "each of its values has one"
+    there = np.isfinite(x)
+    if not is_number or there.sum() < max(_FEWEST, len(x) / 2):
+        return ""
+    x, y = x[there], y[there]
+    if _left(x, y) <= spread:
+        return "one is a multiple of the other"
+    return "both have one order" if _left(stats.rankdata(x), stats.rankdata(y)) <= spread else ""
+
+
+def _left(x: Numbers, y: Numbers) -> float:
+    one, two = x - x.mean(), y - y.mean()
+    scale = float((one**2).sum() * (two**2).sum())
+    return float(np.sqrt(max(0.0, 1 - float((one * two).sum()) ** 2 / scale))) if scale else 1.0
+
+
+def _left_by_value(x: Numbers, y: Numbers) -> float:
+    """Return the spread that is left where each example is told by the others of its value."""
+    _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
+    sums, many = np.bincount(places, y - y.mean())[places], counts[places]
+    others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
+    whole = float(((y - y.mean()) ** 2).sum())
+    return float(np.sqrt(((y - y.mean() - others) ** 2).sum() / whole)) if whole else 1.0
+
+
+def _of_class(
+    x: Numbers, y: Numbers, errors: float, names: Sequence[str], *, is_number: bool
+) -> str:
+    _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
+    # Each class counts as much as another.
+    weights = 1 / counts[places] / len(counts)
+    is_ordered = is_number and len(x) >= _FEWEST_OF_THRESHOLDS
+    if is_ordered and (found := _thresholds(x, y, weights, errors, names)):
+        return found
+    if _errors_by_value(x, y, weights) <= errors:
+        return "all examples of a value are of one class"
+    by = _remainder(x, y, weights, errors) if is_ordered else 0
+    return f"its remainder by {by} does" if by else ""
+
+
+def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
+    """Return the share of wrong classes where the other examples of a value say the class."""
+    _, values, of_value = np.unique(x, return_inverse=True, return_counts=True)
+    _, classes = np.unique(y, return_inverse=True)
+    # A value of its own is what is missing, too.
+    pairs = values * (int(classes.max()) + 1) + classes
+    _, pairs, of_pair = np.unique(pairs, return_inverse=True, return_counts=True)
+    most = np.zeros(len(of_value), np.int64)
+    np.maximum.at(most, values, of_pair[pairs])
+    wrong = (of_value[values] < 2) | (of_pair[pairs] < most[values])  # noqa: PLR2004
+    return float(weights[wrong].sum())
+
+
+def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
+    """Return by which number the remainders of a row's number decide its class; 0 for none."""
+    is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
+    if not is_whole or len(np.unique(x)) < len(x):
+        return 0
+    able = range(2, _MOST_REMAINDERS + 1)
+    return next((by for by in able if _errors_by_value(x % by, y, weights) <= errors), 0)
+
+
+def _thresholds(
+    x: Numbers,
+    y: Numbers,
+    weights: Numbers,
+    errors: float,
+    names: Sequence[str],
+) -> str:
+    """Return the first of few thresholds between which all examples are of one class."""
+    # What is missing is a value below all others.
+    x = np.where(np.isfinite(x), x, -np.inf)
+    order = np.lexsort((y, x))
+    x, y, weights = x[order], y[order], weights[order]
+    kept, left = _without_few(y, weights, errors)
+    if left > errors or np.any((x[kept][1:] == x[kept][:-1]) & (y[kept][1:] != y[kept][:-1])):
+        return ""
+    x, y = x[kept], y[kept]
+    cuts = np.flatnonzero(np.diff(y)) + 1
+    ends = np.concatenate([[0], cuts, [len(x)]])
+    is_few = 1 <= len(cuts) < _INTERVALS * len(np.unique(y))
+    if not is_few or np.min(np.diff(ends)) < _FEWEST_OF_CLASS // 2:
+        return ""
+    for place, cut in enumerate(cuts.tolist()):
+        if _is_cut(x, ends[place : place + 3].tolist()):
+            first, second = (names[int(y[at])] for at in (cut - 1, cut))
+            if not np.isfinite(x[cut - 1]):
+                return f"it is missing where that is {first!r}"
+            return f"{first!r} up to {_written(x[cut - 1])}, {second!r} from {_written(x[cut])}"
+    return ""
+
+
+def _written(value: float) -> str:
+    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"
+
+
+def _without_few(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np.bool_], float]:
+    """Return which examples to keep so that intervals of few examples are gone, and their share."""
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(y)) + 1])
+    sums = np.add.reduceat(weights, starts)
+    order = np.argsort(sums, kind="stable")
+    many = int(np.searchsorted(np.cumsum(sums[order]), errors, side="right"))
+    kept = np.ones(len(starts), np.bool_)
+    kept[order[:many]] = False
+    return np.repeat(kept, np.diff([*starts, len(y)])), float(sums[~kept].sum())
+
+
+def _is_cut(x: Numbers, ends: list[int]) -> bool:
+    """Say whether two intervals are parts of one distribution, or one of them is one value."""
+    start, cut, end = ends
+    if any(len(each) >= _NEAR and each[0] == each[-1] for each in (x[start:cut], x[cut:end])):
+        return True
+    # A number that is missing is below all others.
+    there = x[np.isfinite(x)]
+    start, cut, end = (max(0, each - len(x) + len(there)) for each in ends)
+    half = _NEAR // 2
+    width = there[min(cut + half, len(there)) - 1] - there[max(cut - half, 0)]
+    step = float(np.min(np.diff(np.unique(there))))
+    usual = [
+        np.quantile(each[_NEAR::_NEAR] - each[:-_NEAR:_NEAR], _USUAL) + step
+        for each in (there[start:cut], there[cut:end])
+        if len(each) > _WINDOWS * _NEAR
+    ]
+    return bool(width <= _VALLEY * max(usual, default=0.0))
