@@ -99,10 +99,10 @@ def test_a_long_name_of_a_pod_is_cut_before_its_hash(workflow):
     assert step.pod.endswith(workflow.pod("train_model").rpartition("-")[2])
 
 
-def test_words_are_one_line_without_control_characters(workflow):
+def test_words_are_one_line_that_can_be_printed(workflow):
     workflow.wait("train_model", "ImagePull\nBackOff:\x1b[31m \t red")
     [pod] = [pod for pod in read(workflow.manifest()).pods if pod.message]
-    assert pod.message == "ImagePull BackOff:[31m red"
+    assert pod.message == r"ImagePull BackOff:\u001b[31m red"
 
 
 @pytest.mark.parametrize("manifest", ["", None, "{}", '{"status": {"nodes": null}}', "[]"])

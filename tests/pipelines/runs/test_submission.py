@@ -206,7 +206,7 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
     instance.store.play = [*PROMOTED]
     answer = remote("submit", "--wait", "--name", "[/x]")
     assert answer.code == 0
-    assert "([/red] is no [bold]step[31m)" in answer.err
+    assert "([/red] is no [bold]step\\u001b[31m)" in answer.err
     assert "[/x]" in remote("runs").out
 
 
