@@ -235,6 +235,6 @@ def _fields(
         "target_counts": {name: each.counts() for name, each in targets.items()},
         "target_moments": {name: each.moments() for name, each in targets.items()},
         "fingerprint": written.fingerprint,
-        "notes": list(source.notes()),
+        "notes": [*source.notes(), *(line for each in targets.values() for line in each.notes())],
         **source.facts(),
     }

@@ -6,7 +6,7 @@ reading one example.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from trainer.statistics.one_pass import Moments
 
 # More than any list of classes; beyond it an integer is a quantity.
 MOST_CLASSES = 1_000_000
+# Classes that a note names.
+_NAMED = 3
 
 
 class Target:
@@ -105,6 +107,33 @@ class Target:
         if not found.count:
             return {}
         return {"mean": found.mean, "std": found.std, "min": found.least, "max": found.most}
+
+    def notes(self) -> Iterator[str]:
+        """Say of which classes nothing can be learnt: none of their examples is trained on."""
+        names, train = self._spec.labels, self._counts.get("train")
+        if not names or self._spec.shape or train is None:
+            return
+        counts = self.counts()
+        total = dict(zip(names, np.sum([*counts.values()], axis=0), strict=True))
+        trained = dict(zip(names, counts["train"], strict=True))
+        lacking = [name for name in names if total[name] and not trained[name]]
+        single = [name for name in names if total[name] == 1 and trained[name]]
+        if lacking:
+            yield (
+                f"the label {self.name!r} has {_few(lacking)} in validation or test alone, and "
+                "nothing can be learnt of what is not in train: give it examples there, or leave "
+                "these rows out"
+            )
+        if single:
+            yield (
+                f"the label {self.name!r} has one example of {_few(single)}: correct the spelling, "
+                "put classes together, or give it more examples"
+            )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more classes" if len(names) > _NAMED else ""
+    return ", ".join(map(repr, names[:_NAMED])) + more
 
 
 def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> None:

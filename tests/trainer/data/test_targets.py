@@ -107,3 +107,18 @@ def test_no_number_is_refused_and_nothing_published(bad, message, prepared, monk
         message.replace("{name}", "tests.trainer.data.made_builders:Weighted")
     )
     assert storage.published(storage.join(root, "datasets")) == []
+
+
+def test_classes_of_which_nothing_is_learnt_are_said():
+    spec = FeatureSpec(
+        shape=(), dtype="int64", stored="int", num_classes=4, labels=("a", "b", "c", "d")
+    )
+    target = Target("y", spec)
+    target.add("train", np.array([0, 0, 0, 1]))
+    assert list(target.notes()) == [
+        "the label 'y' has one example of 'b': correct the spelling, put classes together, or give "
+        "it more examples"
+    ]
+    target.add("test", np.array([0, 1, 2, 2]))
+    (note,) = target.notes()
+    assert note.startswith("the label 'y' has 'c' in validation or test alone")

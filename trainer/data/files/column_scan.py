@@ -194,7 +194,10 @@ class ColumnScan:
             return
         rows = pc.filter(pa.array(numbers), pc.invert(missing))
         if not parsed:
-            self._add_left(known, pa.array(np.ones(len(known), np.bool_)), piece, rows)
+            # JSON has no times but texts, and a time is one in every format.
+            times = text_values.matches(known, text_values.TIME)
+            self._count("time", pc.sum(times).as_py() or 0)
+            self._add_left(known, pc.invert(times), piece, rows)
             return
         if text_values.are_numbers(known, pa.int64()):
             self._count("int", len(known))

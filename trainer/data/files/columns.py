@@ -179,6 +179,7 @@ def decide(  # noqa: PLR0913
     if is_label and (single or "tensor" not in scan.kinds):
         label = read_label(name, said, scan, parsed=files.reader.parsed)
     kind, why, note = label.type or said, label.why or "data.types", ""
+    _check_said(name, said, scan)
     if not kind:
         kind, why = _inferred(name, scan, files, tolerates=config.bad_rows > 0)
     if single and kind == "tensor":
@@ -290,6 +291,16 @@ def _with_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_labe
         f"{' and '.join(str(list(each)) for each in shapes[:2])}; set data.shapes: "
         f"{{{name}: {largest}}}"
     )
+
+
+def _check_said(name: str, said: str, scan: ColumnScan) -> None:
+    """Refuse a type of numbers of which nearly all values are in writing."""
+    best = _written(scan) if said in ("int", "float") else ""
+    if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
+        raise UserError(
+            f"data.types: the values of {name!r} are no {said}, such as {scan.texts[0][2]!r}; set "
+            f"data.types: {{{name}: {best}}}"
+        )
 
 
 def _unit(name: str, scan: ColumnScan) -> str:

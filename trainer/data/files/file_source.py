@@ -171,7 +171,9 @@ class FileSource(Source):
         said += [*(each.note for each in self._columns.values() if each.note)]
         broken = self._scan.broken if self._scan else BrokenRows()
         if broken.unlabelled:
-            said.append(f"{broken.says_unlabelled(self._files.place)} and are left out")
+            name, mark = broken.first_unlabelled[0][2], broken.unlabelled_mark
+            kept = f"; set data.types: {{{name}: text}} if {mark!r} is a class" if mark else ""
+            said.append(f"{broken.says_unlabelled(self._files.place)} and are left out{kept}")
         if broken.count:
             where = "; ".join(broken.first(self._files.place))
             said.append(
@@ -338,7 +340,9 @@ class FileSource(Source):
             found[name] = result.values
             if name in roles.targets:
                 for place in np.flatnonzero(result.missing & ~bad):
-                    broken.add_unlabelled(piece, int(rows.numbers[place]), name)
+                    given = array[int(place)].as_py()
+                    mark = given.strip() if isinstance(given, str) and column.classes else ""
+                    broken.add_unlabelled(piece, int(rows.numbers[place]), name, mark)
                 bad |= result.missing
             for place in np.flatnonzero(result.bad & ~bad):
                 given = str(array[int(place)].as_py())[:40]

@@ -123,10 +123,11 @@ def _of_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> 
             f"the label {name!r} has classes that look alike: {_pairs(alike)}; give them one "
             f"spelling, or set data.types: {{{name}: text}} if they are several"
         )
-    if doubtful := [each for each in names if text_values.may_be_missing(each)]:
-        marks = ", ".join(map(repr, doubtful))
+    marks = () if "+" in names or len(names) == _TWO else ("-",)
+    if doubtful := [each for each in names if text_values.may_be_missing(each) or each in marks]:
+        named = ", ".join(map(repr, doubtful))
         notes.append(
-            f"the label {name!r} has {marks} as a class; write nothing there if it stands for what "
+            f"the label {name!r} has {named} as a class; write nothing there if it stands for what "
             "is missing"
         )
     if _TWO * len(names) > scan.rows and len(names) > _TWO:

@@ -51,6 +51,7 @@ class BrokenRows:
     places: list[tuple[Piece, int, str]] = field(default_factory=list)
     unlabelled: int = 0
     first_unlabelled: list[tuple[Piece, int, str]] = field(default_factory=list)
+    unlabelled_mark: str = ""
 
     def add(self, piece: Piece, number: int, why: str) -> None:
         """Count a row."""
@@ -58,11 +59,12 @@ class BrokenRows:
         if len(self.places) < _NAMED:
             self.places.append((piece, number, why))
 
-    def add_unlabelled(self, piece: Piece, number: int, name: str) -> None:
-        """Count a row without a value of a label."""
+    def add_unlabelled(self, piece: Piece, number: int, name: str, mark: str) -> None:
+        """Count a row without a value of a label, or with a word that says so."""
         self.unlabelled += 1
         if len(self.first_unlabelled) < _NAMED:
             self.first_unlabelled.append((piece, number, name))
+        self.unlabelled_mark = self.unlabelled_mark or mark
 
     def merge(self, other: BrokenRows) -> None:
         """Add what was counted in a later piece."""
@@ -71,6 +73,7 @@ class BrokenRows:
         self.places = (self.places + other.places)[:_NAMED]
         self.unlabelled += other.unlabelled
         self.first_unlabelled = (self.first_unlabelled + other.first_unlabelled)[:_NAMED]
+        self.unlabelled_mark = self.unlabelled_mark or other.unlabelled_mark
 
     def says_unlabelled(self, place: Callable[[Piece, int], str]) -> str:
         """Return how many rows have no label, and where, in words."""

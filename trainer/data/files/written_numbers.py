@@ -31,7 +31,7 @@ _CODES = (
     "|Rs\\.?|kr\\.?"
 )
 _CURRENCY = rf"[A-Za-z]{{0,3}}\p{{Sc}}|(?:{_CODES})"
-_UNIT = r"(?:[%‰]|\p{Sc}|[\p{L}°µ²³][\p{L}\p{M}°µ²³/.*^ -]{0,15})"
+_UNIT = r"(?:[%‰]|\p{Sc}|[\p{L}°µ][\p{L}\p{M}°µ²³/.*^ -]{0,15})"
 _MONEY = re.compile(rf"[A-Za-z]{{0,3}}[$\u00a2-\u00a5\u20a0-\u20c0]|{_CODES}")
 # Groups of three, or as in India of two before the last.
 _GROUPED = r"[1-9]\d{{0,2}}(?:{0}\d{{3}})+"
@@ -73,7 +73,9 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
     values = np.full(len(array), np.nan)
     values[right] = _values(kind, fields)[right]
     values[right & (units == PER_CENT)] /= 100
-    return values, ~(right & np.isin(units, ("", PER_CENT, unit)))
+    right &= np.isin(units, ("", PER_CENT, unit)) & np.isfinite(values)
+    values[~right] = np.nan
+    return values, ~right
 
 
 def writing_of(array: pa.Array) -> Counter[str]:

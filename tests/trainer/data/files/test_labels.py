@@ -159,9 +159,10 @@ def test_rows_without_a_label_are_left_out_and_said(tmp_path, mark, others):
     names, classes, notes = labels_of(tmp_path)
     assert len(classes) == 30
     assert mark not in names
+    is_class = f"; set data.types: {{y: text}} if {mark!r} is a class" if mark and names else ""
     assert notes[-1] == (
         "data.label: 10 of 40 rows have no 'y' (a.csv, row 5, a.csv, row 9, a.csv, row 13) and are "
-        "left out"
+        f"left out{is_class}"
     )
 
 
