@@ -38,11 +38,7 @@ def assign(
 ) -> ColumnRoles:
     """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
 
-    Args:
-        config: the data section.
-        names: of all columns.
-        where: they are, for messages.
-        index: those that are left out unless a key names them.
+    Those of `index` are left out unless a key names them; `where` they are is for messages.
 
     Raises:
         ConfigError: a key names no column, or no label can be told.

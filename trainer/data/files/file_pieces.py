@@ -5,7 +5,6 @@ Local files are read in place; others are fetched, and removed again.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,13 @@ from trainer.data.files.formats.decompression import bare_name
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.json_lines import JsonReader
 from trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
-from trainer.data.files.table_files import by_names, may_lack_label, partition_of, without_documents
+from trainer.data.files.table_files import (
+    answers_only,
+    by_names,
+    may_lack_label,
+    partition_of,
+    without_documents,
+)
 from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError, UserError
 from trainer.storage.errors import reported
@@ -34,8 +39,6 @@ from trainer.storage.uri import local_path
 
 PART_BYTES = 64 << 20
 _IMAGES = 1024
-# As pandas names one, and reads one of its own back.
-_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(?:\.\d+)*")
 _NO_TABLES = (
     ".xlsx", ".xls", ".ods", ".feather", ".arrow", ".dta", ".sav", ".rds", ".rdata", ".pkl",
     ".pickle", ".npy", ".npz", ".mat", ".h5", ".hdf5", ".db", ".sqlite", ".xml", ".html", ".avro",
@@ -75,14 +78,6 @@ class FilePieces:
         """Return the columns of a file, those of its folders after its own."""
         names = self.reader.names(path)
         return tuple(dict.fromkeys([*names, *self._partition(number)]))
-
-    def index(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return which columns are an index, and no data."""
-        said: tuple[str, ...] = ()
-        if not self.is_listing:
-            with self.local(self.first) as path:
-                said = self.reader.index(path)
-        return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
@@ -192,7 +187,8 @@ def with_labels(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -
             with pieces.local(at) as path:
                 there = pieces.columns(at, path)
             file = pieces.files[at]
-            if {*wanted} <= {*there} and not {*there} < {*names}:
+            is_short = answers_only(file) and {*there} < {*names}
+            if {*wanted} <= {*there} and not is_short:
                 continue
             what = f"{file.path} has {', '.join(there[:3])} and no column"
             lacks = next(each for each in (*wanted, *names) if each not in there)

@@ -31,6 +31,7 @@ from trainer.data.files.formats.class_folders import IMAGE, LABEL
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
+from trainer.data.files.table_files import index_of
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS, FeatureSpec
 from trainer.errors import UserError
@@ -40,6 +41,7 @@ from trainer.statistics.hashing import hashes
 _ROWS = 1 << 14
 # Notes on how files are laid out.
 _NAMED = 5
+_SEVERAL = 2
 _log = logging.getLogger(__name__)
 
 
@@ -224,8 +226,9 @@ class FileSource(Source):
         first, varies = self._files.first, self._files.reader.varies
         with self._files.local(first) as path:
             names = self._files.columns(first, path)
+            said = () if self._files.is_listing else self._files.reader.index(path)
         # A wrong key is refused before all is read.
-        columns = () if varies else self._assigned(names, self._files.index(names)).kept
+        columns = () if varies else self._assigned(names, index_of(names, said)).kept
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
         classes = (each for each, kind in self._said.items() if kind == "class")
         config = self._config
@@ -253,7 +256,7 @@ class FileSource(Source):
         for each in self._over_pieces(work):
             total.merge(each)
         total.close()
-        total.index = self._files.index(total.names)
+        total.index = index_of(total.names, said)
         return total
 
     def _assigned(self, names: Sequence[str], index: Sequence[str]) -> ColumnRoles:
@@ -266,7 +269,10 @@ class FileSource(Source):
         """Refuse a column whose types differ between files so that one would change the other."""
         for name in roles.kept:
             found = list(scan.families.get(name, {}).values())
-            if name in self._said or len(found) == 1 or not found:
+            # A large file is read in several pieces.
+            if name in self._said or len(found) < _SEVERAL:
+                continue
+            if self._files.reader.parsed and found[0][0].file == found[1][0].file:
                 continue
             if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:
                 continue

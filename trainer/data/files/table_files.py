@@ -21,6 +21,7 @@ _DOCUMENT = re.compile(
     r"state|checksums?|(?:md5|sha\d+)sums?)(?:[-_. ].*)?\.(?:txt|json|jsonl)"
 )
 _ANSWERS = re.compile(r"submission|unlabel+ed|predict|hold[-_]?out|inference")
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(?:\.\d+)*")
 _TABLES = (".csv", ".tsv")
 # As in train-00000-of-00004.
 _NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
@@ -42,7 +43,17 @@ def without_documents(files: Sequence[Any]) -> list[Any]:
 
 def may_lack_label(file: Any) -> bool:
     """Say whether a file is one that often has no label, by its name: as that of a contest."""
-    return _split_of(file.path) not in ("", "train") or bool(_ANSWERS.search(file.path.lower()))
+    return _split_of(file.path) not in ("", "train") or answers_only(file)
+
+
+def answers_only(file: Any) -> bool:
+    """Say whether a file holds answers and no examples, by its name."""
+    return bool(_ANSWERS.search(file.path.lower()))
+
+
+def index_of(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
+    """Return which columns are an index: a file says so, or pandas has named them."""
+    return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
 
 def by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:

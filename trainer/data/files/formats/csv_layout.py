@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,7 +162,12 @@ class _Head:
             raise UserError(f"data.source: {path} is JSON; set data.format: jsonl")
         self._records = kept
         self._delimiter = given or _delimiter(path, [each.text for each in kept])
+        self._quote = '"'
         self._rows = [_cells(each.text, self._delimiter) for each in kept]
+        if "'" in kept[-1].text and not any('"' in each.text for each in kept):
+            quoted = [_cells(each.text, self._delimiter, "'") for each in kept]
+            if len({*map(len, quoted)}) == 1 < len({*map(len, self._rows)}):
+                self._quote, self._rows = "'", quoted
         bodies = self._rows[1:] or self._rows
         self._width = Counter(map(len, bodies)).most_common(1)[0][0]
 
@@ -174,7 +180,7 @@ class _Head:
         """Return the layout by the first rows; raises `UserError`."""
         place = self._header()
         cells = [each.strip() for each in self._rows[place]]
-        quote = '"'
+        quote = self._quote
         if len(cells) >= _FEWEST and all(re.fullmatch("'[^']*'", each) for each in cells):
             quote, cells = "'", [each[1:-1] for each in cells]
         rows, notes = self.rows(self._width), []
@@ -197,10 +203,18 @@ class _Head:
         if index:
             notes.append("the first column has no name and is left out as an index; or name it")
         _check(self._path, where, names, {*index, *empty})
+        if numbers := _odd_numbers(names):
+            notes.append(
+                f"row {self._lines[place]} is taken for the header, and names such as "
+                f"{numbers[0]!r} are numbers; put the names of the columns above it if it is none"
+            )
+        below = self._rows[place + 1] if place + 1 < len(self._rows) else []
+        # As below the header of a table in Markdown.
+        is_line = any(below) and all(re.fullmatch(r":?-{2,}:?|", each.strip()) for each in below)
         return CsvLayout(
             names=tuple(names),
             delimiter=self._delimiter,
-            start=self._records[place].end,
+            start=self._records[place + is_line].end,
             empty=empty,
             quote=quote,
             notes=tuple(notes),
@@ -256,7 +270,7 @@ class _Head:
             return cells, ()
         row = next(at for at, each in enumerate(self._rows) if at > place and each is rows[0])
         cause = "is a name missing, or a title above the header?"
-        if any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
+        if more > 0 and any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
             cause = "quote numbers that have a comma, or write them without"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
             cause = 'quote texts by ", right after the delimiter'
@@ -265,6 +279,14 @@ class _Head:
             f"{len(rows)} of the first {len(self._rows) - place - 1} rows, and the header (row "
             f"{self._lines[place]}) has {len(cells)} names, {', '.join(cells[:_NAMED])}; {cause}"
         )
+
+
+def _odd_numbers(names: Sequence[str]) -> list[str]:
+    """Return the names that are numbers, where they do not simply count, as years do."""
+    numbers = [name for name in names if re.match(NUMBER, name)]
+    counts = [int(name) for name in numbers if name.isdecimal()]
+    steps = {after - before for before, after in pairwise(counts)}
+    return [] if len(counts) == len(numbers) and steps <= {1} else numbers
 
 
 def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> None:
@@ -295,10 +317,13 @@ def _delimiter(path: Path, texts: Sequence[str]) -> str:
             best, found = max((best, found), (score, mark))
     if found:
         return found
+    rows = [_cells(text.strip(), " ") for text in texts]
+    lengths = {len(row) for row in rows[1:]}
     blanks = {len(text.split()) for text in texts}
+    is_even = len(texts) > _FEWEST and len(lengths) == 1 and lengths != {1}
+    if is_even and not any("" in row for row in rows) and 0 <= len(rows[1]) - len(rows[0]) <= 1:
+        return " "
     if len(texts) > _FEWEST and len(blanks) == 1 and blanks != {1}:
-        if all(len(_cells(text.strip("\r\n"), " ")) in blanks for text in texts):
-            return " "
         raise UserError(
             f"data.source: {path} has columns of a fixed width, or several spaces between them; "
             "write it with commas"
@@ -306,9 +331,9 @@ def _delimiter(path: Path, texts: Sequence[str]) -> str:
     return max(_DELIMITERS, key=texts[0].count)
 
 
-def _cells(text: str, delimiter: str) -> list[str]:
+def _cells(text: str, delimiter: str, quote: str = '"') -> list[str]:
     try:
-        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter))
+        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, quotechar=quote))
     except (csv.Error, StopIteration):
         # A value of more than 128 KiB, or a newline of another system.
         return text.split(delimiter)

@@ -51,10 +51,13 @@ class JsonReader(Reader):
         for record in objects:
             found.update(list(record))
         if not found:
-            raise UserError(
-                f"data.source: {path} has no JSON object in its first {_FIRST} lines"
-                f"{f' (row 1: {flat[0]})' if flat else ''}; {_AS_ROWS}"
+            why = (
+                f", row 1: {flat[0]}"
+                if flat
+                else f" has no JSON object in its first {_FIRST} lines"
             )
+            advice = "name each key once" if "is there twice" in why else _AS_ROWS
+            raise UserError(f"data.source: {path}{why}; {advice}")
         alone = [name for name, count in found.items() if count == 1]
         if len(objects) > _FEWEST and len(alone) > max(_NEARLY_ALL * len(found), len(objects) / 2):
             raise UserError(

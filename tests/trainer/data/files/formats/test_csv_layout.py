@@ -107,6 +107,28 @@ def test_names_of_rows_are_an_index(tmp_path: Path) -> None:
     assert refusal(tmp_path, again) == "data.source: FILE, row 1 has no name for column 1; name it"
 
 
+def test_spaces_quotes_of_another_kind_and_lines_of_markdown(tmp_path: Path) -> None:
+    rows = "".join(f'"r{i}" {i} "{"ab"[i % 2]} b"\n' for i in range(9))
+    assert refusal(tmp_path, f'"n" "kind"\n{rows}').startswith("data.source: FILE, row 2 has 3")
+    rows = "".join(f'"{i + 1}" {i} "{"ab"[i % 2]} b"\n' for i in range(9))
+    assert table(tmp_path, f'"n" "kind"\n{rows}')[0][3] == {"n": "3", "kind": "b b"}
+    rows = "".join(f"{i},'a, b',x\n" for i in range(9))
+    assert table(tmp_path, f"n,t,y\n{rows}")[0][3] == {"n": "3", "t": "a, b", "y": "x"}
+    rows = "".join(f"| {i} | a |\n" for i in range(9))
+    assert len(table(tmp_path, f"| n | kind |\n|---|:--|\n{rows}")[0]) == 9
+
+
+@pytest.mark.parametrize(
+    ("head", "is_odd"),
+    [("n,2019,2020", False), ("0,1,y", False), ("5.1,3.5,a", True), ("150,4,setosa", True)],
+)
+def test_names_that_are_numbers_are_said(tmp_path: Path, head: str, is_odd: bool) -> None:
+    table(tmp_path, f"{head}\n" + "1,2,b\n2,3,c\n" * 9)
+    assert [each for each in layout_of(tmp_path / "t.csv").notes if "are numbers" in each] == [
+        each for each in layout_of(tmp_path / "t.csv").notes if is_odd
+    ]
+
+
 def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
     text = "#,Name,Type\n1,Bud,grass\n2,Ivy,grass\n3,Fox,fire\n"
     assert table(tmp_path, text)[0][2] == {"#": "3", "Name": "Fox", "Type": "fire"}

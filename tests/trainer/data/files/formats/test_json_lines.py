@@ -90,7 +90,7 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
         ({"columns": ["a"], "index": [0], "data": [[1]]}, "with columns and data apart"),
         ({"a": {"0": 1, "1": 2}, "b": {"0": 3, "1": 4}}, "with a key for each row"),
         ({"0": {"a": 1, "b": 2}, "1": {"a": 3, "b": 4}}, "with a key for each row"),
-        ([[1, 2], [3, 4]], "has no JSON object in its first 1000 lines (row 1: it is a list"),
+        ([[1, 2], [3, 4]], "t.json, row 1: it is a list, and no object"),
         ([], "has no JSON object in its first 1000 lines"),
     ],
 )
