@@ -39,15 +39,14 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
     Python, and differ in more than upper and lower case.
     """
     words = {name: _argument(name) for name in features}
-    # One that is called so itself goes first.
-    taken = {word.lower() for name, word in words.items() if name == word}
     found: dict[str, str] = {}
+    taken: set[str] = set()
+    # One that is called so itself goes first.
     for name in sorted(features, key=lambda name: (name != words[name], name)):
         word = words[name]
-        seen = name != word and word.lower() in taken
-        twice = {each.lower() for each in found.values()}
-        if seen or word.lower() in twice or _MADE.fullmatch(name):
+        if word.lower() in taken or _MADE.fullmatch(name):
             word = f"{word[:_LONGEST]}_{_digest(name)}"
+        taken.add(word.lower())
         found[name] = word
     return {name: found[name] for name in features}
 
