@@ -92,6 +92,8 @@ class FileExamples(Examples):
             piece = Piece(number)
             with self._files.local(number) as path:
                 columns = self._columns(number, path)
+                for text in () if self._files.is_listing else self._files.reader.notes(path):
+                    self._tell(0, f"{self._named(path)}: {text}")
                 refuse = partial(self._refuse_record, piece)
                 for rows in self._files.rows(path, piece, columns, refuse):
                     for start in range(0, len(rows.numbers), size):

@@ -157,3 +157,26 @@ def test_what_is_wrong_with_a_split_is_one_line(digits, tmp_path):
         of_split(other, output, dataset)
     assert not output.exists()
     assert sorted(os.listdir(tmp_path)) == ["m", "m-source"]
+
+
+FORMS = {
+    "title.csv": "Report\n\nt,x\na,1.5\nb,2.5\n",
+    "sep.csv": "sep=;\nt;x\na;1.5\nb;2.5\n",
+    "quote.tsv": 't\tx\na\t1.5\n"b\t2.5\n',
+    "list.json": '[{"t": "a", "x": 1.5},\n {"t": "b", "x": 2.5}]',
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "partitions"])
+def test_files_are_laid_out_as_those_of_training(tmp_path, form):
+    spec = FeatureSpec(shape=(), dtype="float32", stored="float")
+    model = made_model.published(tmp_path / "m", {"x": spec}, lambda x: {"prediction": 2 * x})
+    source = tmp_path / form
+    if form == "partitions":
+        for value in ("1.5", "2%2E5"):
+            (source / f"x={value}").mkdir(parents=True)
+            (source / f"x={value}" / "part-0.csv").write_text("t\na\n")
+    else:
+        source.write_text(FORMS[form])
+    asked(model, [source], tmp_path / "out.jsonl")
+    assert [row["prediction"] for row in read(tmp_path / "out.jsonl")] == [3.0, 5.0]

@@ -223,7 +223,8 @@ def _newlines(file: IO[bytes], count: int) -> int:
 
 def _unreadable(path: Path, layout: CsvLayout, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
-    if "UTF8" in reason or "UTF-8" in reason:
+    # Arrow cannot hand a row of another length on that is no UTF-8.
+    if "UTF8" in reason or "UTF-8" in reason or "Expected" in reason:
         return UserError(
             f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"
         )

@@ -161,6 +161,12 @@ def test_what_is_laid_out_otherwise_is_one_line(
     assert refusal(tmp_path, text).startswith(f"data.source: {line}")
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in")
+def test_a_long_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+    line = refusal(tmp_path, b"x,y\n1,a\n2,\xff,c\n3,b\n" + b"4,d\n" * 100)
+    assert line.startswith("data.source: FILE, row 3 is not UTF-8: perhaps")
+
+
 def test_a_column_without_a_name_is_empty_in_each_row(tmp_path: Path) -> None:
     lines = [f"{i},b,\n" for i in range(500)]
     lines[400] = "400,b,more\n"
