@@ -82,8 +82,6 @@ def _read(artifact: Any) -> Descriptor:
 
 # The UI cannot draw a larger matrix readably, and KFP stores its cells in a database.
 MOST_CLASSES = 50
-#: The output name under which the UI looks for viewers that KFP v2 has no artifact type for.
-VIEWERS = "mlpipeline_ui_metadata"
 # Kubernetes sets it in pods next to the service of KFP's API. The pods of an instance without
 # profiles are there; those of a profile are in its namespace.
 _API_HERE = "ML_PIPELINE_SERVICE_HOST"

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from kfp import dsl
 
-from components import descriptor, launchers, train_model
+from components import launchers, train_model
 from components.image import PodDefaults
 from components.records import run_store
 from tests.components.called_steps import RUN, artifact_in, refused, text_of
@@ -27,7 +27,7 @@ PODS = ("registry.example/flotilla:2", "our-store")
 
 @pytest.fixture
 def outputs(tmp_path):
-    viewers = dsl.Artifact(name=descriptor.VIEWERS, uri=str(tmp_path / "viewers"))
+    viewers = dsl.Artifact(name="mlpipeline_ui_metadata", uri=str(tmp_path / "viewers"))
     return artifact_in(tmp_path, dsl.Model), viewers
 
 

@@ -35,7 +35,7 @@ _BEATS = 5
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
-_ANSWERS, _SILENT, _CUT_OFF, _GONE = "answers", "silent", "cut off", "gone"
+_ANSWERS, _SILENT, _GONE = "answers", "silent", "gone"
 # Of a machine or a network that is cut off: nobody says that the task has ended.
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
@@ -77,17 +77,10 @@ def _beat(descriptor: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """What a probe of the other tasks found.
-
-    Attributes:
-        silent: they accept a connection and do not answer, or cannot be reached.
-        gone: they have ended, which their launcher knows as well.
-        cut_off: those of `silent` that cannot be reached, as while a name has the old address.
-    """
+    """Tasks that are `silent`, or cannot be reached, and those that are `gone`: they have ended."""
 
     silent: tuple[Task, ...] = ()
     gone: tuple[Task, ...] = ()
-    cut_off: tuple[Task, ...] = ()
 
 
 def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -> Peers:
@@ -106,25 +99,23 @@ def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECON
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         answers = list(pool.map(lambda task: _answer(cluster.address(task), timeout), tasks))
 
-    def those(*words: str) -> tuple[Task, ...]:
-        return tuple(task for task, answer in zip(tasks, answers, strict=True) if answer in words)
+    def those(word: str) -> tuple[Task, ...]:
+        return tuple(task for task, answer in zip(tasks, answers, strict=True) if answer == word)
 
-    return Peers(silent=those(_SILENT, _CUT_OFF), gone=those(_GONE), cut_off=those(_CUT_OFF))
+    return Peers(silent=those(_SILENT), gone=those(_GONE))
 
 
 def _answer(address: str, timeout: float) -> str:
     host, _, port = address.rpartition(":")
-    word = _CUT_OFF
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout) as peer:
-            word = _SILENT
             peer.sendall(_PREFACE)
             return _ANSWERS if peer.recv(1) else _GONE
     except TimeoutError:
-        return word
+        return _SILENT
     except OSError as error:
         # Else refused, an unknown host name, or reset because the task was killed meanwhile.
-        return _CUT_OFF if error.errno in _UNREACHABLE else _GONE
+        return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
 # Read by TensorFlow once, when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.

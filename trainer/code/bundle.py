@@ -10,7 +10,7 @@ import shutil
 import stat
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -20,7 +20,6 @@ from trainer import storage, user_code
 from trainer.code.collect import IGNORE_FILE, Collected, Found, collect
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
-from trainer.storage.retry import in_parallel
 
 KIND = "code"
 FOLDER = "code"
@@ -203,27 +202,6 @@ def forget_schedule(bundle: str, schedule: str) -> None:
     """Remove the note of a schedule; a store that refuses only keeps the bundle."""
     with suppress(UserError):
         storage.delete(_place(bundle, schedule))
-
-
-def referred(root: str) -> set[str]:
-    """Return the names of the bundles that a run or a schedule refers to; raises `UserError`."""
-    found = in_parallel(_read, list(_notes(root)))
-    return {storage.name_of(uri) for uris in found for uri in uris}
-
-
-def _notes(root: str) -> Iterator[str]:
-    for name in storage.names(root):
-        if name == OF_SCHEDULES:
-            above = storage.join(root, name)
-            yield from (storage.join(above, each) for each in storage.names(above))
-        elif name != FOLDER:
-            yield storage.join(root, name, OF_RUN)
-
-
-def _read(place: str) -> list[str]:
-    with suppress(storage.Missing, storage.Corrupt):
-        return _bundles_in(storage.read_bytes(place))
-    return []
 
 
 def _bundles_in(data: bytes) -> list[str]:

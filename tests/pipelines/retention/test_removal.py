@@ -31,6 +31,7 @@ from tests.pipelines.retention.roots import (
     whole,
 )
 from tests.stores.fixtures import bucket_name
+from tests.trainer.code.referred import referred
 from trainer import storage
 from trainer.cluster.lease import ABANDONED_SECONDS, LEASE_SECONDS, Lease, holders, lease_uri, time
 from trainer.code import bundle
@@ -617,7 +618,7 @@ def test_what_is_referred_to_is_never_removed_and_all_else_is(history):
         swept_bundles(root)
         left = set(storage.names(storage.join(storage.uri_of(root), "code")))
         assert left == needed
-        assert bundle.referred(storage.uri_of(root)) <= left
+        assert referred(storage.uri_of(root)) <= left
 
 
 def test_a_damaged_note_of_a_schedule_keeps_all_code(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 from components.records import gather_report
 from pipelines.runs import local, local_status
 from tests.pipelines.called import Called, call, calling, content, processes_of, setting
+from tests.trainer.code.referred import referred
 from tests.trainer.page import Page
 from tests.trainer.tracking.test_mlflow_run import MlflowServer
 from trainer import events, storage
-from trainer.code import bundle
 from trainer.config.load import load_config
 from trainer.events import AttemptBegin, CheckpointPublished, Progress, StepEnd
 from trainer.promotion import registry
@@ -407,7 +407,7 @@ def test_edits_during_a_run_do_not_change_it(here):
     assert "/code/" in said[1]
     uri = said[1].split()[1]
     root = storage.uri_of(here / "runs")
-    assert bundle.referred(root) == {storage.name_of(uri)}
+    assert referred(root) == {storage.name_of(uri)}
     failed = call("prepare", here / "runs", *words, cwd=here)
     assert failed.code == 1
     assert "ZeroDivisionError" in failed.answer["message"]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.stores.fixtures import bucket_name
+from tests.trainer.code.referred import referred as noted_below
 from trainer import storage
-from trainer.code import bundle
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 
@@ -309,7 +309,7 @@ def test_a_schedule_refers_to_its_bundle_until_it_is_removed(instance, remote, f
         assert remote(*every).code == 0
         [found] = instance.store.recurring.values()
         uri = found["runtime_config"]["parameters"]["code"]
-        assert bundle.referred(root) == {storage.name_of(uri)}
+        assert noted_below(root) == {storage.name_of(uri)}
         return uri
 
     first = referred()
@@ -317,4 +317,4 @@ def test_a_schedule_refers_to_its_bundle_until_it_is_removed(instance, remote, f
     (folder / "blocks.py").write_text("NAME = 'second'\n")
     assert referred() != first
     assert remote("unschedule", "digits").code == 0
-    assert bundle.referred(root) == set()
+    assert noted_below(root) == set()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.trainer.code.referred import referred
 from trainer import storage
 from trainer.code import bundle
 
@@ -20,24 +21,24 @@ def uri(root, letter):
 
 
 def test_runs_and_schedules_refer_to_bundles(root):
-    assert bundle.referred(root) == set()
+    assert referred(root) == set()
     bundle.note_run(root, "digits-1", uri(root, "a"))
     bundle.note_run(root, "digits-1", uri(root, "a"))
     bundle.note_run(root, "digits-1", uri(root, "b"))
     bundle.note_schedule(uri(root, "c"), "nightly")
     bundle.note_schedule(uri(root, "c"), "weekly")
-    assert bundle.referred(root) == names("a", "b", "c")
+    assert referred(root) == names("a", "b", "c")
     bundle.forget_schedule(uri(root, "c"), "nightly")
     bundle.forget_schedule(uri(root, "c"), "never was")
-    assert bundle.referred(root) == names("a", "b", "c")
+    assert referred(root) == names("a", "b", "c")
     bundle.forget_schedule(uri(root, "c"), "weekly")
-    assert bundle.referred(root) == names("a", "b")
+    assert referred(root) == names("a", "b")
 
 
 def test_a_damaged_note_hides_no_other(root):
     bundle.note_run(root, "digits-1", uri(root, "a"))
     storage.write_bytes(storage.join(root, "digits-2", "code.json"), b"{")
-    assert bundle.referred(root) == names("a")
+    assert referred(root) == names("a")
 
 
 def test_it_is_the_same_in_a_bucket(s3):
@@ -45,6 +46,6 @@ def test_it_is_the_same_in_a_bucket(s3):
     root = "s3://bundles-noted/r"
     bundle.note_run(root, "digits-1", uri(root, "a"))
     bundle.note_schedule(uri(root, "c"), "nightly")
-    assert bundle.referred(root) == names("a", "c")
+    assert referred(root) == names("a", "c")
     bundle.forget_schedule(uri(root, "c"), "nightly")
-    assert bundle.referred(root) == names("a")
+    assert referred(root) == names("a")
