@@ -214,10 +214,11 @@ class ColumnScan:
         listed = pc.and_(left, text_values.matches(known, LIST))
         if pc.any(listed).as_py():
             left = pc.and_not(left, self._add_written(known, listed))
-        if pc.any(left).as_py():
-            self._add_left(known, left, piece, rows)
+        self._add_left(known, left, piece, rows)
 
     def _add_left(self, known: pa.Array, left: pa.Array, piece: Any, numbers: Any) -> None:
+        if not pc.any(left).as_py():
+            return
         self._count("text", pc.sum(left).as_py() or 0)
         self._keep_texts(known, left, piece, numbers)
         self.writing += written_numbers.writing_of(pc.filter(known, left))

@@ -38,8 +38,9 @@ _CODE = r"^[+-]?0[0-9xX]"
 WHOLE = r"^[+-]?\d+$"
 CODE = r"^0\d+([eE]\d+)?$"
 BOOL = r"^(?i:true|false)$"
-_CLOCK = r"([ T]\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}:?\d{2})?"
-TIME = rf"^(\d{{4}}-\d{{2}}-\d{{2}}|\d{{4}}/\d{{2}}/\d{{2}}){_CLOCK}$"
+_DAY = r"\d{4}(-\d{2}-|/\d{2}/)\d{2}"
+_ZONE = r" ?(Z|UTC|GMT|[+-]\d{2}(:?\d{2})?)"
+TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
 # In lower case; in a column that is inferred to be of truths there are but true and false.
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
@@ -132,8 +133,9 @@ def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
-    array = pc.replace_substring_regex(array, r"^(\d{4})/(\d{2})/(\d{2})", r"\1-\2-\3")
     known = pc.if_else(right, array, pa.scalar(None, array.type))
+    for pattern, plain in (("/", "-"), (" ?(UTC|GMT)$", "Z"), (r" ([+-])(\d)", r"\1\2")):
+        known = pc.replace_substring_regex(known, pattern, plain)
     bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
     try:
         found = _filled(pc.cast(pc.cast(known, pa.timestamp("us")), pa.int64()), 0) / 1e6
