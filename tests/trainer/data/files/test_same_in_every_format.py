@@ -1,0 +1,187 @@
+"""A row means the same from CSV, TSV, JSON lines and Parquet, in training, `predict` and serving."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow as tf
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.data.files.sources import opened
+from trainer import storage, tasks
+from trainer.config.load import parse_config
+from trainer.data.files.recorded_columns import inputs_of, recorded
+from trainer.data.prepare import prepare
+from trainer.data.read import stage_shards, training_batches
+from trainer.data.spec import DatasetSpec
+from trainer.evaluation.evaluate import build_model
+from trainer.evaluation.signature import SERVING
+from trainer.export.formats import Subject, _write_saved_model
+from trainer.names import argument_names
+from trainer.prediction.exported_model import ExportedModel
+from trainer.prediction.inputs import FileExamples
+from trainer.prediction.predict import predict
+from trainer.prediction.request import Request
+from trainer.statistics.statistics import Learnt
+
+Row = dict[str, Any]
+SPACES = st.sampled_from(["", " ", "\t", "  ", "\u00a0", "\u3000 "])
+LETTERS = st.text("aB, ;\"'ü年😀\n\u00a0|", max_size=6).map(lambda text: f"x{text}y")
+MOMENTS = st.datetimes(datetime(1902, 1, 1), datetime(2200, 1, 1))
+TYPES = {
+    "count": pa.int64(), "user": pa.int64(), "large": pa.int64(), "ratio": pa.float64(),
+    "money": pa.decimal128(20, 2), "flag": pa.bool_(), "at": pa.timestamp("us"), "day": pa.date32(),
+    "city": pa.string(), "label": pa.string(),
+}  # fmt: skip
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[Row]:
+    """Draw rows of columns of every type; each column has gaps or has none."""
+    first = draw(st.sampled_from([0, 10**9, 2**53, 2**62]))
+    values = {
+        "count": st.integers(-1000, 1000) | st.integers(2**24, 2**25),
+        "user": st.integers(first, first + 10),
+        "ratio": st.floats(-1e9, 1e9) | st.floats(1.7e9, 1.7e9 + 1),
+        "money": st.decimals(-(10**9), 10**12, places=2, allow_nan=False),
+        "flag": st.booleans(),
+        "at": MOMENTS,
+        "day": st.dates(),
+        "city": st.builds("{}{}{}".format, SPACES, LETTERS, SPACES),
+    }
+    columns = {
+        name: each | st.none() if draw(st.booleans()) else each for name, each in values.items()
+    }
+    fixed = st.fixed_dictionaries(
+        {**columns, "large": st.integers(-(2**63), 2**63 - 1), "label": st.sampled_from("ab")}
+    )
+    rows = draw(st.lists(fixed, min_size=4, max_size=12))
+    return [{name: row[name] for name in TYPES} for row in rows]
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, datetime):
+        return value.isoformat(" ")
+    return "" if value is None else str(value)
+
+
+def as_json(value: Any) -> Any:
+    if isinstance(value, str | bool | int | float) or value is None:
+        return value
+    return value.isoformat() if hasattr(value, "isoformat") else float(value)
+
+
+def write_delimited(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        sep = "\t" if path.suffix == ".tsv" else ","
+        lines = csv.writer(file, delimiter=sep, quoting=csv.QUOTE_MINIMAL)
+        lines.writerow(rows[0])
+        lines.writerows([as_text(each) for each in row.values()] for row in rows)
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    lines = (json.dumps({name: as_json(each) for name, each in row.items()}) for row in rows)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_parquet(path: Path, rows: Sequence[Row]) -> None:
+    types = {**TYPES, "n": pa.int64()}
+    arrays = {name: pa.array([row[name] for row in rows], types[name]) for name in rows[0]}
+    pq.write_table(pa.table(arrays), path)
+
+
+FILES = {
+    "t.csv": write_delimited, "t.tsv": write_delimited, "t.jsonl": write_json,
+    "t.parquet": write_parquet,
+}  # fmt: skip
+
+
+def written(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
+    """Write rows in each format, each file in a folder of its own."""
+    found = {name: folder / name.replace(".", "-") / name for name in FILES}
+    for name, path in found.items():
+        path.parent.mkdir()
+        FILES[name](path, rows)
+    return found
+
+
+def expected(name: str, value: Any, spec: Any) -> Any:
+    """Return what a value is in a record of that spec."""
+    if spec.dtype == "string":
+        return as_text(value).strip().encode()
+    if value is None:
+        return np.nan
+    if name in ("at", "day"):
+        start = datetime(1970, 1, 1)
+        moment = (
+            value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
+        )
+        return (moment - start) / timedelta(seconds=1)
+    return np.dtype(spec.dtype).type(float(value) if "float" in spec.dtype else int(value))
+
+
+def predicted_inputs(path: Path, selection: Any, columns: Any, size: int) -> Mapping[str, Any]:
+    """Return a file as `predict` reads it for a model of these features, `size` rows at a time."""
+    types = {each["name"]: each["type"] for each in columns}
+    reads = [
+        {"feature": name, "type": types[name], **selection.specs[name].to_json()}
+        for name in selection.inputs
+    ]
+    model = ExportedModel(
+        uri="", config=parse_config({}), inputs=inputs_of(reads), kinds={}, labels={}, dataset="",
+        signature=None, names={},
+    )  # fmt: skip
+    request = Request(model="", inputs=(str(path),), output="-", form="jsonl")
+    batches = list(FileExamples(model, request, path.parent, lambda *_: None).batches(size))
+    return {
+        name: np.concatenate([batch.inputs[name] for batch in batches]) for name in selection.inputs
+    }
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(rows=tables(), size=st.integers(1, 5))
+def test_a_row_is_read_the_same_from_every_format_in_training_and_in_prediction(rows, size):
+    rows = [{"n": place, **row, "label": "ab"[place % 2]} for place, row in enumerate(rows)]
+    with tempfile.TemporaryDirectory() as name:
+        for form, path in written(Path(name), rows).items():
+            made, selection, found = opened_in_order(path.parent)
+            predicted = predicted_inputs(path, selection, made.facts()["columns"], size)
+            for feature in selection.inputs:
+                spec = selection.specs[feature]
+                values = [expected(feature, row[feature], spec) for row in rows]
+                for way, got in (("training", found), ("predict", predicted)):
+                    message = f"{feature} of {form} in {way}"
+                    np.testing.assert_array_equal(got[feature].tolist(), values, message)
+            assert_kept(rows, selection)
+
+
+def assert_kept(rows: Sequence[Row], selection: Any) -> None:
+    """Assert that different ids and times are different in records."""
+    gaps = any(row["user"] is None for row in rows)
+    largest = max(row["user"] or 0 for row in rows)
+    wanted = "int64" if not gaps else ("string" if largest > 2**53 else None)
+    assert wanted in (selection.specs["user"].dtype, None)
+    assert selection.specs["large"].dtype == "int64"
+    assert selection.specs["at"].dtype in ("float64", "string")
+
+
+def opened_in_order(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+    from tests.trainer.data.files.sources import read, source  # noqa: PLC0415
+
+    made = source(folder, validation=0.3)
+    selection = made.select()
+    found = read(made, selection)
+    order = np.argsort(found["n"])
+    return made, selection, {name: np.asarray(each)[order] for name, each in found.items()}
