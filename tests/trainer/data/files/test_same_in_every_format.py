@@ -1,4 +1,4 @@
-"""A row means the same from CSV, TSV, JSON lines and Parquet, in training, `predict` and serving."""
+"""A row means the same from each format of files, in training, `predict` and serving."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import keras
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import tensorflow as tf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.trainer.data.files.sources import opened
-from trainer import storage, tasks
+from tests.trainer.data.files.sources import read, source
+from trainer import storage
 from trainer.config.load import parse_config
 from trainer.data.files.recorded_columns import inputs_of, recorded
 from trainer.data.prepare import prepare
@@ -28,13 +27,14 @@ from trainer.data.read import stage_shards, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.evaluate import build_model
 from trainer.evaluation.signature import SERVING
-from trainer.export.formats import Subject, _write_saved_model
+from trainer.export.formats import FORMATS, Subject
 from trainer.names import argument_names
 from trainer.prediction.exported_model import ExportedModel
 from trainer.prediction.inputs import FileExamples
 from trainer.prediction.predict import predict
 from trainer.prediction.request import Request
 from trainer.statistics.statistics import Learnt
+from trainer.tasks.registry import objective_of
 
 Row = dict[str, Any]
 SPACES = st.sampled_from(["", " ", "\t", "  ", "\u00a0", "\u3000 "])
@@ -112,7 +112,7 @@ def written(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
     """Write rows in each format, each file in a folder of its own."""
     found = {name: folder / name.replace(".", "-") / name for name in FILES}
     for name, path in found.items():
-        path.parent.mkdir()
+        path.parent.mkdir(parents=True)
         FILES[name](path, rows)
     return found
 
@@ -150,7 +150,7 @@ def predicted_inputs(path: Path, selection: Any, columns: Any, size: int) -> Map
     }
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(rows=tables(), size=st.integers(1, 5))
 def test_a_row_is_read_the_same_from_every_format_in_training_and_in_prediction(rows, size):
     rows = [{"n": place, **row, "label": "ab"[place % 2]} for place, row in enumerate(rows)]
@@ -178,10 +178,99 @@ def assert_kept(rows: Sequence[Row], selection: Any) -> None:
 
 
 def opened_in_order(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
-    from tests.trainer.data.files.sources import read, source  # noqa: PLC0415
-
     made = source(folder, validation=0.3)
     selection = made.select()
     found = read(made, selection)
     order = np.argsort(found["n"])
     return made, selection, {name: np.asarray(each)[order] for name, each in found.items()}
+
+
+def people(count: int) -> list[Row]:
+    """Return rows with what loses digits, and with spaces."""
+    random, start = np.random.default_rng(0), datetime(2026, 5, 1)
+    return [
+        {
+            "user": 2**60 + place if place % 5 else None,
+            "large": 2**62 + place,
+            "at": start + timedelta(milliseconds=int(random.integers(0, 90_000))),
+            "ratio": 1.7e9 + float(random.random()) if place % 7 else None,
+            "city": str(random.choice([" Rome", "Köln\u00a0", "Rome", "\tÅbo ", ""])),
+            "label": str(random.choice(["a", "b"])),
+        }
+        for place in range(count)
+    ]
+
+
+def exported(folder: Path, path: Path) -> tuple[str, Path]:
+    """Publish a tabular model after a few steps on a file; return its URI and the SavedModel."""
+    config = parse_config(
+        {"name": "m", "data": {"source": str(path), "shards": 2}, "model": {"name": "tabular"}}
+    )
+    dataset = prepare(config.data, storage.uri_of(folder / "root"), folder).uri
+    manifest = storage.read_manifest(dataset)
+    learnt = Learnt(lambda: (storage.read_file(dataset, "statistics.json"), dataset))
+    spec = DatasetSpec.from_manifest(manifest, learnt)
+    objective = objective_of(config, spec)
+    model = build_model(config, spec, objective)
+    optimizer = keras.optimizers.Adam(0.01)
+    files = stage_shards(dataset, folder / "shards", "train")
+    for inputs, labels in training_batches(spec, files, batch_size=16, seed=0).take(4):
+        with tf.GradientTape() as tape:
+            outputs = model(inputs, training=True)
+            loss = tf.reduce_mean((outputs - tf.cast(labels[:, None], tf.float32)) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    made = folder / "made"
+    subject = Subject(model=model, task=objective.task, spec=spec)
+    FORMATS["saved_model"].write(subject, made / "serving/m/1", None)
+    (made / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    fields = {
+        "saved_model": "serving/m/1",
+        "inputs": [{"feature": n, "name": word} for n, word in argument_names(spec.inputs).items()],
+        "reads": recorded(spec, manifest, config.data),
+        "kinds": {"": objective.task.name},
+        "labels": {"": list(objective.task.labels)},
+        "made_from": {"dataset": dataset},
+    }
+    uri = storage.uri_of(folder / "published")
+    storage.publish(made, uri, kind="model", fields=fields)
+    return uri, folder / "published/serving/m/1"
+
+
+def probabilities(model: str, path: Path) -> list[float]:
+    output = path.with_name("answers.jsonl")
+    predict(
+        Request(model=model, inputs=(str(path),), output=str(output), form="jsonl", batch_size=7),
+        lambda *_: None,
+    )
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    output.unlink()
+    return [each["probabilities"]["a"] for each in answers]
+
+
+def test_a_model_answers_the_same_from_every_format_and_when_it_is_served(tmp_path):
+    rows = people(120)
+    paths = written(tmp_path, rows)
+    uri, served = exported(tmp_path, paths["t.csv"])
+    answers = {name: probabilities(uri, path) for name, path in paths.items()}
+    assert len(set(answers["t.csv"])) > 60
+    for found in answers.values():
+        assert found == answers["t.csv"]
+    # Some rows without the others, with other spaces around the texts.
+    few = [{**row, "city": f" {row['city'].strip()}\u3000"} for row in rows[2:4]]
+    alone = probabilities(uri, written(tmp_path / "few", few)["t.jsonl"])
+    np.testing.assert_allclose(alone, answers["t.csv"][2:4], rtol=1e-5)
+    signature = tf.saved_model.load(served).signatures[SERVING]
+    start = datetime(1970, 1, 1)
+    columns = {
+        "user": tf.constant(["" if row["user"] is None else f"{row['user']} " for row in rows]),
+        "large": tf.constant([row["large"] for row in rows], tf.int64),
+        "at": tf.constant([(row["at"] - start) / timedelta(seconds=1) for row in rows], tf.float64),
+        "ratio": tf.constant([row["ratio"] or np.nan for row in rows], tf.float64),
+        "city": tf.constant([f"\t{row['city']}" for row in rows]),
+    }
+    names = argument_names(list(columns))
+    asked = signature(**{names[name]: each for name, each in columns.items()})
+    # By class as `probabilities`, or as `probability` of the second one.
+    first = asked["probabilities"][:, 0] if "probabilities" in asked else 1 - asked["probability"]
+    np.testing.assert_allclose(first, answers["t.csv"], rtol=1e-5)
