@@ -552,3 +552,13 @@ def test_what_is_read_ahead_of_a_large_file_is_bounded(tmp_path: Path) -> None:
 def test_a_column_that_cannot_be_named_is_refused(name):
     with pytest.raises(ConfigError, match=r"t\.csv has a column (without a name|named 'a.x00b')"):
         assign(DataConfig(source="t.csv"), ["x", name, "label"])
+
+
+@pytest.mark.parametrize("name", ["[0]", "[]", "[1, 2]"])
+def test_a_class_may_be_written_as_a_list_is(tmp_path, name):
+    rows = [
+        f"{number}.5,{['a', 'b', chr(34) + name + chr(34)][number % 3]}" for number in range(30)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    found = source(tmp_path, label="y").select().specs["y"]
+    assert (found.num_classes, set(found.labels)) == (3, {"a", "b", name})
