@@ -6,7 +6,7 @@ What it found is remembered with the parts of a preparation, which goes on witho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,17 +257,23 @@ class PieceScan:
                 pass
             else:
                 return False
-        if not self.wanted.measures:
+        values = array.to_pylist()
+        known = name in self.wanted.images or self._sizes(values[:_SURE])
+        if known and not self.wanted.measures:
             column.add_images([self.pictures.size] * len(array), 0)
             return True
-        sizes = []
-        for value in array.to_pylist():
-            try:
-                sizes.append(self.pictures.measured(value))
-            except UndecodableError:
-                continue
+        sizes = self._sizes(values)
         column.add_images(sizes, len(array) - len(sizes))
         return True
+
+    def _sizes(self, values: Sequence[Any]) -> list[tuple[int, int, int]]:
+        found = []
+        for value in values:
+            try:
+                found.append(self.pictures.measured(value))
+            except UndecodableError:
+                continue
+        return found
 
     def _column(self, name: str) -> ColumnScan:
         columns = self.found.columns

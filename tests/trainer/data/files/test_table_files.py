@@ -208,3 +208,13 @@ def test_most_rows_are_never_said_to_be_skipped(tmp_path: Path) -> None:
     write(tmp_path, a_dot_csv="x,z,label\n" + body)
     with pytest.raises(UserError, match=r"20 of 60 rows are broken.*fix them$"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("keys", [{}, {"image": {"size": [8, 8]}}])
+def test_bytes_that_are_no_text_name_their_own_row(tmp_path: Path, keys: dict[str, Any]) -> None:
+    texts = [b"fine"] * 59 + [b"K\xf6ln"]
+    table = pa.table({"x": range(60), "t": texts, "label": ["a", "b"] * 30})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r": 1 of 60 rows are broken.*: a\.parquet, row 60: 't' is"):
+        opened(tmp_path, **keys)
+    assert len(opened(tmp_path, bad_rows=0.1, **keys)[1]["t"]) == 59
