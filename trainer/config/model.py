@@ -32,8 +32,8 @@ MODELS = {
     "gru": "trainer.models.classifiers:gru",
     "tabular": "trainer.models.tabular:tabular",
 }
-# Those of which the argument `tables` says for a feature what its table takes.
-_WITH_TABLES = ("two_tower", "two_tower_ranker")
+#: Those of which the argument `tables` says for a feature what its table takes.
+RECOMMENDERS = ("two_tower", "two_tower_ranker")
 _OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
 #: Most that a table counts of an id that has no row yet: there is a byte for it.
 MOST_COUNTED = 255
@@ -60,7 +60,7 @@ class ModelConfig(Section):
     @classmethod
     def _known_tables(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         tables = args.get("tables")
-        if info.data.get("name") in _WITH_TABLES and isinstance(tables, dict):
+        if info.data.get("name") in RECOMMENDERS and isinstance(tables, dict):
             for name, arguments in tables.items():
                 require_table(name, arguments)
         return args

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from trainer.config.base import MOST, Free, Section, key, known_name
 from trainer.config.cluster import ClusterConfig
 from trainer.config.data import DYNAMIC, DataConfig
-from trainer.config.model import ModelConfig, WarmStart
+from trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from trainer.config.thresholds import GateConfig
 from trainer.errors import UserError, nearest
@@ -312,6 +312,22 @@ class Config(Section):
             raise ValueError(
                 "cluster.existing_servers: leave cluster.in_process out; it starts servers of its "
                 "own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_of_a_recommender(self) -> Config:
+        """A recommender of files has named inputs, and `recommendation` a named user."""
+        towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
+        if towers and not self.data.inputs:
+            raise ValueError(
+                f"data.inputs: {self.model.name} takes the ids of users and items; set data.inputs "
+                "to their columns, [USER, ITEM], and data.label to what is predicted of a pair"
+            )
+        if self.task.name == "recommendation" and not self.data.group:
+            raise ValueError(
+                "data.group: the task recommendation measures by user; set data.group to the "
+                "column that names the user"
             )
         return self
 

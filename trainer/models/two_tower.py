@@ -36,6 +36,10 @@ from trainer.models.embedding_table import growing
 from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
 from trainer.models.spec import InputSpec, layer_of, size, sizes
 
+# Of the values of texts, which are counted by a sketch, so many have to have a row.
+_NEARLY = 0.95
+# Tables of numbers have a row for each up to the largest: so many, or times those that are used.
+_MOST_ROWS, _SPARSE = 1_000_000, 10
 TOWERS = 2
 CLASSES = 2
 
@@ -55,7 +59,9 @@ def two_tower(  # noqa: PLR0913
 
     Args:
         spec: two ids, and one logit or two.
-        rows: of the table of an input feature, by its name: one more than its largest id.
+        rows: of the table of an input feature, by its name: one more than its largest id. Where
+            neither these nor tables are given, each table is as large as the training split asks
+            for, texts are ids as well, and one that is not in it has a row of all such.
         tables: the features whose tables grow, with what `EmbeddingTable` takes: `capacity`, and
             where wanted `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Their ids
             are any whole numbers, or texts.
@@ -71,14 +77,17 @@ def two_tower(  # noqa: PLR0913
         raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
     given = spec.symbols()
     found = {}
-    for name, of_name in tables_of.items():
+    for name, wanted in tables_of.items():
         own = layer_of(name, "embedding")
+        ids, of_name = given[name], wanted
+        if of_name is None:
+            ids, of_name = _numbered(spec, name, ids)
         if isinstance(of_name, int):
             least = min(shards, of_name)
             layer = ShardedEmbedding(of_name, dimension, shards=least, unknown=unknown, name=own)
         else:
             layer = growing(spec, name, dimension, of_name, shards)
-        found[name] = layer(given[name])
+        found[name] = layer(ids)
     _, match = _matched(found, hidden_units, dimension)
     both = keras.layers.Concatenate(name="both")(list(found.values()))
     bias = keras.layers.Dense(1, name="bias")(both)
@@ -111,26 +120,36 @@ def _tables(
     spec: InputSpec,
     rows: Mapping[str, int] | None,
     tables: Mapping[str, Mapping[str, Any]] | None,
-) -> dict[str, int | Mapping[str, Any]]:
+) -> dict[str, int | Mapping[str, Any] | None]:
     """Return the rows of each feature's table, or the arguments of one that grows.
 
-    They are in the order of the features.
+    They are in the order of the features. Where neither is given, there is None for each.
     """
     if spec.num_classes not in {1, CLASSES}:
-        raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}")
+        of_rating = "".join(
+            f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
+        )
+        raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}{of_rating}")
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
-        raise ConfigError(f"takes {TOWERS} input features, the dataset has {_described(spec)}")
+        raise ConfigError(
+            f"takes {TOWERS} input features, the dataset has {_described(spec)}; set data.inputs: "
+            "[USER, ITEM]"
+        )
     assert isinstance(spec.dtype, Mapping)
     fixed = rows if isinstance(rows, Mapping) else {}
     growing = tables if isinstance(tables, Mapping) else {}
+    sized = not rows and not tables
     for name, shape in spec.shape.items():
-        if tuple(shape) or (name not in growing and "int" not in spec.dtype[name]):
+        may_be_text = name in growing or (sized and spec.dtype[name] == "string")
+        if tuple(shape) or (not may_be_text and "int" not in spec.dtype[name]):
             are_floats = not tuple(shape) and "float" in spec.dtype[name]
             gaps = "; whole numbers are floats where some are missing: fill them"
             raise ConfigError(
                 f"takes one whole number as {name!r}; there is {_described(spec)}"
                 f"{gaps if are_floats else ''}"
             )
+    if sized:
+        return dict.fromkeys(spec.shape)
     if sorted([*fixed, *growing]) != sorted(spec.shape):
         wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
         also = f" where tables ({tables!r}) has no {{capacity: COUNT}}" if tables else ""
@@ -139,6 +158,27 @@ def _tables(
         name: growing[name] if name in growing else size(f"rows of {name}", fixed[name])
         for name in spec.shape
     }
+
+
+def _numbered(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
+    """Return the rows of ids, by what the training split has of them, and how many there are."""
+    known = spec.statistics(name)
+    if ids.dtype == "string":
+        vocabulary = spec.vocabulary(name)
+        if len(vocabulary.values) < _NEARLY * known.distinct:
+            raise ConfigError(
+                f"{name!r} has about {known.distinct} values, and data.vocabulary keeps "
+                f"{len(vocabulary.values)} of them: set data.vocabulary to as many, or tables"
+            )
+        return vocabulary(ids), vocabulary.size
+    most = int(known.most or 0)
+    if most >= max(_MOST_ROWS, _SPARSE * known.distinct):
+        raise ConfigError(
+            f"{name!r} has ids up to {most}, and about {known.distinct} of them: set data.types: "
+            f"{{{name}: text}}, or tables"
+        )
+    is_known = keras.ops.logical_and(ids >= 0, ids <= most)
+    return keras.ops.where(is_known, ids, keras.ops.full_like(ids, most + 1)), most + 2
 
 
 def _described(spec: InputSpec) -> str:

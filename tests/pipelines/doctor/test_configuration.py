@@ -48,7 +48,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "two_tower"}},
             "fail",
-            "model two_tower: takes 2 classes, the dataset has 10",
+            "model two_tower: takes 2 classes, the dataset has 10; set data.types: {label: "
+            "float} if it is a rating",
         ),
         (
             {"data": {"dataset": "digitz"}},

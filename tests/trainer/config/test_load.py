@@ -356,3 +356,15 @@ def test_nothing_is_no_name(assignment):
 def test_a_name_in_json_that_is_no_text_has_to_be_quoted(label):
     with pytest.raises(ConfigError, match="write it in quotes, if it is a name"):
         parse_config({"data": {"source": "a.csv", "label": label}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"data": {"source": "a.csv"}, "model": {"name": "two_tower"}}, "data.inputs: two_tower"),
+        ({"task": {"name": "recommendation"}}, "data.group: the task recommendation"),
+    ],
+)
+def test_what_a_recommender_needs_is_said_before_anything_is_prepared(tree, key):
+    with pytest.raises(ConfigError, match=key):
+        parse_config(tree)

@@ -13,6 +13,8 @@ from trainer.data.embedded import generated as clicks
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.statistics import statistics
+from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
 from trainer.strategies.strategy import step_of
 from trainer.training.optimizers import build_optimizer
 
@@ -93,7 +95,8 @@ def test_unknown_ids_may_share_a_row():
     [
         (
             InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(2,)),
-            "takes 2 input features, the dataset has one, uint8 of shape (8, 8, 1)",
+            "takes 2 input features, the dataset has one, uint8 of shape (8, 8, 1); set "
+            "data.inputs: [USER, ITEM]",
         ),
         (
             InputSpec(shape=PAIRS.shape, dtype=PAIRS.dtype, output_shape=(10,)),
@@ -129,7 +132,6 @@ def test_a_dataset_that_does_not_fit_is_refused(spec, message):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({}, "rows: None is not allowed; it has to be {item: COUNT, user: COUNT}"),
         (
             {"rows": {"user": 7}},
             "rows: {'user': 7} is not allowed; it has to be {item: COUNT, user: COUNT}",
@@ -213,3 +215,45 @@ def test_tables_that_cannot_grow_are_refused(args, message):
     with pytest.raises(ConfigError) as caught:
         build(**args)
     assert str(caught.value) == f"model two_tower: {message}"
+
+
+def of_training(dtype, **of_each):
+    known = {name: FeatureStatistics(examples=9, **each) for name, each in of_each.items()}
+    found = Statistics(splits={"train": SplitStatistics(examples=9, features=known)})
+    learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
+    dtypes = dict.fromkeys(of_each, dtype)
+    return InputSpec(
+        shape=dict.fromkeys(of_each, ()), dtype=dtypes, output_shape=(1,),
+        names=tuple(of_each), targets=("rating",), learnt=learnt,
+    )  # fmt: skip
+
+
+def test_tables_are_as_large_as_the_training_split_asks_for():
+    number = {"kind": "number", "mean": 3.0, "std": 1.0, "distinct": 3}
+    model = build(of_training("int64", user={**number, "most": 4.0}, item={**number, "most": 2.0}))
+    registry.require_readable("two_tower", model)
+    rows = {path: value.shape[0] for path, value in weights(model).items() if "embedding" in path}
+    assert sum(n for path, n in rows.items() if path.startswith("user")) == 4 + 2
+    known, one, other = (model(pairs([each], [1])).numpy() for each in (4, 5, -7))
+    assert one == other != known
+
+
+def test_ids_that_are_texts_have_a_row_each():
+    text = {"kind": "text", "distinct": 2}
+    spec = of_training(
+        "string", user={**text, "counts": {"u1": 5, "u2": 4}}, item={**text, "counts": {"a": 9}}
+    )
+    with pytest.raises(ConfigError, match=r"'item' has about 2 values, and .* keeps 1 of"):
+        build(spec)
+    text = {"kind": "text", "distinct": 1, "counts": {"a": 9}}
+    model = build(of_training("string", user=text, item=text))
+    registry.require_readable("two_tower", model)
+    found = [model({"user": tf.constant([u]), "item": tf.constant(["a"])}) for u in ("a", "b", "c")]
+    assert found[0] != found[1]
+    assert found[1] == found[2]
+
+
+def test_ids_that_are_far_apart_are_better_texts():
+    far = {"kind": "number", "mean": 3.0, "std": 1.0, "distinct": 3, "most": 9e8}
+    with pytest.raises(ConfigError, match=r"ids up to 900000000.*set data\.types: \{user: text\}"):
+        build(of_training("int64", user=far, item=far))

@@ -75,7 +75,9 @@ def assign(
         **one,
         split=by["column"],
         time=by["time"],
-        split_group=by["group"] or ("" if by["time"] or by["column"] else one["group"]),
+        # Of an id that is an input all examples to test on would be unknown.
+        split_group=by["group"]
+        or ("" if by["time"] or by["column"] or one["group"] in inputs else one["group"]),
         kept=tuple(name for name in names if name in left or name in used),
     )
     _check(config, found, dropped)

@@ -171,6 +171,13 @@ class FileSource(Source):
             for each in left_out
         ]
         said += [*(each.note for each in self._columns.values() if each.note)]
+        roles = self._roles
+        if roles and roles.group in roles.inputs and roles.group and not self._config.splits.group:
+            said.append(
+                f"data.splits: {roles.group!r} is an input as well as data.group, so that its rows "
+                f"are in several splits; set data.splits: {{group: {roles.group}}} to keep each in "
+                "one"
+            )
         broken = self._scan.broken if self._scan else BrokenRows()
         if broken.unlabelled:
             name, mark = broken.first_unlabelled[0][2], broken.unlabelled_mark
