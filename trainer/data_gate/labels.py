@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from scipy import stats
 
+from trainer.class_names import ClassIndex
 from trainer.data_gate.findings import Finding, Question, percent, share, some
 from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
@@ -26,7 +27,8 @@ def classes(question: Question) -> Iterator[Finding]:
     for target in dataset.class_counts:
         known = champion.class_counts.get(target, {}) if champion else {}
         if champion and known:
-            new = _with_examples(dataset, target) - _with_examples(champion, target)
+            seen = {name for split in known for name in _before(question, target, split)}
+            new = _with_examples(dataset, target) - seen
             if new:
                 says = (
                     f"{target} has {some(sorted(new))}, which the champion has never seen: "
@@ -34,9 +36,23 @@ def classes(question: Question) -> Iterator[Finding]:
                 )
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
-            before, at = (champion, split) if champion and known else (dataset, "train")
-            yield from _gone(question, target, split, before.by_class(target, at))
+            before = (
+                _before(question, target, split) if known else dataset.by_class(target, "train")
+            )
+            yield from _gone(question, target, split, before)
             yield from _alone(dataset, target, split)
+
+
+def _before(question: Question, target: str, split: str) -> dict[str, int]:
+    """Return the examples of the champion's classes, by the spelling that the dataset has."""
+    assert question.champion
+    names, found = question.dataset.class_names(target), dict[str, int]()
+    index = ClassIndex(names)
+    for name, count in question.champion.by_class(target, split).items():
+        number = index.number(name)
+        own = names[number] if number >= 0 else name
+        found[own] = found.get(own, 0) + count
+    return {name: count for name, count in found.items() if count}
 
 
 def _with_examples(dataset: DatasetProfile, target: str) -> set[str]:
@@ -82,7 +98,7 @@ def shares(question: Question) -> Iterator[Finding]:
         counts = question.dataset.by_class(target, "train")
         yield from _imbalance(question, target, counts)
         if question.champion and target in question.champion.class_counts:
-            before = question.champion.by_class(target, "train")
+            before = _before(question, target, "train")
             yield from _balance(question, target, counts, before)
 
 

@@ -51,6 +51,12 @@ def test_a_new_class_is_named():
     assert "perhaps" in next(each.value for each in findings if each.rule == "new_class")
 
 
+def test_another_spelling_of_a_class_is_no_new_one():
+    new = profile(clean(), classes=("no", "Yes"))
+    rules = {"new_class", "class_gone", "balance"}
+    assert not rules & rules_of(new, profile(clean(1), classes=("No", "yes")))
+
+
 def test_one_percent_of_a_class_is_a_warning_that_names_a_metric():
     columns = clean(size=5000)
     for part in columns.values():
