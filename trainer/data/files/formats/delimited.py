@@ -152,8 +152,8 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
         for place in np.flatnonzero(pc.not_equal(values, "").to_numpy()):
             broken(int(rows.numbers[place]), why.format(repr(values[int(place)].as_py()[:40])))
             bad[place] = True
-    # As where files were put behind each other.
-    if columns and pc.any(again := pc.equal(table[columns[0]], columns[0])).as_py():
+    # As where files were put behind each other; one value may be as its column is called.
+    if len(columns) > 1 and pc.any(again := pc.equal(table[columns[0]], columns[0])).as_py():
         for name in columns[1:]:
             again = pc.and_(again, pc.equal(table[name], name))
         found = again.to_numpy() & ~bad

@@ -231,3 +231,12 @@ def test_quotes_after_a_backslash(tmp_path: Path) -> None:
     # Another backslash would be lost.
     rows, _ = table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
     assert rows[4]["title"] == r"C:\temp"
+
+
+def test_one_value_may_be_as_its_column_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("n,word\n1,word\n2,other\n")
+    broken: list[int] = []
+    found = READER.rows(path, Piece(0), ["word"], lambda number, _: broken.append(number))
+    assert [rows.table["word"].to_pylist() for rows in found] == [["word", "other"]]
+    assert not broken
