@@ -21,6 +21,8 @@ from trainer.data.shapes import named
 from trainer.errors import ConfigError, UserError
 
 LABELS = ("label", "target")
+# So many classes with a mark between parts, which come again, are hardly names.
+_FEWEST_SETS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +200,24 @@ def decide(  # noqa: PLR0913
     column = Column(name=name, type=kind, why=why, gaps=gaps, missing=marks, hint=hint, note=note)
     if kind == "class":
         _check_class(name, scan, gaps=gaps and not config.bad_rows)
-        return replace(column, classes=label.classes or classes_in(scan))
+        classes = label.classes or classes_in(scan)
+        note = "; ".join(filter(None, [note, _of_sets(name, classes) if is_label else ""]))
+        return replace(column, classes=classes, note=note)
     return _with_dtype(config, column, scan, exact=exact, is_label=is_label)
+
+
+def _of_sets(name: str, classes: Sequence[str]) -> str:
+    """Return a note where classes seem to be several ones, as in `red|blue`."""
+    for mark in ("|", ";"):
+        joined = [each for each in classes if mark in each.strip(mark)]
+        parts = {part.strip() for each in joined for part in each.split(mark)}
+        if len(joined) >= _FEWEST_SETS and len(parts) <= len(joined) + 1:
+            return (
+                f"data.label: {name!r} has values such as {joined[0]!r}, each a class of its "
+                "own; where an example has several classes, write a column of 0 and 1 for each, "
+                "and name them all in data.label"
+            )
+    return ""
 
 
 def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.examples.images import UndecodableError
-from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, kind_of
+from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, is_list, kind_of
 from trainer.data.files.conversion import times_of
 from trainer.data.files.file_pieces import FilePieces
 from trainer.data.files.formats.raw_rows import Piece, Rows
@@ -230,9 +230,12 @@ class PieceScan:
     def _add(self, name: str, rows: Rows) -> None:
         array = pa.chunked_array(rows.table[name]).combine_chunks()
         if not kind_of(array.type):
+            remedy = f"set data.drop: [{name}]"
+            if name in self.wanted.gathered and is_list(array.type):
+                remedy = "write a column of 0 and 1 for each class, and name them in data.label"
             raise UserError(
                 f"data.source: the column {name!r} of {self.path} is {array.type}, which cannot be "
-                f"read; set data.drop: [{name}]"
+                f"read; {remedy}"
             )
         column = self._column(name)
         may_be_images = name in self.wanted.images or pa.types.is_binary(array.type)

@@ -101,3 +101,17 @@ def test_a_text_among_lists_is_a_text(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"v,label\n{body}x,1\n")
     selection, _ = opened(tmp_path)
     assert selection.specs["v"].dtype == "string"
+
+
+def test_a_label_of_several_classes_is_said(tmp_path: Path) -> None:
+    tags = ["red|blue", "red", "blue|big", "big|red"]
+    body = "".join(f"{i},{tags[i % 4]}\n" for i in range(40))
+    (tmp_path / "t.csv").write_text(f"v,label\n{body}")
+    made = source(tmp_path)
+    made.select()
+    assert any("write a column of 0 and 1 for each" in each for each in made.notes())
+    (tmp_path / "t.csv").unlink()
+    lines = (json.dumps({"v": i, "label": tags[i % 4].split("|")}) for i in range(40))
+    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="write a column of 0 and 1 for each class"):
+        source(tmp_path, label=("label",)).select()
