@@ -101,9 +101,12 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def merged(self) -> list[list[str]]:
-        """Return the spellings of each class that has several; those of yes and no are expected."""
+        """Return the spellings of each class that has several; those of one word are expected."""
         if self.is_truth:
-            return []
+            words: list[set[str]] = [set(), set()]
+            for key in self.by_key:
+                words[_SENSES[key.lower()]].add(key.lower())
+            return [sorted(each) for each in words if len(each) > 1]
         return [texts for key, texts in self.by_key.items() if len(texts) > 1 and key not in _WORDS]
 
 

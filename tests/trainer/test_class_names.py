@@ -56,6 +56,18 @@ def test_what_was_put_together_is_said_but_for_yes_and_no():
 
 
 @pytest.mark.parametrize(
+    ("texts", "merged"),
+    [
+        (["t", "1"], [["1", "t"]]), (["0", "N"], [["0", "n"]]),
+        (["yes", "Y", "no", "n"], [["n", "no"], ["y", "yes"]]), (["1", "1.0", "0"], []),
+        (["T", "t", "F"], []), (["False", "FALSE", "true"], []), (["on", "off"], []),
+    ],
+)  # fmt: skip
+def test_two_words_that_mean_yes_are_said(texts, merged):
+    assert Spellings(texts).merged() == merged
+
+
+@pytest.mark.parametrize(
     "names",
     [
         ("Cat", "cat"), ("<=5", "<=5."), ("low risk", "low-risk"), ("low_risk", "low risk"),
