@@ -14,7 +14,7 @@ from trainer.data.features import Roles, find, find_one, require_apart
 from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, ColumnScan
 from trainer.data.files.file_pieces import FilePieces
-from trainer.data.files.labels import Label, classes_in, read_label
+from trainer.data.files.labels import Label, classes_in, read_label, rows_without_class
 from trainer.data.files.pictures import spec_for
 from trainer.data.files.written_numbers import NEARLY_ALL
 from trainer.data.shapes import named
@@ -226,9 +226,9 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
             f"data.types: {name!r} has more than {scan.most} different values, too many for "
             f"classes; set data.types: {{{name}: float}} if it is a number"
         )
-    if gaps:
+    if gaps and (without := rows_without_class(scan)):
         raise UserError(
-            f"data.types: {name!r} has {scan.empty} rows without a value, which is no class; set "
+            f"data.types: {name!r} has {without} rows without a value, which is no class; set "
             f"data.types: {{{name}: text}}, which takes them as well"
         )
 
@@ -323,6 +323,12 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
 def _unit(name: str, scan: ColumnScan) -> str:
     """Return the one unit of numbers in writing; another one is another number."""
     units = written_numbers.units_in(scan.writing)
+    plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
+    if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
+        raise UserError(
+            f"data.types: {name!r} has numbers in per cent, and others without that sign; write "
+            "all with it or none, in the files or by data.map"
+        )
     if len(units) > 1:
         raise UserError(
             f"data.types: {name!r} has numbers in several units ({', '.join(units[:3])}); bring "

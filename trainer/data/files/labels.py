@@ -86,12 +86,18 @@ def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> 
     return NEARLY_ALL * sum(scan.kinds.values()) <= numbers
 
 
-def _spellings(scan: ColumnScan) -> Spellings:
+def rows_without_class(scan: ColumnScan) -> int:
+    """Count the values that are no class: a word such as `unknown` is one among texts."""
+    return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
+
+
+def _is_mark(text: str, scan: ColumnScan) -> bool:
     among_numbers = scan.kinds and set(scan.kinds) <= {*_NUMBERS, "code"}
-    marks = scan.marks if among_numbers else ()
-    return Spellings(
-        each for each in scan.values if not text_values.is_null(each) and each not in marks
-    )
+    return text_values.is_null(text) or bool(among_numbers and text in scan.marks)
+
+
+def _spellings(scan: ColumnScan) -> Spellings:
+    return Spellings(each for each in scan.values if not _is_mark(each, scan))
 
 
 def _of_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> Label:

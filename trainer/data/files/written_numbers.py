@@ -24,6 +24,7 @@ NEARLY_ALL = 0.9
 _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
+_BARE = "without unit"
 #: It divides by a hundred, and is no unit.
 PER_CENT = "%"
 _CODES = (
@@ -79,12 +80,16 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
 
 
 def writing_of(array: pa.Array) -> Counter[str]:
-    """Count how many texts are in each kind of writing; units are counted as `unit kg`."""
+    """Count how many texts are in each kind of writing; units are counted as `unit kg`.
+
+    Those without a unit are counted but for 0, which is the same in all.
+    """
     found: Counter[str] = Counter()
     short = pc.filter(array, pc.less_equal(pc.utf8_length(array), _LONGEST))
     # What has no digit is no number, and 007 is a code.
     short = pc.filter(short, pc.match_substring_regex(short, r"[1-9]|0$|0\D"))
     short = pc.filter(short, pc.invert(pc.match_substring_regex(short, r"^0\d+$")))
+    bare = np.zeros(len(short), np.bool_)
     for kind in NUMBERS_IN_WRITING:
         parts = _parts(kind, short)
         if parts is None:
@@ -93,8 +98,11 @@ def writing_of(array: pa.Array) -> Counter[str]:
         units = _units(fields)
         right &= ~np.isin(units, list(_ORDINALS))
         found[kind] += int(right.sum())
+        bare |= right & (units == "")
         if kind == NUMBERS_IN_WRITING[0] or not found[NUMBERS_IN_WRITING[0]]:
             found.update(f"{_UNIT_OF}{each}" for each in units[right] if each)
+    bare &= pc.match_substring_regex(short, "[1-9]").to_numpy(zero_copy_only=False)
+    found[_BARE] = int(bare.sum())
     for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
         found[name] += pc.sum(pc.match_substring_regex(short, pattern)).as_py() or 0
     return +found
@@ -123,6 +131,12 @@ def units_in(writing: Mapping[str, int]) -> list[str]:
     """Return the units of some writing, the most frequent first; per cent is none."""
     found = {name.removeprefix(_UNIT_OF): n for name, n in writing.items() if name[:5] == _UNIT_OF}
     return sorted(found.keys() - {PER_CENT}, key=lambda unit: (-found[unit], unit))
+
+
+def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
+    """Say whether some is per cent beside a unit or none; `plain` numbers are there as well."""
+    others = plain or writing.get(_BARE) or units_in(writing)
+    return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:

@@ -190,3 +190,25 @@ def test_a_label_of_dates_is_said(tmp_path, values, says):
     write_csv(tmp_path, values * 10)
     (note,) = labels_of(tmp_path)[2]
     assert says in note
+
+
+@pytest.mark.parametrize("word", ["unknown", "none", "-", "Missing", "?"])
+def test_a_word_among_classes_is_a_class_of_an_input_as_well(tmp_path, word):
+    rows = "".join(f"{each},{each != word}\n" for each in ["red", word, "blue"] * 8)
+    (tmp_path / "a.csv").write_text("c,label\n" + rows)
+    selection, found = opened(tmp_path, types={"c": "class"}, seed=1)
+    assert set(selection.specs["c"].labels) == {"red", word, "blue"}
+    assert sorted(found["c"].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
+
+
+@pytest.mark.parametrize("words", [["red", "NA", "blue"], ["red", "", "blue"], ["1", "?", "2"]])
+def test_an_input_without_a_class_is_refused_with_the_number_of_rows(tmp_path, words):
+    (tmp_path / "a.csv").write_text("c,label\n" + "".join(f"{each},1\n" for each in words * 4))
+    with pytest.raises(UserError, match="'c' has 4 rows without a value"):
+        opened(tmp_path, types={"c": "class"})
+
+
+def test_two_words_of_a_truth_are_said(tmp_path):
+    write_csv(tmp_path, ["t", "1", "f"] * 5)
+    (note,) = labels_of(tmp_path)[2]
+    assert "several spellings of a class, which are taken as one: '1' and 't'" in note

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer.data.files.sources import opened
 from trainer.config.data import NUMBERS_IN_WRITING
 from trainer.data.files import written_numbers
+from trainer.errors import UserError
 
 NEITHER = "neither"
 
@@ -103,3 +107,29 @@ def test_no_text_breaks_it(text):
     for kind in NUMBERS_IN_WRITING:
         values, bad = written_numbers.numbers(kind, pa.array([text]), "")
         assert bad[0] == np.isnan(values[0]) or bad[0]
+
+
+def _opened(folder, form, texts):
+    if form == "csv":
+        rows = [f'"{each}",{place % 2}' for place, each in enumerate(texts)]
+        (folder / "a.csv").write_text("\n".join(["x,label", *rows]))
+    else:
+        rows = [json.dumps({"x": each, "label": place % 2}) for place, each in enumerate(texts)]
+        (folder / "a.jsonl").write_text("\n".join(rows))
+    return opened(folder, types={"x": "number_comma" if "1,5%" in texts else "number"}, seed=1)
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+@pytest.mark.parametrize(
+    "texts", [["1%", "2%", "3", "4%"], ["1%", "2%", "1,234"], ["1,5%", "2%", "0,5"], ["1%", "2 kg"]]
+)
+def test_per_cent_beside_other_numbers_is_refused(tmp_path, form, texts):
+    with pytest.raises(UserError, match="'x' has numbers in per cent, and others without"):
+        _opened(tmp_path, form, texts * 4)
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+@pytest.mark.parametrize("texts", [["1%", "2%", "0"], ["1,5%", "2%", "0"], ["1%", "2%", "NA"]])
+def test_nothing_is_the_same_in_per_cent(tmp_path, form, texts):
+    _, found = _opened(tmp_path, form, texts * 4)
+    assert np.nanmax(found["x"]) == pytest.approx(0.02)
