@@ -176,7 +176,6 @@ def decide(  # noqa: PLR0913
     # A single value may be a list of one.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
     label = Label("", "")
-    # A class may be written as a list is, `[0]`, beside others.
     if is_label and (single or "tensor" not in scan.kinds or "text" in scan.kinds):
         label = read_label(name, said, scan, parsed=files.reader.parsed)
     kind, why, note = label.type or said, label.why or "data.types", ""
