@@ -56,6 +56,18 @@ def write_people(folder):
             rows.writerow([age, city, review, "yes" if random.random() < chance else "no"])
 
 
+def write_ratings(folder):
+    random = np.random.default_rng(4)
+    users, films = random.normal(size=(40, 3)), random.normal(size=(30, 3))
+    with (folder / "ratings.csv").open("w", newline="") as lines:
+        rows = csv.writer(lines)
+        rows.writerow(["user", "film", "rating"])
+        for _ in range(ROWS):
+            user, film = random.integers(40), random.integers(30)
+            score = users[user] @ films[film]
+            rows.writerow([f"u{user}", int(film), int(np.clip(np.rint(3 + score), 1, 5))])
+
+
 def write_houses(folder):
     random = np.random.default_rng(2)
     with (folder / "houses.csv").open("w", newline="") as lines:
@@ -88,7 +100,7 @@ def ran(folder, name, *settings):
 
 
 def test_they_are_short():
-    assert CONFIGS.keys() == {"people", "houses", "photos"}
+    assert CONFIGS.keys() == {"people", "houses", "photos", "ratings"}
     assert all(len(text.strip().splitlines()) <= 15 for text in CONFIGS.values())
 
 
@@ -100,6 +112,7 @@ def test_they_are_short():
     [
         pytest.param("people", write_people, marks=pytest.mark.long),  # the test below runs it
         ("houses", write_houses),
+        ("ratings", write_ratings),
         pytest.param("photos", write_photos, marks=pytest.mark.long),
     ],
 )

@@ -78,13 +78,11 @@ def two_tower(  # noqa: PLR0913
     given = spec.symbols()
     found = {}
     for name, wanted in tables_of.items():
-        own = layer_of(name, "embedding")
         ids, of_name = given[name], wanted
         if of_name is None:
             ids, of_name = _numbered(spec, name, ids)
         if isinstance(of_name, int):
-            least = min(shards, of_name)
-            layer = ShardedEmbedding(of_name, dimension, shards=least, unknown=unknown, name=own)
+            layer: Any = _table(name, of_name, dimension, min(shards, of_name), unknown)
         else:
             layer = growing(spec, name, dimension, of_name, shards)
         found[name] = layer(ids)
@@ -97,6 +95,11 @@ def two_tower(  # noqa: PLR0913
     # The softmax of [0, score] is the sigmoid of the score.
     logits = keras.ops.pad(score, [[0, 0], [1, 0]])
     return keras.Model(given, logits, name="two_tower")
+
+
+def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> ShardedEmbedding:
+    own = layer_of(name, "embedding")
+    return ShardedEmbedding(rows, dimension, shards=shards, unknown=unknown, name=own)
 
 
 def _matched(

@@ -207,7 +207,7 @@ def test_no_permission(make: Make, root: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError(errno.ENOSPC, "No space", b"/a/\xff"), "cannot x: /a/\udcff: No space; free"),
+        (OSError(errno.ENOSPC, "No space", b"/a/\xff"), "cannot x: /a/\\udcff: No space; free"),
         (OSError("odd"), "cannot x: odd"),
         (OSError(), "cannot x: OSError"),
         (OSError(errno.EIO, "I/O error", 7), "cannot x: I/O error"),
