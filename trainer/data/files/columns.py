@@ -184,8 +184,7 @@ def decide(  # noqa: PLR0913
         kind, why = _inferred(name, scan, files, tolerates=config.bad_rows > 0)
     if single and kind == "tensor":
         kind = scan.tensor or "text"
-    missing = bool(scan.missing) or (single and (0,) in scan.shapes)
-    gaps = missing and not (is_label or required)
+    gaps = (scan.missing > 0 or (single and (0,) in scan.shapes)) and not (is_label or required)
     if kind == "int" and not (is_label or required):
         kind, why, note = _int_or_id(name, scan, said, why, gaps=gaps)
     if kind == "image":
