@@ -93,11 +93,14 @@ def _by_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
+    # As many as have its most frequent value, and have one of so many that there could be.
     chances = [
-        _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
+        float(counts.max()) / len(each.numbers)
+        + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
         for each in features
         if each.kind == NUMBER and each.distinct >= _TELLS_APART * unlike
-        and len(steps := np.diff(np.unique(each.numbers)))
+        for found, counts in [np.unique(each.numbers, return_counts=True)]
+        if len(steps := np.diff(found))
     ]  # fmt: skip
     return min(chances, default=None)
 

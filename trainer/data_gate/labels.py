@@ -193,7 +193,8 @@ def _lost(
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
-        if stats.norm.sf(lost / error) < question.significance:
+        # It is the strongest of many.
+        if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"no feature says of {target!r} in {words[1]} what {name!r} said in {words[0]} "
                 f"(association {known[name]:.3f} before, {value:.3f} now): look whether labels "

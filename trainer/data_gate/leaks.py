@@ -9,6 +9,7 @@ order, or a value. All is asked of the sample of the training split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, dropped
 from trainer.data_gate.profile import DatasetProfile
-from trainer.statistics.statistics import CLASS, IMAGE, NUMBER, TENSOR, TEXT
+from trainer.statistics.statistics import CLASS, NUMBER, TEXT
 
 Numbers = NDArray[np.float64]
 _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
@@ -54,27 +55,36 @@ def label_leakage(question: Question) -> Iterator[Finding]:
 def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
     """Return in which way a feature decides a label; empty where it does not."""
     features, sample = dataset.features("train"), dataset.splits["train"].sample
-    if name not in features or target not in features or name not in sample:
+    if not {name, target} <= sample.keys() & features.keys():
         return ""
-    each, kind = features[name], features[target].kind
-    if kind not in (NUMBER, CLASS):
-        return ""
-    there = np.isfinite(sample[target])
+    kinds, there = (features[name].kind, features[target].kind), np.isfinite(sample[target])
     x, y = sample[name][there], sample[target][there]
-    if len(x) < _FEWEST:
+    if len(x) < _FEWEST or kinds[1] not in (NUMBER, CLASS):
         return ""
-    # Of an image or a tensor the sample has sums of its elements.
-    is_one = each.kind in (NUMBER, TEXT, CLASS)
-    if kind == NUMBER:
-        return _of_number(x, y, 1 - limit, is_number=each.kind == NUMBER) if is_one else ""
+    if kinds[1] == NUMBER:
+        is_one = kinds[0] in (NUMBER, TEXT, CLASS)
+        return _of_number(x, y, 1 - limit, is_number=kinds[0] == NUMBER) if is_one else ""
     if not (usual := _usual(y)).any():
         return ""
-    found = ""
-    if is_one:
-        names, is_number = dataset.class_names(target), each.kind == NUMBER
-        found = _of_class(x[usual], y[usual], 1 - limit, names, is_number=is_number)
-    said = each.association.get(target, 0.0) if each.kind in (NUMBER, TENSOR, IMAGE) else 0.0
-    return found or (f"association {said:.4f}" if said >= limit else "")
+    names, found = dataset.class_names(target), ""
+    if kinds[0] in (NUMBER, TEXT, CLASS):
+        found = _of_class(x[usual], y[usual], 1 - limit, names, is_number=kinds[0] == NUMBER)
+    if found or kinds[0] in (TEXT, CLASS):
+        return found
+    # Of an image or a tensor the sample has sums of its elements.
+    columns = [sample[key][there][usual] for key in sample if _is_of(key, name)]
+    is_tight = any(_is_tight(column, y[usual], limit) for column in columns)
+    return "of each class its values are close together" if is_tight else ""
+
+
+def _is_of(column: str, name: str) -> bool:
+    return column.removeprefix(name) in ("", "/std", *(f"/{place}" for place in range(4)))
+
+
+def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
+    there = np.isfinite(x)
+    left = _left_by_value(classes[there], x[there]) if there.sum() >= _FEWEST else 1.0
+    return left <= math.sqrt(1 - limit**2)
 
 
 def _usual(y: Numbers) -> NDArray[np.bool_]:

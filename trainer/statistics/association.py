@@ -1,15 +1,16 @@
 """How much one value of an example says about another: from 0, nothing, to 1, all.
 
-Two numbers: the absolute correlation (Pearson). A number and a class: the correlation ratio
-(Fisher). Two classes: Cramér's V. The last two are corrected for chance, which finds much where
-there are many classes ("A bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley
-1935).
+Two numbers: the absolute correlation of their ranks (Spearman). A number and a class: the
+correlation ratio (Fisher) of its ranks, since one far value would say all. Two classes: Cramér's V.
+The last two are corrected for chance, which finds much where there are many classes ("A
+bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 # Values that are rarer than the most frequent ones are one class.
 MOST_VALUES = 100
@@ -28,10 +29,10 @@ def associated(
     if first_is_class and second_is_class:
         return _cramer(_coded(first), _coded(second))
     if first_is_class:
-        return _ratio(second, _coded(first))
+        return _ratio(rankdata(second), _coded(first))
     if second_is_class:
-        return _ratio(first, _coded(second))
-    return _correlation(first, second)
+        return _ratio(rankdata(first), _coded(second))
+    return _correlation(rankdata(first), rankdata(second))
 
 
 def _coded(values: Values) -> NDArray[np.int64]:

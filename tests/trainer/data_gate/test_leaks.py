@@ -173,8 +173,8 @@ def rare_category(rng, rows):
 
 
 def mostly_missing(rng, rows):
-    label = rng.integers(0, 2, rows)
-    return {"x": np.where(rng.random(rows) < 0.1, label.astype(float), np.nan), "label": label}
+    x = np.where(rng.random(rows) < 0.1, rng.integers(0, 5, rows), np.nan)
+    return {"x": x, "label": rng.integers(0, 2, rows)}
 
 
 @pytest.mark.parametrize(

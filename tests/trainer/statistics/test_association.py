@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from trainer.statistics.association import associated
 
@@ -26,10 +27,19 @@ def test_what_is_equal_says_all(kinds):
     assert of(CLASSES, CLASSES, kinds) == pytest.approx(1, abs=1e-3)
 
 
-def test_it_is_numpys_correlation():
+def test_it_is_the_correlation_of_ranks():
     other = NUMBERS + RANDOM.normal(size=2000)
-    expected = abs(np.corrcoef(NUMBERS, other)[0, 1])
+    expected = abs(stats.spearmanr(NUMBERS, other).statistic)
     assert of(NUMBERS, other, (False, False)) == pytest.approx(expected)
+
+
+def test_one_far_value_says_nothing():
+    first, second = NUMBERS.copy(), RANDOM.permutation(NUMBERS)
+    classes = RANDOM.permutation(CLASSES)
+    first[0] = second[0] = 1e9
+    classes[0] = 3
+    assert of(first, second, (False, False)) < 0.1
+    assert of(first, classes, (False, True)) < 0.1
 
 
 def test_a_square_is_seen_by_classes_alone():
