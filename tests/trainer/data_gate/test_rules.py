@@ -8,8 +8,10 @@ from scipy import stats
 
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
+from trainer.config.data import SplitsConfig
 from trainer.data_gate import drift, examples, structure, two_samples, values
-from trainer.data_gate.profile import SplitProfile
+from trainer.data_gate.profile import FeatureProfile, SplitProfile
+from trainer.data_gate.validate import findings_of
 
 
 def made(**columns):
@@ -155,3 +157,82 @@ def test_a_share_is_compared_by_the_exact_test():
     exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
     assert two_samples.more_often(8, 100, 2, 200) == pytest.approx(exact)
     assert two_samples.only_in_one(3, 100, 100) == pytest.approx(0.123, abs=0.01)
+
+
+def ordinary(seed):
+    """Return a table without any mistake: columns of many kinds that say nothing of the label."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.choice([150, 400, 1500]))
+    kinds = [
+        rng.normal(size=size), rng.lognormal(0, 2, size), rng.integers(18, 90, size),
+        rng.normal(size=size).round(1), rng.choice(list("abcdefgh"), size), rng.permutation(size),
+        np.array([f"text {n}" for n in range(size)]), rng.zipf(1.5, size).clip(0, 999).astype("U"),
+        np.where(rng.random(size) < 0.9, np.nan, rng.normal(size=size)),
+        np.where(rng.random(size) < 0.85, 0, rng.exponential(size=size)),
+    ]  # fmt: skip
+    columns = {f"x{n}": kinds[place] for n, place in enumerate(rng.integers(0, len(kinds), 12))}
+    label = rng.integers(0, 2, size) if seed % 2 else rng.lognormal(size=size)
+    return {**columns, "label": label}
+
+
+@pytest.mark.parametrize("first", [0, 20])
+def test_ordinary_tables_have_no_finding(first):
+    for seed in range(first, first + 20):
+        assert not findings_of(question(profile(split_of(ordinary(seed)))))
+
+
+def test_few_different_rows_are_no_copies():
+    rng = np.random.default_rng(0)
+    for make in (lambda: rng.normal(size=700).round(2), lambda: rng.integers(18, 90, 700) / 1.0):
+        columns = {"x": make(), "k": np.full(700, "a"), "label": rng.integers(0, 2, 700)}
+        found = findings_of(question(profile(split_of(columns))))
+        assert {each.rule for each in found} == {"constant"}
+
+
+def drawn_by_group(seed, **splits):
+    rng = np.random.default_rng(seed)
+    user = np.repeat(np.arange(40), 25)
+    columns = {
+        "user": user,
+        "x": rng.normal(size=40)[user] + rng.normal(size=1000) / 9,
+        "label": rng.integers(0, 2, 1000),
+    }
+    asked = question(profile(split_of(columns)))
+    return {each.rule for each in findings_of(replace(asked, splits=SplitsConfig(**splits)))}
+
+
+def test_examples_of_a_group_count_as_one():
+    assert any("splits_differ" in drawn_by_group(seed, column="other") for seed in range(9))
+    assert not any(drawn_by_group(seed, group="user") for seed in range(9))
+
+
+def test_what_makes_the_splits_is_not_compared():
+    rng = np.random.default_rng(0)
+    splits = split_of(
+        {"x": rng.normal(size=900), "at": np.arange(900.0), "label": np.arange(900) % 2}
+    )
+    for name, columns in splits.items():
+        columns["part"] = np.full(len(columns["x"]), name)
+    asked = question(profile(splits))
+    found = {each.rule for each in findings_of(asked)}
+    assert {"constant", "splits_differ"} <= found
+    dropped = replace(asked, dataset=replace(asked.dataset, inputs=("x",)))
+    assert not findings_of(replace(dropped, splits=SplitsConfig(column="part")))
+    assert not findings_of(replace(dropped, splits=SplitsConfig(time="at")))
+
+
+def test_a_feature_that_is_rarely_there_may_be_absent_from_the_test_split():
+    columns = {**table(np.random.default_rng(0), 200), "rare": np.full(200, np.nan)}
+    columns["rare"][[3, 50, 90]] = [1.0, 2.0, 3.0]
+    assert "empty" not in {each.rule for each in findings_of(question(profile(split_of(columns))))}
+    columns["rare"][:150] = 1.5
+    assert "empty" in {each.rule for each in findings_of(question(profile(split_of(columns))))}
+
+
+def test_unique_texts_are_alike_whether_all_are_counted_or_not():
+    def made(count, start):
+        spec = {"counts": {f"text {n}": 1 for n in range(start, start + min(count, 1000))}}
+        return FeatureProfile(kind="text", examples=count, distinct=count, **spec)
+
+    _, chance = drift.compared(made(500, 0), made(9000, 5000))
+    assert chance > 0.5
