@@ -158,10 +158,10 @@ def _lines(findings: Sequence[Finding], action: str) -> list[str]:
     for rule in dict.fromkeys(each.rule for each in findings):
         found = [each for each in findings if each.rule == rule]
         many = len(found) > _MOST_LINES
-        shown = found[: _MOST_LINES - 1] if many else found
-        lines += [each.line(action) for each in shown]
+        first_ones = found[: _MOST_LINES - 1] if many else found
+        lines += [each.line(action) for each in first_ones]
         if many:
-            rest = [each.feature or each.split for each in found[len(shown) :]]
+            rest = [each.feature or each.split for each in found[len(first_ones) :]]
             lines.append(f"{rule}: likewise {some(rest)}; {PAGE} has all")
     return lines
 
