@@ -562,3 +562,38 @@ def test_a_class_may_be_written_as_a_list_is(tmp_path, name):
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     found = source(tmp_path, label="y").select().specs["y"]
     assert (found.num_classes, set(found.labels)) == (3, {"a", "b", name})
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "says"),
+    [
+        ("{i},1.5,{w}", {"weight": "w"}, "data.weight: 'w' of .* holds no numbers .*'low'"),
+        (
+            "{i},17000000000{i:02d}.5,1",
+            {},
+            "data.label: the values of 'y' are between 1700000000000.5",
+        ),
+    ],
+)
+def test_what_no_model_can_take_is_refused_before_it_is_written(tmp_path, rows, keys, says):
+    lines = "".join(rows.format(i=i, w=("low", "high")[i % 2]) + "\n" for i in range(60))
+    write(tmp_path, "x,y,w\n" + lines)
+    with pytest.raises(UserError, match=says):
+        opened(tmp_path, label="y", **keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("-9223372036854775809", "string"), ("9223372036854775808", "string"), ("7e-42", "float64"),
+        ("1700000000.25", "float64"), ("16777217", "int64"), ("0.5", "float32"),
+    ],
+)  # fmt: skip
+def test_a_column_has_a_type_that_holds_its_digits(tmp_path, text, dtype):
+    zero = "0" if "." not in text and "e" not in text else "0.0"
+    write(
+        tmp_path, "x,n,label\n" + "".join(f"{i},{zero if i else text},{i % 2}\n" for i in range(60))
+    )
+    selection, found = opened(tmp_path)
+    assert selection.specs["n"].dtype == dtype
+    assert (text.encode() if dtype == "string" else float(text)) in found["n"].tolist()

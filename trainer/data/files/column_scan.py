@@ -21,7 +21,9 @@ _SEEN = 10_000
 #: Up to it each whole number is one of the type.
 EXACT = {"float32": 2**24, "float64": 2**53}
 # So many steps a range has to have.
-_STEPS = 4096
+_STEPS, _FEW_STEPS = 4096, 64
+# Nearer to zero a float32 has fewer digits.
+_TINY = 1e-37
 _NAMED = 3
 
 
@@ -126,7 +128,13 @@ class ColumnScan:
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
         # Of a constant there is nothing to tell apart.
         fine = self.whole or range_ == 0 or range_ / largest >= _STEPS / EXACT[dtype]
-        return fine and largest <= EXACT[dtype]
+        return fine and (largest == 0 or _TINY < largest) and largest <= EXACT[dtype]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the numbers differ, by so little that a float32 hardly tells them apart."""
+        largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
+        return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
     def _measure(self, array: pa.Array) -> None:
         """Note between which numbers the values are; of texts those that are numbers."""

@@ -252,7 +252,7 @@ def _int_or_id(
 ) -> tuple[str, str, str]:
     """Return type, reason and note of whole numbers: those that no number holds are texts."""
     found = ""
-    if scan.highest >= _INT64 or scan.lowest < -_INT64:
+    if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"
     elif gaps and max(scan.highest, -scan.lowest) > EXACT["float64"]:
         # What is missing has no form but among floats.

@@ -89,8 +89,12 @@ class FileSource(Source):
             for name in roles.kept
         }
         self._verify(roles, scan)
+        if roles.weight:
+            self._check_numbers("weight", roles.weight, scan)
+        for name in roles.targets:
+            self._check_distances(name, scan)
         if roles.time:
-            self._check_times(roles.time, scan)
+            self._check_numbers("splits.time", roles.time, scan, "time")
             self._bounds = self._time_bounds(scan)
         self._tell(roles)
         self._selection = self._selected(roles)
@@ -402,17 +406,29 @@ class FileSource(Source):
         named = {file.split for file in self._files.files}
         return splits.shares(self._config, self._scan.broken.rows, named)
 
-    def _check_times(self, name: str, scan: Scan) -> None:
-        if self._columns[name].type in ("time", "int", "float", *NUMBERS_IN_WRITING):
+    def _check_numbers(self, key: str, name: str, scan: Scan, more: str = "bool") -> None:
+        if self._columns[name].type in (more, "int", "float", *NUMBERS_IN_WRITING):
             return
         places = "; ".join(
             f"{self._files.place(piece, row)}: {text!r}"
             for piece, row, text in scan.columns[name].texts
         )
+        what = "times" if more == "time" else "numbers"
+        remedy = "write them as 2026-11-23 10:30, or as" if more == "time" else "name a column of"
         raise UserError(
-            f"data.splits.time: {name!r} of {self._config.source} holds no times"
-            f"{f' ({places})' if places else ''}; write them as 2026-11-23 10:30, or as numbers"
+            f"data.{key}: {name!r} of {self._config.source} holds no {what}"
+            f"{f' ({places})' if places else ''}; {remedy} numbers"
         )
+
+    def _check_distances(self, name: str, scan: Scan) -> None:
+        """Refuse a number to be predicted whose values no float32, as a model gives, tells apart."""
+        if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
+            lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
+            raise UserError(
+                f"data.label: the values of {name!r} are between {lowest:.17g} and {highest:.17g}, "
+                "too close for the 7 digits of what a model predicts; take an offset away, in the "
+                "files or by data.map"
+            )
 
     def _time_bounds(self, scan: Scan) -> tuple[float, float]:
         times = sorted(scan.times)
