@@ -71,10 +71,10 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     """Write every form to its path below `folder`, read it back, and hold its answers.
 
     Returns:
-        `examples`, and `formats` by name: `max_difference` (of values within -1..1 absolute, of
-        larger ones relative) and the `tolerance` it kept to; of a form that is rounded the
-        main `metric` of the task, its `value`, that of the `original` on the same `examples`, and
-        what is `lost`, of which `tolerance` is allowed.
+        `examples`, and `formats` by name: `max_difference` (of `largest_difference`) and the
+        `tolerance` it kept to; of a form that is rounded the main `metric` of the task, its
+        `value`, that of the `original` on the same `examples`, and what is `lost`, of which
+        `tolerance` is allowed.
 
     Raises:
         UserError: a form cannot be written or read back, or answers otherwise.
@@ -89,7 +89,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         form = FORMATS[name]
         readers = _written(name, form, subject, folder / path)
         found = [_asked(name, ask, inputs) for ask in readers]
-        difference = float(np.max([_difference(expected, answers) for answers in found]))
+        difference = float(np.max([largest_difference(expected, answers) for answers in found]))
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:
             formats[name] |= _kept(name, form, subject, readers[0])
@@ -161,16 +161,19 @@ def _not_alike(name: str, error: Exception) -> UserError:
     )
 
 
-def _difference(expected: Answers, found: Answers) -> float:
+def largest_difference(expected: Answers, found: Answers) -> float:
+    """Return the largest difference of an answer, relative to its size; NaN where one is NaN.
+
+    An answer near zero counts as large as the output's answers are on the whole, and as 1 at
+    least: where thousands are added up, its last digits are those of thousands.
+    """
     # NumPy's maximum of anything and a NaN is NaN; Python's depends on their order.
-    return float(
-        np.max(
-            [
-                np.max(np.abs(found[name] - values) / np.maximum(np.abs(values), 1.0))
-                for name, values in expected.items()
-            ]
-        )
-    )
+    return float(np.max([_relative(values, found[name]) for name, values in expected.items()]))
+
+
+def _relative(expected: Any, found: Any) -> Any:
+    usual = np.sqrt(np.mean(np.square(expected, dtype=np.float64)))
+    return np.max(np.abs(found - expected) / np.maximum(np.abs(expected), max(1.0, usual)))
 
 
 REQUEST = "request.json"
@@ -225,7 +228,7 @@ def answered(subject: Original, folder: Path, saved_model: str, process: Fresh) 
     (folder / REQUEST).write_text(json.dumps(request) + "\n", encoding="utf-8")
     answer = _ask_process(process, saved_model)
     found = {name: np.array(values) for name, values in answer["answers"].items()}
-    difference = _difference(subject.answers(few), found)
+    difference = largest_difference(subject.answers(few), found)
     tolerance = FORMATS["saved_model"].tolerance
     if not difference <= tolerance:
         raise UserError(

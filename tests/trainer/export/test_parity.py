@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pytest
 
 from trainer.errors import UserError
-from trainer.export.parity import _environment, fresh_process
+from trainer.export.parity import _environment, fresh_process, largest_difference
 
 
 def test_it_ends_with_an_export_that_fails(tmp_path):
@@ -58,3 +59,19 @@ def test_it_ends_when_nobody_is_left_to_ask_it(tmp_path):
     for each in alive:
         each.kill()
     assert not alive
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "size"),
+    [
+        ([0.5, 0.25], [0.5, 0.25001], 1e-5),
+        ([2e4, 1e4, 0.3], [2e4, 1e4, 0.301], 1e-3 / 12910),
+        ([1e6, 2.0], [1e6, 2.0 + 1e-5], 1e-5 / 707107),
+        ([1.0, np.nan], [1.0, np.nan], np.nan),
+        ([1.0, 2.0], [np.nan, 2.0], np.nan),
+    ],
+)
+def test_an_answer_near_zero_is_as_exact_as_the_others_are(expected, found, size):
+    answers = {"output": np.array(expected)}
+    difference = largest_difference(answers, {"output": np.array(found)})
+    assert difference == pytest.approx(size, rel=1e-3, nan_ok=True)

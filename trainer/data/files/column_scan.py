@@ -128,7 +128,7 @@ class ColumnScan:
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
         # Of a constant there is nothing to tell apart.
         fine = self.whole or range_ == 0 or range_ / largest >= _STEPS / EXACT[dtype]
-        return fine and (largest == 0 or _TINY < largest) and largest <= EXACT[dtype]
+        return fine and (largest == 0 or largest > _TINY) and largest <= EXACT[dtype]
 
     @property
     def is_narrow(self) -> bool:

@@ -421,7 +421,7 @@ class FileSource(Source):
         )
 
     def _check_distances(self, name: str, scan: Scan) -> None:
-        """Refuse a number to be predicted whose values no float32, as a model gives, tells apart."""
+        """Refuse a number to be predicted whose values no float32 tells apart, as a model gives."""
         if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(

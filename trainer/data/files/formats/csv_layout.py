@@ -102,6 +102,12 @@ def _layout_of(path: Path, size: int, changed: int) -> CsvLayout:
         newline=newline,
         rows=first.rows(len(found.names)),
     ).use()
+    if use.stray:
+        raise UserError(
+            f"data.source: {path} has backslashes before quotes in quotes, and row {use.stray} one "
+            'outside quotes, where it may mean either; write "" for a quote within a quoted text '
+            "(Spark: option('escape', '\"'))"
+        )
     if use.is_escaped:
         return replace(found, escape=ESCAPE)
     if use.swallows and not use.is_literal:

@@ -29,6 +29,8 @@ _FIRST = 1000
 _LONGEST = 64 << 20
 _CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
+# Bytes that are no UTF-8, as `surrogateescape` keeps them.
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Of keys that most records do not share.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
@@ -183,15 +185,19 @@ def _values(path: Path) -> Iterator[dict[str, Any] | str]:
             more = bool(data)
             return text[at:] + decoder.decode(data, final=not data)
 
-        text = longer().removeprefix("\ufeff").lstrip().removeprefix("[")
+        text, is_list = longer().removeprefix("\ufeff"), False
         while True:
             found = _BETWEEN.match(text, at)
             at = found.end() if found else at
-            if at == len(text) and more:
+            if at == len(text):
+                if not more:
+                    break
                 text, at = longer(), 0
                 continue
-            if at == len(text) or text[at] == "]":
-                return
+            # One list may follow another, as where files were put together.
+            if text[at] == ("]" if is_list else "["):
+                at, is_list = at + 1, not is_list
+                continue
             try:
                 value, end = _DECODER.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
@@ -203,13 +209,17 @@ def _values(path: Path) -> Iterator[dict[str, Any] | str]:
                     "after it cannot be read"
                 ) from error
             count += 1
-            yield _not_utf8(value) or _checked(value, doubtful="\\ud" in text[at:end].lower())
+            written = text[at:end]
+            if _NOT_UTF8.search(written):
+                yield "it is not UTF-8"
+            else:
+                yield _checked(value, doubtful="\\ud" in written.lower())
             at = end
-
-
-def _not_utf8(value: Any) -> str:
-    # Bytes that are no UTF-8 were kept as halves of surrogates, which JSON writes as \\udc80.
-    return "it is not UTF-8" if re.search(r"\\udc[89a-f]", json.dumps(value)) else ""
+    if is_list:
+        raise UserError(
+            f"data.source: {path} ends within a list, after record {count}: it is cut off; write "
+            "it again"
+        )
 
 
 def _is_unicode(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,13 @@ class QuoteUse:
     Attributes:
         swallows: says where a quote takes the rows below it, and how many; empty for nowhere.
         is_escaped: whether quotes within quoted values have a backslash before them.
+        stray: a row with a backslash outside quotes, where `is_escaped`; 0 for none.
         is_literal: whether all rows have as many values where quotes are letters.
     """
 
     swallows: str = ""
     is_escaped: bool = False
+    stray: int = 0
     is_literal: bool = False
 
 
@@ -61,8 +63,8 @@ class QuoteSearch:
         if not self._has_doubtful():
             return QuoteUse()
         swallows, is_odd = self._first_swallow()
-        if is_odd and self._is_escaped():
-            return QuoteUse(is_escaped=True)
+        if is_odd and (escaped := self._escapes()):
+            return escaped
         return QuoteUse(swallows=swallows, is_literal=bool(swallows) and self._is_literal())
 
     def _pattern(self, text: bytes) -> re.Pattern[bytes]:
@@ -141,17 +143,27 @@ class QuoteSearch:
         fits = [_fits(each.split(self.delimiter), typical, self.quote) for each in lines]
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
-    def _is_escaped(self) -> bool:
-        """Say whether all quoted values are well-formed where a backslash stands before a quote."""
+    def _escapes(self) -> QuoteUse | None:
+        """Return the use where a backslash is before a quote; None if values are odd then too."""
         pattern = self._pattern(rb"[^<q>\\]*+(?:(?:<q><q>|\\[<q>\\])[^<q>\\]*+)*+(<q>?)")
         ends = (b"", b"\r", b"\n", self.delimiter.encode())
-        # Arrow takes a backslash before any letter, and in any value.
-        left = sum(chunk.count(b"\\") for chunk in self._chunks(whole_lines=False))
-        for _, buffer, found in self._values(pattern):
+        within: Counter[int] = Counter()
+        for row, buffer, found in self._values(pattern):
             if not found[1] or buffer[found.end() : found.end() + 1] not in ends:
-                return False
-            left -= found[0].count(b"\\")
-        return left == 0
+                return None
+            if b"\\" in found[0]:
+                for at, line in enumerate(found[0].split(self.newline), row):
+                    within[at] += line.count(b"\\")
+        return QuoteUse(is_escaped=True, stray=self._stray(within))
+
+    def _stray(self, within: Mapping[int, int]) -> int:
+        """Return a row with more backslashes than are in its quotes; 0 for none."""
+        with opened_text(self.path) as file:
+            row = 1 + file.read(self.start).count(self.newline)
+            for at, line in enumerate(file, row):
+                if line.count(b"\\") > within.get(at, 0):
+                    return at
+        return 0
 
     def _is_literal(self) -> bool:
         """Say whether rows have one length without quotes, and no value is within quotes."""

@@ -43,6 +43,7 @@ def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, Any]], list[s
         "[" + ",\n".join(LINES) + ",\n]",
         ",\n".join(LINES),
         "\n".join(json.dumps(row, indent=1) for row in ROWS),
+        "\n".join(f"[{pair[0]},{pair[1]}]" for pair in zip(LINES[::2], LINES[1::2], strict=True)),
         json.dumps(ROWS).encode("utf-16"),
         gzip.compress(json.dumps(ROWS).encode()),
     ],
@@ -115,3 +116,14 @@ def test_one_request_is_one_row(tmp_path: Path) -> None:
     one = {"user": {"age": 1, "x": 2}, "item": {"age": 3, "x": 4}, "v": [[1, 2], [3, 4]]}
     rows, _ = table(tmp_path, json.dumps(one, indent=2))
     assert rows == [{"user/age": 1, "user/x": 2, "item/age": 3, "item/x": 4, "v": one["v"]}]
+
+
+def test_a_letter_of_two_halves_is_a_letter(tmp_path: Path) -> None:
+    rows, broken = table(tmp_path, '[{"a": "idea \U0001f4a1"}, {"a": "C:\\\\udc80"}]')
+    assert [row["a"] for row in rows] == ["idea \U0001f4a1", "C:\\udc80"]
+    assert not broken
+
+
+def test_a_list_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ends within a list, after record 49"):
+        table(tmp_path, "[" + ",\n".join(LINES[:49]) + ",\n")
