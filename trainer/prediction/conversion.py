@@ -105,7 +105,7 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
             if values.size:
                 values = _of_kind(values, spec)
             values = np.vectorize(_encoded, otypes=[object])(values) if is_text else values
-            values = values.astype(dtype) if values.size else empty
+            values = values.astype(dtype) if values.size or not spec.varies else empty
             if pads and not spec.varies and values.ndim == len(spec.shape):
                 values = padded(values, spec.sizes)
         except (TypeError, ValueError, OverflowError):

@@ -597,3 +597,42 @@ def test_a_column_has_a_type_that_holds_its_digits(tmp_path, text, dtype):
     selection, found = opened(tmp_path)
     assert selection.specs["n"].dtype == dtype
     assert (text.encode() if dtype == "string" else float(text)) in found["n"].tolist()
+
+
+def test_one_large_value_moves_no_example_to_another_split(tmp_path: Path) -> None:
+    rows = "".join(f"{i / 10},{i % 2}\n" for i in range(600))
+    write(tmp_path, f"x,label\n{rows}")
+    selection, before = opened(tmp_path)
+    assert selection.specs["x"].dtype == "float32"
+    write(tmp_path, "x,label\n30000000,1\n", "b.csv")
+    selection, after = opened(tmp_path)
+    assert selection.specs["x"].dtype == "float64"
+    later = dict(zip(after["x"].astype("f4").tolist(), after["split"], strict=True))
+    assert [later[x] for x in before["x"].tolist()] == list(before["split"])
+
+
+@pytest.mark.parametrize(
+    ("value", "keys"),
+    [("{i}", {"bad_rows": 0.1}), ('"{i},000"', {"types": {"t": "number"}, "bad_rows": 0.1})],
+)
+def test_a_time_that_is_none_takes_no_others_with_it(tmp_path, value, keys):
+    rows = "".join(f"{value.format(i=i)},{i},{i % 2}\n" for i in range(1, 60))
+    write(tmp_path, f"t,x,label\n{rows}abc,60,1\n")
+    _, found = opened(tmp_path, splits={"time": "t", "test": 0.2}, **keys)
+    assert sizes(found)["test"] == 12
+
+
+def test_lists_that_would_lose_digits_are_refused(tmp_path: Path) -> None:
+    rows = [{"v": [2**64 - 1, i], "label": i % 2} for i in range(60)]
+    kinds = {"v": pa.list_(pa.uint64()), "label": pa.int64()}
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(kinds)), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"'v' has lists of whole numbers .* set data.drop"):
+        opened(tmp_path, format="parquet")
+
+
+def test_a_partition_goes_before_a_key_of_its_name(tmp_path: Path) -> None:
+    lines = [{"x": i, "label": i % 2} | ({"k": "z"} if i == 1500 else {}) for i in range(1600)]
+    (tmp_path / "k=a").mkdir()
+    write(tmp_path / "k=a", "\n".join(map(json.dumps, lines)), "a.jsonl")
+    _, found = opened(tmp_path, format="jsonl", inputs=["x", "k"])
+    assert set(found["k"].tolist()) == {b"a"}

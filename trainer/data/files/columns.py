@@ -241,10 +241,23 @@ def _with_dtype(
     wide = "float64" if exact or not (is_label or scan.fits("float32")) else ""
     if column.type == "tensor":
         held = scan.tensor or "float"
+        _check_digits(column.name, scan, held)
         dtype = wide if wide and held == "float" else _TENSORS[held]
         return replace(_with_shape(config, column, scan, is_label=is_label), dtype=dtype)
     is_float = column.type == "float" or (column.type == "int" and column.gaps)
     return replace(column, dtype=wide if is_float else "")
+
+
+def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
+    """Refuse lists of whole numbers whose digits no type holds."""
+    largest = max(scan.highest, -scan.lowest)
+    if (held == "int" and largest >= _INT64) or (
+        held == "float" and scan.whole and EXACT["float64"] < largest < _INT64
+    ):
+        raise UserError(
+            f"data.drop: {name!r} has lists of whole numbers up to {largest:.17g}, which would "
+            f"lose digits; write each as a text in a column of its own, or set data.drop: [{name}]"
+        )
 
 
 def _int_or_id(

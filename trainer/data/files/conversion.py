@@ -95,13 +95,15 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
     return Values(wide.astype(dtype), bad, why, numbers.missing)
 
 
-def times_of(array: pa.Array) -> list[int | float]:
-    """Return the times, or numbers, by which examples are put in order, in their own precision."""
-    kind = "int" if pa.types.is_integer(array.type) else "float"
-    if _is_text(array.type):
+def times_of(array: pa.Array, said: str = "") -> list[int | float]:
+    """Return the times, or numbers, by which examples are put in order, in their own precision.
+
+    They are of the kind that is `said`; of texts else of that which most of them are.
+    """
+    kind = said or ("int" if pa.types.is_integer(array.type) else "float")
+    if _is_text(array.type) and not said:
         short = text_values.trimmed(array)
-        tried = ("int", "float", "time")
-        kind = next((each for each in tried if not numbers_of(each, short).bad.any()), "time")
+        kind = min(("int", "float", "time"), key=lambda each: numbers_of(each, short).bad.sum())
     found = numbers_of(kind, array)
     values = found.values[~(found.missing | found.bad)]
     return values[np.isfinite(values)].tolist()  # type: ignore[no-any-return]

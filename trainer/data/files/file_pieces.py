@@ -93,6 +93,8 @@ class FilePieces:
         own = [name for name in columns if name not in added] or list(there[: len(columns)])
         for rows in self.reader.rows(path, piece, own, broken):
             table = rows.table
+            # A record may have a key of that name that the first ones have not.
+            table = table.select([each for each in table.column_names if each not in added])
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
             table = table.select(list(columns)) if columns else table

@@ -249,6 +249,7 @@ class FileSource(Source):
             gathered=frozenset({*labels, *classes}),
             images=frozenset(each for each, kind in self._said.items() if kind == "image"),
             time=config.splits.time,
+            time_type=self._said.get(config.splits.time, ""),
             whole=not config.inputs,
             measures=not config.image.size,
         )
@@ -383,7 +384,8 @@ class FileSource(Source):
             return splits.by_bounds(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
-        found = hashes({name: columns[name] for name in drawn}, self._config.seed)
+        found = hashes({name: splits.told_apart(columns[name]) for name in drawn},
+                       self._config.seed)  # fmt: skip
         return splits.by_share(found, validation=validation, test=test)
 
     def _check_named(
@@ -432,6 +434,11 @@ class FileSource(Source):
 
     def _time_bounds(self, scan: Scan) -> tuple[float, float]:
         times = sorted(scan.times)
+        if not times:
+            raise UserError(
+                f"data.splits.time: no row of {self._config.source} has a time in "
+                f"{self._config.splits.time!r}; name another column"
+            )
         counts = np.array([scan.times[each] for each in times], np.int64)
         validation, test = self._shares()
         return splits.bounds_of(times, counts, validation=validation, test=test)

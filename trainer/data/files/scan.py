@@ -171,6 +171,7 @@ class Wanted:
         gathered: those whose values may be classes.
         images: those that name images.
         time: by which splits are drawn, or empty.
+        time_type: its type by `data.types`, or empty.
         whole: whether a column of later files that the first one lacks is refused.
         measures: whether the sizes of images are needed.
     """
@@ -180,6 +181,7 @@ class Wanted:
     gathered: frozenset[str]
     images: frozenset[str]
     time: str
+    time_type: str
     whole: bool
     measures: bool
 
@@ -250,7 +252,7 @@ class PieceScan:
             place = (self.piece, first, str(array.type))
             self.found.families.setdefault(name, {}).setdefault(family, place)
         if name == self.wanted.time:
-            _add_times(self.found.times, array)
+            _add_times(self.found.times, array, self.wanted.time_type)
 
     def _add_images(self, name: str, column: ColumnScan, array: pa.Array) -> bool:
         if name not in self.wanted.images:
@@ -304,8 +306,8 @@ class PieceScan:
             )
 
 
-def _add_times(times: dict[int | float, int], array: pa.Array) -> None:
-    for value, count in Counter(times_of(array)).items():
+def _add_times(times: dict[int | float, int], array: pa.Array, said: str) -> None:
+    for value, count in Counter(times_of(array, said)).items():
         times[value] = times.get(value, 0) + count
 
 

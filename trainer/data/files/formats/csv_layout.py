@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.data.files import text_values
 from trainer.data.files.formats.decompression import opened_text
 from trainer.data.files.formats.quotes import ESCAPE, QuoteSearch
 from trainer.data.files.text_values import NUMBER
@@ -247,6 +248,8 @@ class _Head:
     def _is_names(self, place: int) -> bool:
         """Say whether a row has names for certain: numbers come below them."""
         below = [row for row in self._rows[place + 1 :] if len(row) == self._width]
+        if any(text_values.is_null(cell.strip()) for cell in self._rows[place]):
+            return False
         return _are_names(self._rows[place]) and any(
             all(re.match(NUMBER, row[at].strip()) for row in below)
             for at in range(len(self._rows[place]))

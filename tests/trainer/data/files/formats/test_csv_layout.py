@@ -240,3 +240,9 @@ def test_one_value_may_be_as_its_column_is_called(tmp_path: Path) -> None:
     found = READER.rows(path, Piece(0), ["word"], lambda number, _: broken.append(number))
     assert [rows.table["word"].to_pylist() for rows in found] == [["word", "other"]]
     assert not broken
+
+
+def test_a_row_with_a_value_that_is_missing_is_no_header(tmp_path: Path) -> None:
+    rows, _ = table(tmp_path, "#name,score,target\na,NA,c\nb,0,u\nd,1,x\n")
+    assert rows[0] == {"#name": "a", "score": "NA", "target": "c"}
+    assert len(rows) == 3
