@@ -137,7 +137,7 @@ def split_of_folder(name: str) -> str:
     return _ALIASES[found[1]] if found else ""
 
 
-def told_apart(values: NDArray[Any]) -> NDArray[Any]:
+def split_keys(values: NDArray[Any]) -> NDArray[Any]:
     """Return what the split of an example is drawn by, of a column in any type of floats.
 
     A column is stored as float64 or float32 by the largest value of a delivery, and an example

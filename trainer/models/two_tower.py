@@ -71,8 +71,7 @@ def two_tower(  # noqa: PLR0913
         unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
     """
     tables_of = _tables(spec, rows, tables)
-    dimension = size("dimension", dimension)
-    shards = size("shards", shards)
+    dimension, shards = size("dimension", dimension), size("shards", shards)
     if unknown not in UNKNOWN:
         raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
     given = spec.symbols()

@@ -384,7 +384,7 @@ class FileSource(Source):
             return splits.by_bounds(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
-        found = hashes({name: splits.told_apart(columns[name]) for name in drawn},
+        found = hashes({name: splits.split_keys(columns[name]) for name in drawn},
                        self._config.seed)  # fmt: skip
         return splits.by_share(found, validation=validation, test=test)
 
