@@ -636,3 +636,12 @@ def test_a_partition_goes_before_a_key_of_its_name(tmp_path: Path) -> None:
     write(tmp_path / "k=a", "\n".join(map(json.dumps, lines)), "a.jsonl")
     _, found = opened(tmp_path, format="jsonl", inputs=["x", "k"])
     assert set(found["k"].tolist()) == {b"a"}
+
+
+def test_a_weight_below_zero_names_its_row(tmp_path: Path) -> None:
+    rows = "".join(f"{i},{i % 2},{-1 if i == 7 else 1}\n" for i in range(60))
+    write(tmp_path, f"x,label,w\n{rows}")
+    with pytest.raises(UserError, match=r"a\.csv, row 9: 'w' is no number of zero or more \('-1'"):
+        opened(tmp_path, weight="w")
+    _, found = opened(tmp_path, weight="w", bad_rows=0.1)
+    assert len(found["x"]) == 59

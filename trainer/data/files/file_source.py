@@ -302,10 +302,15 @@ class FileSource(Source):
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
         """Count broken rows for certain, where there may be some, and refuse too many."""
         needed = self._needed(roles)
-        doubtful = scan.broken.count or any(
-            scan.columns[name].is_doubtful(column.type, required=name in needed)
-            or (column.type == "image" and self._config.bad_rows)
-            for name, column in self._columns.items()
+        below = roles.weight and scan.columns[roles.weight].lowest < 0
+        doubtful = (
+            scan.broken.count
+            or below
+            or any(
+                scan.columns[name].is_doubtful(column.type, required=name in needed)
+                or (column.type == "image" and self._config.bad_rows)
+                for name, column in self._columns.items()
+            )
         )
         if doubtful:
             total = BrokenRows()
@@ -354,6 +359,9 @@ class FileSource(Source):
                 result = Values(values, wrong, "")
             else:
                 result = converted(column, array, required=name in needed)
+                if name == roles.weight:
+                    with_below = result.bad | (result.values < 0)
+                    result = result._replace(bad=with_below, why="is no number of zero or more")
                 reasons = []
             found[name] = result.values
             if name in roles.targets:
