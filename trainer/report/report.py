@@ -160,11 +160,9 @@ def reasons_of(facts: Facts) -> list[str]:
 
 def warnings_of(facts: Facts) -> list[str]:
     """Return what the validation of the data warns of, and what its preparation notes."""
-    noted = (
-        f"the data: {line}"
-        for step in _rows(facts, "steps")
-        for line in (step.get("metrics") or {}).get("notes") or ()
-    )
+    said = [step.get("metrics") for step in _rows(facts, "steps")]
+    notes = [each.get("notes") for each in said if isinstance(each, dict)]
+    noted = [f"the data: {line}" for each in notes if isinstance(each, list) for line in each]
     return [*_of_data(facts, "warnings"), *noted]
 
 
