@@ -91,6 +91,12 @@ class TaskConfig(Section):
     outputs: dict[str, OutputConfig] = key(
         {}, "of several labels: {label: {name, loss, metrics, weight, class_weights, args}}"
     )
+    positive: str = key(
+        "", "the positive class of binary_classification; empty: the rarer one in training"
+    )
+    main_metric: str = key(
+        "", "metric that models are selected and compared by; empty: by task and data"
+    )
     args: Free = key({}, "arguments of the task's class")
 
     _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
@@ -180,6 +186,9 @@ class EvaluationConfig(Section):
 
     batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
     slices: tuple[str, ...] = key((), "features to slice the metrics by, besides the label")
+    baseline: Literal["auto", "none"] = key(
+        "auto", "simple models that are measured on the same examples: those that fit the task"
+    )
 
 
 class ExportConfig(Section):

@@ -44,18 +44,23 @@ class ChampionRule(Section):
 
     metric: str = key("", "metric that is compared; empty: the main one of the task")
     margin: float | str = key(
-        "3%",
-        "non-inferiority margin: the largest decrease that still counts as equal, in units of the "
-        "metric or as a share of the champion's value, such as 2%; below 0: a required gain",
+        "5%",
+        "non-inferiority margin: the largest loss that still counts as equal, in units of the "
+        "metric or as a share of the champion's gain over a constant; below 0: a required gain",
     )
     confidence: float = key(
-        0.95, "confidence of the test that no more than the margin is lost", ge=0.5, lt=1
+        0.99, "confidence of the test that no more than the margin is lost", ge=0.5, lt=1
+    )
+    class_margin: float | str = key(
+        "50%",
+        "largest loss of the recall of a class that the champion finds, as a number or as a share "
+        "of the champion's recall; 100%: any",
     )
     better: Literal["", "higher", "lower"] = key(
         "", "direction of a metric of your own; empty: the one that the task declares"
     )
 
-    @field_validator("margin", mode="before")
+    @field_validator("margin", "class_margin", mode="before")
     @classmethod
     def _number_or_share(cls, margin: Any) -> Any:
         if isinstance(margin, str):
@@ -66,7 +71,7 @@ class ChampionRule(Section):
                     return margin.strip() if sign else number
         elif type(margin) in {int, float} and math.isfinite(margin):
             return margin
-        raise ValueError("write a number such as 0.02, or a share of the champion's value as 2%")
+        raise ValueError("write a number such as 0.02, or a share such as 2%")
 
     def compared_by(self) -> str:
         """Return all that an evaluation depends on: the margin is the gate's."""
@@ -91,6 +96,10 @@ class GateConfig(Section):
 
     min: dict[str, float] = key({}, "lowest value by metric of the task or the model")
     max: dict[str, float] = key({}, "highest value by metric, as in min")
+    constant: Literal["required", "reported"] = key(
+        "required",
+        "whether a model that does not beat the best constant is refused, or reported only",
+    )
     champion: ChampionRule = Field(ChampionRule())
 
     @model_validator(mode="before")
