@@ -14,9 +14,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.base import Section, key
+from trainer.errors import nearest
 
 #: Metrics whose names end like this are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
+#: What a metric was called before, and what it is called now where that is measured.
+_RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 
 # Of several outputs it begins with the name of one, which may have any signs.
@@ -37,6 +40,15 @@ def split_rule(
     feature = max(known, key=len, default=part.partition("=")[0])
     value = part[len(feature) + 1 :] if len(part) > len(feature) else None
     return begun + rest, feature, value
+
+
+def called_now(metric: str, known: Iterable[str]) -> str:
+    """Return, of a metric that is not known, what it is called now, or the nearest one's name."""
+    for old, names in _RENAMED.items():
+        begin = metric.removesuffix(old)
+        if now := [begin + name for name in names if begin != metric and begin + name in known]:
+            return f"; it is called {now[0]!r} now"
+    return nearest(metric, known)
 
 
 class ChampionRule(Section):

@@ -12,7 +12,7 @@ from trainer.data_gate.findings import Finding, Question, percent, share, some
 from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
 # Metrics that a rare class moves; one that is bounded for a class is fine as well.
-_OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy", "pr_auc")
+_OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
 # An association below this is none that could get lost.
 _LEAST = 0.15
 # What is left of one that is gone.

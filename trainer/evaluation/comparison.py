@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 from scipy import stats
 
-from trainer.config.thresholds import ChampionRule
-from trainer.errors import ConfigError, nearest
+from trainer.config.thresholds import ChampionRule, called_now
+from trainer.errors import ConfigError
 from trainer.evaluation import noninferiority
 from trainer.evaluation.noninferiority import Compared, Direction, Floats, Pairs, Sums
 from trainer.tasks.base import Examples, Part, drawn
@@ -68,7 +68,7 @@ def _defined(value: Any) -> Any:
 def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Direction:
     known = objective.directions
     if metric not in known:
-        hint = nearest(metric, known)
+        hint = called_now(metric, known)
         raise ConfigError(
             f"{_KEY}.metric: {metric!r} is not measured{hint} (measured: {', '.join(known)})"
         )

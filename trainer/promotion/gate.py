@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.config.thresholds import GateConfig, split_rule
+from trainer.config.thresholds import GateConfig, called_now, split_rule
 from trainer.errors import UserError, nearest
 
 KIND = "decision"
@@ -213,7 +213,7 @@ def _short(value: Any) -> str:
 
 def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
     if metric not in metrics:
-        hint = nearest(metric, metrics)
+        hint = called_now(metric, metrics)
         known = ", ".join(sorted(metrics)) or "nothing"
         raise UserError(f"{key}: {metric!r} was not measured{hint} (measured: {known})")
     value = metrics[metric]

@@ -107,7 +107,7 @@ def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
     charts: list[Chart | None] = []
     for title, curve, area in (
         ("ROC: true over false positive rate", "roc", "auc"),
-        ("Precision over recall", "pr", "pr_auc"),
+        ("Precision over recall", "pr", "average_precision"),
     ):
         known = [
             (areas[each["label"]][area], each)

@@ -88,7 +88,7 @@ def apart(value: float, threshold: float, interval: object = None) -> tuple[str,
 
 
 def titled(name: object) -> str:
-    """Return the name of a metric as a title: `pr_auc` is PR AUC."""
+    """Return the name of a metric as a title: `query_auc` is Query AUC."""
     words = str(name).replace("_", " ").split(" ")
     known = [_NAMES.get(each, each.upper() if each in _UPPER else each) for each in words]
     text = " ".join(known)

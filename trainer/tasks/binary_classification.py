@@ -3,8 +3,8 @@
 label     true or false, 0 or 1, or one of two named classes; the second one is "yes"
 outputs   logits [n, 1] of "yes"
 loss      binary cross entropy
-metrics   accuracy, precision, recall and f1 of "yes" at a probability of 0.5, auc, pr_auc,
-log_loss, brier_score, calibration_error
+metrics   accuracy, precision, recall and f1 of "yes" at a probability of 0.5, auc,
+average_precision, log_loss, brier_score, calibration_error
 answers   `logit` and `probability` of "yes"
 """
 
@@ -32,7 +32,8 @@ class BinaryClassification(Sigmoid):
     main_metric = "auc"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
-        **dict.fromkeys(("accuracy", "precision", "recall", "f1", "auc", "pr_auc"), "higher"),
+        **dict.fromkeys(("accuracy", "precision", "recall", "f1"), "higher"),
+        **dict.fromkeys(("auc", "average_precision"), "higher"),
         **dict.fromkeys(("log_loss", "brier_score", "calibration_error"), "lower"),
     }
     output_shape: ClassVar[Shape] = (1,)

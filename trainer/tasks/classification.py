@@ -34,8 +34,8 @@ class Classification(Softmax):
         "accuracy": "higher",
         "top_3_accuracy": "higher",
         **dict.fromkeys(metrics.AVERAGES, "higher"),
-        "auc": "higher",
-        "pr_auc": "higher",
+        "macro_auc": "higher",
+        "macro_average_precision": "higher",
         "calibration_error": "lower",
     }
 
@@ -118,7 +118,7 @@ class Classification(Softmax):
             "metrics": {
                 **means.metrics(),
                 **metrics.averages(*counts),
-                **{name: metrics.mean_area(found, name) for name in metrics.NO_AREA},
+                **{f"macro_{name}": metrics.mean_area(found, name) for name in metrics.NO_AREA},
                 "calibration_error": float(calibration.result()),
             },
             "intervals": {

@@ -47,7 +47,7 @@ Labels = npt.NDArray[np.int64]
 Counts = npt.NDArray[Any]
 Interval = list[float]
 Area = dict[str, float | None]
-NO_AREA: Area = {"auc": None, "pr_auc": None}
+NO_AREA: Area = {"auc": None, "average_precision": None}
 
 
 def rows(values: Any) -> tf.Tensor:
@@ -177,7 +177,7 @@ class CalibrationError(keras.Metric):
 
 
 class Areas(keras.Metric):
-    """`auc`, the area under the ROC, and `pr_auc`, the average precision; means over the numbers.
+    """`auc`, the area under the ROC, and `average_precision`; means over the numbers.
 
     From counts of both kinds of labels at each step of the logit, which tell apart small
     probabilities; Keras's has equal steps of the probability. Labels at one step count as tied,
@@ -186,10 +186,19 @@ class Areas(keras.Metric):
     """
 
     def __init__(
-        self, numbers: int = 1, steps: int = 400, largest: float = 12, dtype: str | None = None
+        self,
+        numbers: int = 1,
+        steps: int = 400,
+        largest: float = 12,
+        dtype: str | None = None,
+        prefix: str = "",
     ) -> None:
-        """Measure rows of so many probabilities, by steps between the largest logits."""
+        """Measure rows of so many probabilities, by steps between the largest logits.
+
+        `prefix` begins the names of the means, such as `macro_`.
+        """
         super().__init__(name="areas", dtype=dtype)
+        self._prefix = prefix
         self._numbers, self._steps, self._largest = numbers, steps, largest
         self.true, self.false = (
             self.add_weight((numbers, steps), "zeros", self.dtype, name=name)
@@ -219,7 +228,8 @@ class Areas(keras.Metric):
         """Return both."""
         found = self.by_number()
         defined = ~tf.math.is_nan(found["auc"])
-        return {name: tf.reduce_mean(tf.boolean_mask(v, defined)) for name, v in found.items()}
+        means = {name: tf.reduce_mean(tf.boolean_mask(v, defined)) for name, v in found.items()}
+        return {f"{self._prefix}{name}": value for name, value in means.items()}
 
     def by_number(self) -> dict[str, tf.Tensor]:
         """Return both [numbers], not a number where the labels are of one kind."""
@@ -232,15 +242,15 @@ class Areas(keras.Metric):
         both = (all_true > 0) & (all_false > 0)
         return {
             "auc": tf.where(both, above / (all_true * all_false), math.nan),
-            "pr_auc": tf.where(both, precise / all_true, math.nan),
+            "average_precision": tf.where(both, precise / all_true, math.nan),
         }
 
     def of_each(self) -> list[Area]:
         """Return the areas of each number."""
-        auc, pr_auc = (each.numpy().tolist() for each in self.by_number().values())
+        auc, precise = (each.numpy().tolist() for each in self.by_number().values())
         return [
-            NO_AREA if math.isnan(a) else {"auc": a, "pr_auc": p}
-            for a, p in zip(auc, pr_auc, strict=True)
+            NO_AREA if math.isnan(a) else {"auc": a, "average_precision": p}
+            for a, p in zip(auc, precise, strict=True)
         ]
 
 
@@ -285,7 +295,7 @@ def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
 
 
 def exact_areas(labels: Labels, logits: Floats, weights: Floats | None = None) -> list[Area]:
-    """Return `auc` and `pr_auc` of each class against all others; None of an absent one.
+    """Return `auc` and `average_precision` of each class against all others; None of an absent one.
 
     Examples have `weights` [n], or count the same.
     """
@@ -298,7 +308,7 @@ def exact_areas(labels: Labels, logits: Floats, weights: Floats | None = None) -
             continue
         auc = _scores().roc_auc_score(own, score, sample_weight=weights)
         precise = _scores().average_precision_score(own, score, sample_weight=weights)
-        found.append({"auc": float(auc), "pr_auc": float(precise)})
+        found.append({"auc": float(auc), "average_precision": float(precise)})
     return found
 
 

@@ -4,8 +4,8 @@ label     [classes] of 0 and 1, or false and true
 outputs   logits [n, classes]
 loss      binary cross entropy, a mean over the classes
 metrics   binary_accuracy, subset_accuracy (all classes of an example), micro_precision,
-micro_recall, micro_f1, macro_f1, auc and pr_auc (means over the classes),
-calibration_error
+micro_recall, micro_f1, macro_f1, macro_auc and macro_average_precision
+(means over the classes), calibration_error
 answers   `logits` and `probabilities`, one column a class
 """
 
@@ -32,7 +32,7 @@ class MultilabelClassification(Sigmoid):
         "loss": "lower",
         **dict.fromkeys(("binary_accuracy", "subset_accuracy"), "higher"),
         **dict.fromkeys(("micro_precision", "micro_recall", "micro_f1", "macro_f1"), "higher"),
-        **dict.fromkeys(("auc", "pr_auc"), "higher"),
+        **dict.fromkeys(("macro_auc", "macro_average_precision"), "higher"),
         "calibration_error": "lower",
     }
 
@@ -67,7 +67,7 @@ class MultilabelClassification(Sigmoid):
             metrics.Recall(name="micro_recall"),
             metrics.F1("micro_f1"),
             metrics.F1("macro_f1", average="macro"),
-            metrics.Areas(self._classes),
+            metrics.Areas(self._classes, prefix="macro_"),
             metrics.CalibrationError(),
         ]
 

@@ -30,7 +30,7 @@ from trainer import storage, user_code
 from trainer.checkpoints import index, warm_start
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config, TrainingConfig
-from trainer.config.thresholds import split_rule
+from trainer.config.thresholds import called_now, split_rule
 from trainer.data import prepare
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
@@ -160,7 +160,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
     for key, rule in rules:
         metric, _, _ = split_rule(rule, known)
         if metric not in known:
-            hint = nearest(metric, known) or f" (measured: {', '.join(sorted(known))})"
+            hint = called_now(metric, known) or f" (measured: {', '.join(sorted(known))})"
             task = objective.task.name
             raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
 

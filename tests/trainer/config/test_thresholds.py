@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config.load import parse_config
-from trainer.config.thresholds import ChampionRule, split_rule
+from trainer.config.thresholds import ChampionRule, called_now, split_rule
 from trainer.errors import ConfigError
 
 
@@ -87,3 +87,17 @@ def test_a_rule_is_split_where_names_have_its_signs_themselves(rule, parts):
 def test_a_metric_of_an_output_of_any_name_may_be_bounded():
     rules = {"Preis (€)_mae": 3.0, "_mae": 1.0, "a@b_mae@c": 2.0}
     assert parse_config({"gate": {"max": rules}}).gate.max == rules
+
+
+@pytest.mark.parametrize(
+    ("old", "known", "hint"),
+    [
+        ("pr_auc", ["auc", "average_precision"], "; it is called 'average_precision' now"),
+        ("pr_auc", ["macro_average_precision"], "; it is called 'macro_average_precision' now"),
+        ("auc", ["accuracy", "macro_auc"], "; it is called 'macro_auc' now"),
+        ("left_pr_auc", ["left_average_precision"], "; it is called 'left_average_precision' now"),
+        ("acuracy", ["accuracy"], "; did you mean 'accuracy'?"),
+    ],
+)
+def test_a_metric_that_was_renamed_says_its_name(old, known, hint):
+    assert called_now(old, known) == hint

@@ -205,7 +205,7 @@ def test_one_class_alone_has_areas_that_are_not_defined(tmp_path):
     task = BinaryClassification(target([0, 1]))
     found = predicted(task, model_of(1), tmp_path, np.zeros(3, int))
     metrics = measured(Objective(task), found.own)["metrics"]
-    assert metrics["auc"] is metrics["pr_auc"] is None
+    assert metrics["auc"] is metrics["average_precision"] is None
     assert metrics["accuracy"] == 0
 
 

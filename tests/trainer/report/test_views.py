@@ -237,7 +237,7 @@ def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) ->
 
 
 def test_of_many_classes_the_weakest_have_their_metrics() -> None:
-    each = {"precision": 0.5, "recall": 0.5, "auc": None, "pr_auc": None, "support": 0}
+    each = {"precision": 0.5, "recall": 0.5, "auc": None, "average_precision": None, "support": 0}
     rows = [{"label": f"c{n}", "f1": n / 1000, **each} for n in range(1000)]
     evaluation = {"per_class": rows[::-1], "labels": [row["label"] for row in rows]}
     found = views.weak_classes(evaluation)

@@ -58,8 +58,8 @@ def test_a_reader_sees_which_of_two_numbers_is_larger(value: float, threshold: f
     [
         ({**RULE, "value": 0.9639}, "Accuracy is 0.9639; it has to be at least 0.95 (gate.min)."),
         (
-            {**RULE, "metric": "pr_auc@label=7", "value": 0.5},
-            "PR AUC where label is 7 is 0.5; it has to be at least 0.95 (gate.min).",
+            {**RULE, "metric": "average_precision@label=7", "value": 0.5},
+            "Average precision where label is 7 is 0.5; it has to be at least 0.95 (gate.min).",
         ),
         (
             {**RULE, "value": None},
