@@ -68,6 +68,8 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
+    #: The URI of what is trained on.
+    dataset = ""
     #: Where the servers write and read their own variables.
     parts: PartSaver | None = None
     #: The newest global step that is known to be published.
@@ -165,6 +167,7 @@ class Checkpoints:
             return uri
         began = time.monotonic()
         own = {"global_step": step, "fingerprint": self._fingerprint, **fields}
+        own |= {"dataset": self.dataset} if self.dataset else {}
         files = {statistics.FILE: self.learnt.data} if self.learnt.data else {}
         with reported(f"save {uri}"):
             if self.parts and self.parts.takes(variables):

@@ -7,6 +7,7 @@ known: an even sample of all different examples, and of every split the same one
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -22,6 +23,8 @@ from trainer.statistics.statistics import IMAGE, NUMBER, TENSOR
 _TELLS_APART = 0.9
 # By so much are values of a number denser than if they were spread evenly.
 _DENSER = 4.0
+# Below this share of equal examples by chance any more of them are none.
+_RARE = 0.005
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
@@ -110,36 +113,85 @@ def _again(split: SplitProfile) -> tuple[int, int]:
     return int(split.copies.sum()), int(split.copies[split.copies > 1].sum())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Examples of one split that are in another as well: `found` of so many that were `asked`.
+
+    Of a large split only some are known; `whole` are all of it. `expected` is the share by chance.
+    """
+
+    found: int
+    asked: int
+    whole: int
+    expected: float
+
+    @property
+    def share(self) -> float:
+        """The share of the examples that are in both."""
+        return self.found / self.asked
+
+    def __str__(self) -> str:
+        """Say how many test examples these are."""
+        if self.asked == self.whole:
+            return f"{self.found} of {self.whole} test examples"
+        return (
+            f"about {round(self.share * self.whole)} of {self.whole} test examples ({self.found} "
+            f"of {self.asked} that were looked at)"
+        )
+
+
 def leakage(question: Question) -> Iterator[Finding]:
     """Find splits whose examples are in another one, more than their values explain."""
-    splits = question.dataset.splits
-    limit = question.limit("leakage")
+    splits, limit = question.dataset.splits, question.limit("leakage")
     for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
         one, other = splits[first], splits[second]
         known, asked = (one, other) if one.examples >= other.examples else (other, one)
-        examples, found = _shared(asked, known)
-        if not found:
-            continue
-        whole, again = _again(known)
-        # An example has an equal one elsewhere as often as one there has, if that is chance.
-        expected = again / whole if whole else 0.0
-        value = found / examples
-        by_chance = _by_chance(question.dataset)
-        if by_chance is not None and by_chance < limit:
-            chance = float(stats.binom.sf(found - 1, examples, max(expected, by_chance)))
-        else:
-            chance = more_often(found, examples, again, whole)
-        if value > expected + limit and chance < question.significance:
+        found = copied(question.dataset, asked, known, question.significance, limit)
+        if found:
             names = (second, first) if asked is other else (first, second)
             says = (
-                f"{percent(value)} of the examples of {names[0]} are in {names[1]} as well "
-                f"({percent(expected)} were to be expected): its metrics are too good; split by "
-                "data.group, or remove the copies"
+                f"{percent(found.share)} of the examples of {names[0]} are in {names[1]} as well "
+                f"({percent(found.expected)} were to be expected): its metrics are too good; split "
+                "by data.group, or remove the copies"
             )
-            yield Finding("leakage", says, split=names[0], value=value, limit=expected + limit)
+            yield Finding(
+                "leakage", says, split=names[0], value=found.share, limit=found.expected + limit
+            )
 
 
-def _shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
+def copied(
+    dataset: DatasetProfile,
+    asked: SplitProfile,
+    known: SplitProfile,
+    significance: float,
+    limit: float = 0.0,
+) -> Copies | None:
+    """Return the examples of a split of the dataset that are in another, if more than by chance.
+
+    Args:
+        dataset: the one of the split that is `asked`.
+        asked: its examples are looked for.
+        known: they are looked for among these.
+        significance: how probable by chance so many may be.
+        limit: by how much their share has to be larger than what was to be expected.
+    """
+    examples, found = shared(asked, known)
+    if not found:
+        return None
+    whole, again = _again(known)
+    # An example has an equal one elsewhere as often as one there has, if that is chance.
+    expected = again / whole if whole else 0.0
+    by_chance = _by_chance(dataset)
+    if by_chance is not None and by_chance < max(limit, _RARE):
+        chance = float(stats.binom.sf(found - 1, examples, max(expected, by_chance)))
+    else:
+        chance = more_often(found, examples, again, whole)
+    if found / examples <= expected + limit or chance >= significance:
+        return None
+    return Copies(found=found, asked=examples, whole=asked.examples, expected=expected)
+
+
+def shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
     """Return examples of `asked`, as far as both know hashes, and how many of them are in both."""
     last = min(_last(asked), _last(known))
     within = asked.hashes <= last

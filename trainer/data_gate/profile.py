@@ -76,7 +76,7 @@ class DatasetProfile:
 
     `class_counts` are the examples of each class by label and split, in the order of the classes.
     `group` names the feature of groups; it may be empty. `times` are the columns of times. `notes`
-    say how its source was read.
+    say how its source was read, `spans` are the deliveries that it is made of.
     """
 
     uri: str
@@ -88,6 +88,7 @@ class DatasetProfile:
     group: str = ""
     times: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    spans: tuple[str, ...] = ()
 
     def goes_on(self, name: str) -> bool:
         """Say whether a later delivery has further values by design: times, or row numbers."""
@@ -143,6 +144,7 @@ def profile_of(uri: str) -> DatasetProfile:
             each["name"] for each in manifest.fields.get("columns", ()) if each["type"] == "time"
         ),
         notes=tuple(manifest.fields.get("notes", ())),
+        spans=tuple(manifest.fields.get("spans", ())),
     )
 
 

@@ -16,6 +16,7 @@ from trainer.config.thresholds import ChampionRule
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.comparison import Opponents, compare
+from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Answer, Predictions, measured
 from trainer.evaluation.signature import LABELS, SERVING, described, labels_of
 from trainer.tasks.base import Task
@@ -73,20 +74,29 @@ def _with_remedy(uri: str) -> Iterator[None]:
 
 
 def compared(
-    champion: Champion, objective: Objective, found: Predictions, rule: ChampionRule
+    champion: Champion,
+    objective: Objective,
+    found: Predictions,
+    rule: ChampionRule,
+    judges: Judges | None = None,
 ) -> dict[str, Any]:
-    """Return what the evaluation says of the champion: metrics, and the paired comparison."""
+    """Return what the evaluation says of the champion: metrics, and the paired comparison.
+
+    `judges` say whether the examples judge it fairly.
+    """
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
     if bad := found.unsound[1]:
         why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
     opponents = Opponents(objective=objective, own=found.own, other=found.champion)
+    metrics, paired = measured(objective, found.champion)["metrics"], compare(opponents, rule)
     return {
         "uri": champion.uri,
         "incomparable": "",
-        "metrics": measured(objective, found.champion)["metrics"],
-        "paired": compare(opponents, rule),
+        "metrics": metrics,
+        "paired": paired,
+        **(judges.of_champion(champion.uri, paired["metric"], metrics) if judges else {}),
     }
 
 

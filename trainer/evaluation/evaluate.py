@@ -26,6 +26,7 @@ from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
 from trainer.evaluation.champion import champion_of, compared
+from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Predictions, Writer, measured, predict
 from trainer.evaluation.slices import sliced
 from trainer.models import registry
@@ -77,8 +78,10 @@ def evaluate(  # noqa: PLR0913, PLR0917
             found = predict(objective, model, spec, batches, writer, answer)
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarized(spec, objective, found, features), "global_step": step}
+        judges = Judges.of(dataset, config.data.gate.limit("significance"))
+        summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
-            summary["champion"] = compared(opponent, objective, found, config.gate.champion)
+            summary["champion"] = compared(opponent, objective, found, config.gate.champion, judges)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)

@@ -154,7 +154,7 @@ def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -
         awaited=job.config.cluster.evaluator,
         alone=task.role == "chief",
     )
-    checkpoints.lease = lease
+    checkpoints.lease, checkpoints.dataset = lease, job.dataset
     checkpoints.learnt = index.learnt_of_run(job.checkpoints, job.config.training, job.dataset)
     return checkpoints
 

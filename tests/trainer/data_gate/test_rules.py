@@ -101,9 +101,9 @@ def test_leakage_is_estimated_from_the_smallest_hashes():
     known = SplitProfile(examples=30_000, hashes=hashes[:10_000], copies=one, is_whole=False)
     tenth = hashes[::10]
     asked = SplitProfile(examples=3_000, hashes=tenth, copies=np.ones(3_000, np.int64))
-    assert examples._shared(asked, known) == (1000, 1000)
+    assert examples.shared(asked, known) == (1000, 1000)
     other = SplitProfile(examples=3_000, hashes=tenth + np.uint64(1), copies=asked.copies)
-    assert examples._shared(other, known) == (1000, 0)
+    assert examples.shared(other, known) == (1000, 0)
 
 
 def dependent(seed, size=1000, width=40):

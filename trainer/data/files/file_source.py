@@ -52,7 +52,7 @@ class FileSource(Source):
         """Read the files of a listing; copies of remote ones are in `scratch` meanwhile."""
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
-        self._config = config
+        self._config, self._spans = config, list(listing.spans)
         self._files = of_listing(config, listing.files, scratch, listing.hidden)
         self._said: dict[str, str] = dict(config.types)
         if self._files.is_listing:
@@ -196,9 +196,10 @@ class FileSource(Source):
         return said
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the columns with their types, and the rows that were left out."""
+        """Return the spans, the columns with their types, and the rows that were left out."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return {
+            "spans": self._spans,
             "columns": described(self._columns),
             "bad_rows": broken.to_json(self._files.place),
             "unlabelled_rows": broken.unlabelled,

@@ -1,0 +1,202 @@
+"""Whether test examples judge fairly: a champion, or a model itself, that was trained on them."""
+
+import numpy as np
+import pytest
+
+from trainer import storage
+from trainer.data.spec import SCHEMA, FeatureSpec
+from trainer.data.splits import by_share
+from trainer.evaluation.contamination import Judges
+from trainer.statistics import statistics
+from trainer.statistics.accumulator import Accumulator
+from trainer.statistics.hashing import hashes
+from trainer.statistics.statistics import Statistics
+
+FEATURES = {
+    "spent": FeatureSpec(shape=(), dtype="float32", stored="float"),
+    "plan": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+}
+SPLITS = ("train", "validation", "test")
+SIGNIFICANCE = 0.0002
+
+
+def customers(count, *, first=0):
+    """Return columns of customers by their numbers: the same number is the same customer."""
+    rng = np.random.default_rng(7)
+    spent = rng.normal(size=first + count).astype(np.float32)
+    plans = np.array([b"basic", b"family", b"pro"], object)[rng.integers(3, size=first + count)]
+    return {"spent": spent[first:], "plan": plans[first:]}
+
+
+def drawn(columns, seed=0):
+    """Return the split of each row, as that of files is drawn."""
+    return by_share(hashes(columns, seed), validation=0.1, test=0.2)
+
+
+def dataset(folder, columns, splits, spans=()):
+    """Publish what preparing keeps of such a table."""
+    known = {split: Accumulator(FEATURES, list(FEATURES), [], vocabulary=10) for split in SPLITS}
+    for number, split in enumerate(SPLITS):
+        rows = splits == number
+        known[split].add({name: each[rows] for name, each in columns.items()})
+    source = folder.with_name(f"{folder.name}-source")
+    source.mkdir(parents=True)
+    results = Statistics(splits={split: each.result() for split, each in known.items()})
+    sketches = {split: each.sketch() for split, each in known.items()}
+    (source / statistics.FILE).write_bytes(statistics.to_bytes(results))
+    (source / statistics.EXAMPLES).write_bytes(statistics.sketches_to_bytes(sketches))
+    counts = {split: each.examples for split, each in known.items()}
+    fields = {
+        "dataset_schema": SCHEMA,
+        "splits": {split: {"examples": n, "shards": [n]} for split, n in counts.items()},
+        "features": {name: each.to_json() for name, each in FEATURES.items()},
+        "inputs": list(FEATURES),
+        "targets": [],
+        **dict.fromkeys(("weight", "group"), ""),
+        "target_counts": {},
+        "target_moments": {},
+        "spans": list(spans),
+    }
+    uri = storage.uri_of(folder)
+    storage.publish(source, uri, kind="dataset", fields=fields)
+    return uri
+
+
+def published(folder, kind, **fields):
+    source = folder.with_name(f"{folder.name}-source")
+    source.mkdir(parents=True)
+    uri = storage.uri_of(folder)
+    storage.publish(source, uri, kind=kind, fields=fields)
+    return uri
+
+
+def champion(folder, trained, **lineage):
+    """Publish a version that was made from a dataset, with its lineage."""
+    made_from = {"dataset": trained, "checkpoint": ""}
+    lineage = {"dataset": trained, "metrics": {"auc": 0.9}, **lineage}
+    return published(folder / "version", "model", made_from=made_from, lineage=lineage)
+
+
+def said(judged, uri, metrics=None):
+    found = Judges.of(judged, SIGNIFICANCE).of_champion(uri, "auc", metrics or {"auc": 0.8})
+    return found["remarks"], found["own"]
+
+
+def test_a_source_that_only_grew_says_nothing(tmp_path):
+    rows = customers(2000)
+    old = {name: each[:1200] for name, each in rows.items()}
+    before = dataset(tmp_path / "before", old, drawn(old))
+    now = dataset(tmp_path / "now", rows, drawn(rows))
+    remarks, own = said(now, champion(tmp_path, before))
+    assert remarks == []
+    assert own["metrics"] == {"auc": 0.9}
+    assert own["examples"] == int((drawn(old) == 2).sum())
+
+
+def test_another_seed_counts_the_examples_that_the_champion_was_trained_on(tmp_path):
+    rows = customers(2000)
+    ours, theirs = drawn(rows), drawn(rows, seed=1)
+    before = dataset(tmp_path / "before", rows, theirs)
+    now = dataset(tmp_path / "now", rows, ours)
+    remarks, _ = said(now, champion(tmp_path, before))
+    both = int(((ours == 2) & (theirs == 0)).sum())
+    assert remarks[0].startswith(
+        f"{both} of {(ours == 2).sum()} test examples were in the champion's training split: its "
+        "metrics are too good"
+    )
+    # Of its own test examples most are others now.
+    assert len(remarks) == 2
+    assert remarks[1].endswith(": auc 0.9 there, 0.8 here")
+
+
+def test_a_single_example_of_a_large_split_is_counted(tmp_path):
+    rows = customers(2000)
+    ours = drawn(rows)
+    theirs = np.where(np.arange(2000) == np.flatnonzero(ours == 2)[5], 0, ours)
+    before = dataset(tmp_path / "before", rows, theirs)
+    now = dataset(tmp_path / "now", rows, ours)
+    (remark,), _ = said(now, champion(tmp_path, before))
+    assert remark.startswith(f"1 of {(ours == 2).sum()} test examples were")
+
+
+def test_equal_answers_by_chance_are_none_that_it_was_trained_on(tmp_path):
+    rng = np.random.default_rng(3)
+    rows = customers(2000)
+    rows["spent"] = rng.integers(4, size=2000).astype(np.float32)
+    before = dataset(tmp_path / "before", rows, rng.choice(3, 2000, p=[0.7, 0.1, 0.2]))
+    now = dataset(tmp_path / "now", rows, rng.choice(3, 2000, p=[0.7, 0.1, 0.2]))
+    assert said(now, champion(tmp_path, before))[0] == []
+
+
+def test_other_deliveries_are_named_with_what_the_champion_reached_there(tmp_path):
+    old, new = customers(1000), customers(1000, first=1000)
+    before = dataset(tmp_path / "before", old, drawn(old), spans=["2026-03-01", "2026-03-02"])
+    now = dataset(tmp_path / "now", new, drawn(new), spans=["2026-03-03"])
+    (remark,), own = said(now, champion(tmp_path, before))
+    counts = [(drawn(each) == 2).sum() for each in (old, new)]
+    assert remark == (
+        f"the champion was judged on other test examples in its own run of {own['date']} "
+        f"({counts[0]} of 2026-03-01 to 2026-03-02) than here ({counts[1]} of 2026-03-03): auc 0.9 "
+        "there, 0.8 here"
+    )
+
+
+def test_a_dataset_that_is_gone_cannot_be_known(tmp_path):
+    rows = customers(300)
+    now = dataset(tmp_path / "now", rows, drawn(rows))
+    gone = storage.uri_of(tmp_path / "gone")
+    (remark,), own = said(now, champion(tmp_path, gone))
+    assert "cannot be known" in remark
+    assert gone in remark
+    assert own["metrics"] == {"auc": 0.9}
+
+
+@pytest.mark.parametrize("whose", ["champion", "challenger"])
+def test_weights_that_training_began_with_were_trained_as_well(tmp_path, whose):
+    rows = customers(1000)
+    first = dataset(tmp_path / "first", rows, drawn(rows, seed=1))
+    now = dataset(tmp_path / "now", rows, drawn(rows))
+    begun = published(tmp_path / "begun", "checkpoint", global_step=9, dataset=first)
+    between = published(
+        tmp_path / "between", "checkpoint", global_step=9, dataset=now, warmed_from=begun
+    )
+    if whose == "champion":
+        same = {name: each[:900] for name, each in rows.items()}
+        trained = dataset(tmp_path / "trained", same, drawn(same))
+        remarks, _ = said(now, champion(tmp_path, trained, warmed_from=between))
+        assert len(remarks) == 1
+    else:
+        own = published(tmp_path / "own", "checkpoint", global_step=9, warmed_from=between)
+        remarks = Judges.of(now, SIGNIFICANCE).remarks(own)
+        assert f"({between})" in remarks[0]
+    both = int(((drawn(rows) == 2) & (drawn(rows, seed=1) == 0)).sum())
+    assert remarks[0].startswith(f"{both} of ")
+
+
+def test_a_model_that_was_trained_on_its_own_test_examples_is_named(tmp_path):
+    rows = customers(500)
+    splits = drawn(rows)
+    again = np.flatnonzero(splits == 2)[:7]
+    rows = {name: np.concatenate([each, each[again]]) for name, each in rows.items()}
+    now = dataset(tmp_path / "now", rows, np.concatenate([splits, np.zeros(7, np.int8)]))
+    own = published(tmp_path / "own", "checkpoint", global_step=9)
+    (remark,) = Judges.of(now, SIGNIFICANCE).remarks(own)
+    assert remark.startswith(f"7 of {(splits == 2).sum()} test examples are in the training split")
+
+
+def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.statistics.sampling.MOST_HASHES", 500)
+    rows = customers(20_000)
+    ours, theirs = drawn(rows), drawn(rows, seed=1)
+    before = dataset(tmp_path / "before", rows, theirs)
+    now = dataset(tmp_path / "now", rows, ours)
+    remarks, _ = said(now, champion(tmp_path, before))
+    both, whole = int(((ours == 2) & (theirs == 0)).sum()), int((ours == 2).sum())
+    about = int(remarks[0].split()[1])
+    assert remarks[0].startswith(f"about {about} of {whole} test examples (")
+    assert about == pytest.approx(both, rel=0.2)
+
+
+def test_a_dataset_of_an_earlier_version_judges_nothing(tmp_path):
+    (tmp_path / "bare").mkdir()
+    assert Judges.of(storage.uri_of(tmp_path / "bare"), SIGNIFICANCE) is None

@@ -1,0 +1,164 @@
+"""Whether the test examples judge fairly: how many of them a model was trained on.
+
+Examples are compared by the hashes of their inputs that each dataset keeps: all of up to 65,536
+different ones, and of more the same even sample everywhere. A model that began with other weights
+was trained on the data of those as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer import storage
+from trainer.data_gate.examples import Copies, copied, shared
+from trainer.data_gate.profile import DatasetProfile, SplitProfile, profile_of
+from trainer.errors import UserError
+
+_TRAIN, _TEST = "train", "test"
+_GENERATIONS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judges:
+    """The test examples of a dataset, and how probable by chance a finding may be."""
+
+    dataset: DatasetProfile
+    significance: float
+
+    @classmethod
+    def of(cls, uri: str, significance: float) -> Judges | None:
+        """Return those of the dataset at a URI; None where it does not keep which they are."""
+        try:
+            return cls(dataset=profile_of(uri), significance=significance)
+        except storage.Missing:
+            return None
+
+    def trained_on(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
+        """Return how many are training examples of other datasets, if more than by chance."""
+        known = _together(each.splits[_TRAIN] for each in datasets if _TRAIN in each.splits)
+        if known is None:
+            return None
+        return copied(self.dataset, self.dataset.splits[_TEST], known, self.significance)
+
+    def remarks(self, checkpoint: str) -> list[str]:
+        """Return what makes the metrics of a checkpoint of this dataset too good."""
+        fields, lines = _fields_of(checkpoint), []
+        if found := self.trained_on([self.dataset]):
+            lines.append(
+                f"{found} are in the training split as well: the metrics are too good; split by "
+                "data.group, or remove the copies"
+            )
+        before = list(_profiles(_datasets_before(fields)))
+        if found := self.trained_on(before):
+            lines.append(
+                f"{found} were in the training split of the weights that training began with "
+                f"({fields['warmed_from']}): the metrics are too good; keep data.seed "
+                "and data.splits, or leave out training.warm_start"
+            )
+        return lines
+
+    def of_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `own`, which is what a champion reached in its own run, and `remarks`.
+
+        `metric` is the one that models are compared by, `metrics` are those on these examples.
+        """
+        manifest = storage.read_manifest(uri)
+        fields, lineage = manifest.fields, manifest.fields.get("lineage", {})
+        own: dict[str, Any] = {"date": manifest.created[:10], "metrics": lineage.get("metrics", {})}
+        uri = str(fields.get("made_from", {}).get("dataset", ""))
+        if uri == self.dataset.uri:
+            return {"own": own, "remarks": []}
+        try:
+            there = profile_of(uri)
+        except storage.Unavailable:
+            raise
+        except UserError:
+            line = (
+                "whether the champion was trained on these test examples cannot be known: its "
+                f"dataset {uri} cannot be read"
+            )
+            return {"own": own, "remarks": [line]}
+        own |= {"examples": there.examples(_TEST), "spans": list(there.spans)}
+        checkpoint = str(fields.get("made_from", {}).get("checkpoint", ""))
+        before = _profiles(_datasets_before(lineage or _fields_of(checkpoint)))
+        remarks = []
+        if found := self.trained_on([there, *before]):
+            remarks.append(
+                f"{found} were in the champion's training split: its metrics are too good, and "
+                "harder to reach; keep data.seed and data.splits, or give this model another name"
+            )
+        if self._are_others(there):
+            remarks.append(self._on_others(own, metric, metrics.get(metric)))
+        return {"own": own, "remarks": remarks}
+
+    def _are_others(self, there: DatasetProfile) -> bool:
+        """Say whether most of the test examples of another dataset are not among these."""
+        if _TEST not in there.splits:
+            return False
+        asked, found = shared(there.splits[_TEST], self.dataset.splits[_TEST])
+        return 2 * found < asked
+
+    def _on_others(self, own: Mapping[str, Any], metric: str, now: Any) -> str:
+        there = _described(own["examples"], own["spans"])
+        here = _described(self.dataset.examples(_TEST), self.dataset.spans)
+        value = own["metrics"].get(metric)
+        figures = "" if value is None or now is None else f": {metric} {value:.4g} there, {now:.4g}"
+        return (
+            f"the champion was judged on other test examples in its own run of {own['date']} "
+            f"({there}) than here ({here}){figures}{' here' if figures else ''}"
+        )
+
+
+def _described(examples: int, spans: Iterable[str]) -> str:
+    first, *others = [*spans] or [""]
+    of = f" of {first}{f' to {others[-1]}' if others else ''}" if first else ""
+    return f"{examples}{of}"
+
+
+def _datasets_before(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the datasets of the weights that a checkpoint began with, as far as they are known."""
+    for _ in range(_GENERATIONS):
+        fields = _fields_of(str(fields.get("warmed_from", "")))
+        if dataset := str(fields.get("dataset", "")):
+            yield dataset
+
+
+def _fields_of(checkpoint: str) -> Mapping[str, Any]:
+    try:
+        return storage.read_manifest(checkpoint).fields if checkpoint else {}
+    except storage.Unavailable:
+        raise
+    except UserError:
+        # Retention may have removed it; a file of Keras says nothing.
+        return {}
+
+
+def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
+    for uri in dict.fromkeys(uris):
+        try:
+            yield profile_of(uri)
+        except storage.Unavailable:
+            raise
+        except UserError:
+            continue
+
+
+def _together(splits: Iterable[SplitProfile]) -> SplitProfile | None:
+    """Return several splits as one, as far as the hashes of all of them are known."""
+    found = list(splits)
+    if len(found) <= 1:
+        return found[0] if found else None
+    bounds = [each.hashes.max() for each in found if not each.is_whole and len(each.hashes)]
+    hashes, places = np.unique(np.concatenate([each.hashes for each in found]), return_inverse=True)
+    copies = np.bincount(places, np.concatenate([each.copies for each in found])).astype(np.int64)
+    within = hashes <= min(bounds) if bounds else np.ones(len(hashes), np.bool_)
+    return SplitProfile(
+        examples=sum(each.examples for each in found),
+        hashes=hashes[within],
+        copies=copies[within],
+        is_whole=not bounds,
+    )
