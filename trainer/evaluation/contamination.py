@@ -78,7 +78,7 @@ class Judges:
             raise
         except UserError:
             line = (
-                "whether the champion was trained on these test examples cannot be known: its "
+                "Whether the champion was trained on these test examples cannot be known: its "
                 f"dataset {uri} cannot be read"
             )
             return {"own": own, "remarks": [line]}
@@ -106,10 +106,10 @@ class Judges:
         there = _described(own["examples"], own["spans"])
         here = _described(self.dataset.examples(_TEST), self.dataset.spans)
         value = own["metrics"].get(metric)
-        figures = "" if value is None or now is None else f": {metric} {value:.4g} there, {now:.4g}"
+        both = "" if value is None or now is None else f": {metric} {value:.4g} there, {now:.4g}"
         return (
-            f"the champion was judged on other test examples in its own run of {own['date']} "
-            f"({there}) than here ({here}){figures}{' here' if figures else ''}"
+            f"The champion was judged on other test examples in its own run of {own['date']} "
+            f"({there}) than here ({here}){both}{' here' if both else ''}"
         )
 
 
@@ -154,7 +154,9 @@ def _together(splits: Iterable[SplitProfile]) -> SplitProfile | None:
         return found[0] if found else None
     bounds = [each.hashes.max() for each in found if not each.is_whole and len(each.hashes)]
     hashes, places = np.unique(np.concatenate([each.hashes for each in found]), return_inverse=True)
-    copies = np.bincount(places, np.concatenate([each.copies for each in found])).astype(np.int64)
+    copies = np.zeros(len(hashes), np.int64)
+    # An example that is in several of them is no copy.
+    np.maximum.at(copies, places, np.concatenate([each.copies for each in found]))
     within = hashes <= min(bounds) if bounds else np.ones(len(hashes), np.bool_)
     return SplitProfile(
         examples=sum(each.examples for each in found),

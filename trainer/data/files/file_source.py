@@ -52,7 +52,7 @@ class FileSource(Source):
         """Read the files of a listing; copies of remote ones are in `scratch` meanwhile."""
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
-        self._config, self._spans = config, list(listing.spans)
+        self._config = config
         self._files = of_listing(config, listing.files, scratch, listing.hidden)
         self._said: dict[str, str] = dict(config.types)
         if self._files.is_listing:
@@ -199,7 +199,7 @@ class FileSource(Source):
         """Return the spans, the columns with their types, and the rows that were left out."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return {
-            "spans": self._spans,
+            "spans": [*dict.fromkeys(file.span for file in self._files.files if file.span)],
             "columns": described(self._columns),
             "bad_rows": broken.to_json(self._files.place),
             "unlabelled_rows": broken.unlabelled,
