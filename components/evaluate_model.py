@@ -14,6 +14,7 @@ from components.records.run_store import output_of, scratch_folder
 from trainer import storage
 from trainer.code.bundle import configured
 from trainer.config.schema import Config
+from trainer.main_metric import MainMetric
 from trainer.promotion.registry import opponent
 
 
@@ -47,9 +48,9 @@ def work(step: Step) -> str:
         champion = found.uri if found else ""
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
         result = evaluated(settings, step.root, step.run_id, inputs, scratch)
-        step.output.done(result.uri, result.metrics)
-        descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(result.metrics))
         measured = json.loads(storage.read_file(result.uri, "metrics.json"))
+        step.output.done(result.uri, result.metrics, MainMetric.of(measured))
+        descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(result.metrics))
         matrix = measured.get("confusion_matrix", ())
         descriptor.log_confusion(step.confusion_matrix, measured.get("labels", ()), matrix)
         descriptor.log_roc(step.roc_curve, measured.get("roc", ()))

@@ -11,9 +11,9 @@ from typing import Any
 
 from trainer import storage
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.main_metric import MainMetric
 from trainer.promotion import registration, registry
 from trainer.promotion.registry import Promotion
-from trainer.report import views
 from trainer.storage.uri import require_uri
 
 log = logging.getLogger(__name__)
@@ -112,12 +112,12 @@ def _version(name: str, version: registry.Version, champion: int) -> ModelVersio
     fields = version.manifest.fields
     lineage = fields.get("lineage", {})
     metrics = lineage.get("metrics", {})
-    known = {"main_metric": fields.get("main_metric", ""), "metrics": metrics}
+    main = MainMetric.of({**fields, "metrics": metrics})
     return ModelVersion(
         name=name,
         version=version.number,
         champion=champion == version.number,
-        main_metric=views.main_metric(known),
+        main_metric=main.name,
         metrics=metrics,
         global_step=fields.get("global_step", 0),
         created=version.manifest.created,

@@ -90,6 +90,8 @@ class StepResult:
         error: one line, empty where there is none.
         traceback: of an error in the user's code, else empty.
         seconds, metrics: of this try; key values for the closing table.
+        main_metric, better: by which of these models are compared, and whether a `higher` or a
+            `lower` value is better; empty where there is none.
         uri, output: of what the step has published, its URI and its kind, or empty.
     """
 
@@ -100,6 +102,8 @@ class StepResult:
     traceback: str = ""
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    main_metric: str = ""
+    better: str = ""
     uri: str = ""
     output: str = ""
 

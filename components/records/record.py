@@ -34,6 +34,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import StepBegin, StepEnd
+from trainer.main_metric import MainMetric
 from trainer.run_state import RunState
 from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of
@@ -55,12 +56,13 @@ class StepOutput:
 
     uri: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    main: MainMetric | None = None
     held: Mapping[str, Any] = field(default_factory=dict)
     displays: Mapping[str, str] = field(default_factory=dict)
 
-    def done(self, uri: str, metrics: Mapping[str, Any]) -> None:
-        """Note what was published, and its key metrics."""
-        self.uri, self.metrics = uri, metrics
+    def done(self, uri: str, metrics: Mapping[str, Any], main: MainMetric | None = None) -> None:
+        """Note what was published, its key metrics, and the main one of a model."""
+        self.uri, self.metrics, self.main = uri, metrics, main
 
 
 class Step(SimpleNamespace):
@@ -272,6 +274,8 @@ class _Course:
             traceback=trace,
             seconds=round(time.monotonic() - self._began, 2),
             metrics=dict(self.output.metrics),
+            main_metric=self.output.main.name if self.output.main else "",
+            better=self.output.main.better if self.output.main else "",
             uri=self.output.uri,
             output=published_by(self.name) or "",
         )

@@ -23,7 +23,6 @@ from trainer import storage
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
 from trainer.masking import one_line, printable
-from trainer.report.views import main_metric
 from trainer.report.wording import duration
 
 if TYPE_CHECKING:
@@ -262,12 +261,11 @@ def last_line(result: RunResult) -> str:
 
 def main_value(result: RunResult) -> str:
     """Return the main metric of the model of a run with its name; empty where there is none."""
-    metrics = result.metrics
-    name = main_metric({"metrics": metrics})
-    value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    main = result.main_metric
+    value = result.metrics.get(main.name) if main else None
+    if main is None or isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    return f"{name.replace('_', ' ')} {value:.4g}"
+    return f"{main.name.replace('_', ' ')} {value:.4g}"
 
 
 def display_path(uri: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from components.records.step_record import StepRecord, step_records
 from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
+from trainer.main_metric import MainMetric
 from trainer.run_state import RunState
 
 # A disk with less free bytes is full.
@@ -51,8 +52,22 @@ class RunResult:
 
     def metrics_of(self, output: Output) -> dict[str, Any]:
         """Return the metrics of the step that makes this output, or none if it was not done."""
+        step = self.step_of(output)
+        return dict(step.metrics) if step else {}
+
+    def step_of(self, output: Output) -> StepRecord | None:
+        """Return the step that makes this output; None where it was not begun."""
         name = maker_of(output).name
-        return next((dict(each.metrics) for each in self.steps if each.step == name), {})
+        return next((each for each in self.steps if each.step == name), None)
+
+    @property
+    def main_metric(self) -> MainMetric | None:
+        """The metric that models are compared by; None where it was not evaluated."""
+        step = self.step_of("evaluation")
+        if not step or not step.metrics:
+            return None
+        said = {"main_metric": step.main_metric, "directions": {step.main_metric: step.better}}
+        return MainMetric.of({**said, "metrics": step.metrics})
 
     @property
     def metrics(self) -> dict[str, Any]:

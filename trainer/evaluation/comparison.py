@@ -48,7 +48,7 @@ def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
     It has `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`, and
     `pairs` where examples are right or wrong.
     """
-    metric = rule.metric or opponents.objective.task.main_metric
+    metric = rule.metric or opponents.objective.main_metric
     better = _direction(opponents.objective, metric, rule)
     found, pairs = _compared(opponents, metric, better, rule.confidence)
     return {

@@ -25,6 +25,7 @@ from trainer.config.schema import Config
 from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
+from trainer.main_metric import main_first
 from trainer.evaluation.champion import champion_of, compared
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Predictions, Writer, measured, predict
@@ -182,10 +183,10 @@ def summarized(
     return {
         "split": SPLIT,
         "task": objective.task.name,
-        "main_metric": objective.task.main_metric,
-        "directions": objective.directions,
+        **objective.judged_by,
         "examples": found.own.count,
         **summary,
+        "metrics": main_first(summary["metrics"], objective.main_metric),
         "slices": sliced(objective, found.own, names),
     }
 

@@ -110,7 +110,7 @@ def _fields(
         "inputs": described(spec),
         "reads": recorded(spec, storage.read_manifest(facts.dataset), config.data),
         "task": subject.task.name,
-        "main_metric": subject.task.main_metric,
+        **subject.objective.judged_by,
         "outputs": subject.columns(),
         "num_labels": len(subject.task.labels),
         "labels": labels_of(subject.task),

@@ -13,6 +13,7 @@ import jinja2
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING
+from trainer.main_metric import MainMetric
 from trainer.masking import one_line
 from trainer.report import views
 from trainer.report.wording import formatted
@@ -49,7 +50,7 @@ def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) 
         dataset=storage.read_manifest(facts.dataset).fields,
         decided=decided,
         measured=measured,
-        metric=views.main_metric(measured),
+        metric=MainMetric.of(measured).name,
         slices={name: views.weakest(measured, rows) for name, rows in measured["slices"].items()},
         parity=parity,
         fields=fields,

@@ -108,7 +108,7 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
 
     The loss replaces a main metric that these examples do not define.
     """
-    objective, metric = subject.objective, subject.task.main_metric
+    objective, metric = subject.objective, subject.objective.main_metric
     own, original, count = [], [], 0
     for inputs, (_, labels, weights) in islice(subject.batches(), MOST_BATCHES):
         count += len(next(iter(inputs.values())))

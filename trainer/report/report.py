@@ -42,6 +42,7 @@ import jinja2
 import yaml
 
 from trainer import storage
+from trainer.main_metric import MainMetric
 from trainer.masking import masked, one_line
 from trainer.report import heading, pages, views
 from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
@@ -182,7 +183,7 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
             *(_classified(name, each, each.get("curves") or ()) for name, each in outputs.items()),
         ],
         "parts": views.weak_parts(evaluation),
-        "main_metric": views.main_metric(evaluation),
+        "main_metric": MainMetric.of(evaluation).name,
         "tables": evaluation.get("tables") or [],
         "own_charts": views.charts(evaluation),
         **_worst(_rows(evaluation, "worst"), pictures),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.main_metric import VALIDATION, MainMetric, main_first
 from trainer.report.charts import Chart, line_chart, number
 from trainer.report.wording import titled
 
@@ -18,7 +19,6 @@ _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
 _MOST_PARTS = 12
 _MOST_TILES = 4
-_VALIDATION = "validation_"
 _DARKEST = 55
 _MOST_COLUMNS = 12
 # Marks of the time line that are nearer, in percent of the run, are one.
@@ -151,28 +151,20 @@ def calibration(evaluation: Facts) -> Chart | None:
     return line_chart("Calibration: accuracy over confidence", table, "across", series)
 
 
-def main_metric(evaluation: Facts) -> str:
-    """Return the metric by which models and parts are compared."""
-    # An evaluation of an earlier version is a classifier's: its accuracy comes after its loss.
-    others = (name for name in evaluation.get("metrics") or {} if name != "loss")
-    return str(evaluation.get("main_metric") or next(others, "loss"))
-
-
 def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
     """Return parts of a slice, the worst first by the main metric, for those that define it."""
-    name = main_metric(evaluation)
-    lower = (evaluation.get("directions") or {}).get(name, "higher") == "lower" or name == "loss"
+    main = MainMetric.of(evaluation)
     found = [
         {
             "value": row["value"],
             "examples": row["examples"],
-            "metric": row["metrics"][name],
-            "interval": row.get("intervals", {}).get(name),
+            "metric": row["metrics"][main.name],
+            "interval": row.get("intervals", {}).get(main.name),
         }
         for row in rows
-        if row["metrics"].get(name) is not None
+        if row["metrics"].get(main.name) is not None
     ]
-    return sorted(found, key=lambda row: row["metric"], reverse=lower)[:_MOST_PARTS]
+    return sorted(found, key=lambda row: -main.rank(row["metric"]))[:_MOST_PARTS]
 
 
 def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
@@ -184,18 +176,17 @@ def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
 
 def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
     """Return the metrics that are at the top: the main one, the loss, and the next ones."""
-    first = (main_metric({**evaluation, "metrics": {row["name"]: 0 for row in rows}}), "loss")
-    known = [row for name in first for row in rows if row["name"] == name]
-    known += [row for row in rows if row["name"] not in first]
-    return known[:_MOST_TILES]
+    named = {row["name"]: row for row in rows}
+    main = MainMetric.of({**evaluation, "metrics": named})
+    return [*main_first(named, main.name).values()][:_MOST_TILES]
 
 
 def training(history: Sequence[Facts]) -> dict[str, dict[str, str]]:
     """Return the metrics of a history: by name its columns, with what they were measured on."""
     columns = dict.fromkeys(name for row in history for name in row)
-    names = [name.removeprefix(_VALIDATION) for name in columns if name.startswith(_VALIDATION)]
+    names = [name.removeprefix(VALIDATION) for name in columns if name.startswith(VALIDATION)]
     names = ["loss", *(name for name in names if name != "loss")][:_MOST_PARTS]
-    return {name: {name: "training", f"{_VALIDATION}{name}": "validation"} for name in names}
+    return {name: {name: "training", f"{VALIDATION}{name}": "validation"} for name in names}
 
 
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:

@@ -153,8 +153,6 @@ class Task(ABC):
 
     #: As `task.name` says it; that of a task of the user's stands in reports and models.
     name: ClassVar[str]
-    #: The metric that a model is compared by where the configuration names none.
-    main_metric: ClassVar[str]
     #: Whether a higher or a lower value of a metric is better, None where neither is; of all that
     #: the task measures.
     directions: ClassVar[Mapping[str, Direction | None]]
@@ -175,6 +173,14 @@ class Task(ABC):
     @abstractmethod
     def output_shape(self) -> Shape:
         """The shape that a model's output has to have for one example; -1 for any size."""
+
+    @property
+    @abstractmethod
+    def main_metric(self) -> str:
+        """The metric that models are selected and compared by, where the configuration names none.
+
+        It may depend on the training examples: `target.counts`.
+        """
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -23,13 +23,14 @@ from trainer.tasks.base import Direction, Examples, Shape, Target, drawn
 from trainer.tasks.links import Sigmoid
 
 _TWO = 2
+# Of positives that are rarer in training, an area under the ROC says little.
+_RARE = 0.1
 
 
 class BinaryClassification(Sigmoid):
     """See the module."""
 
     name = "binary_classification"
-    main_metric = "auc"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         **dict.fromkeys(("accuracy", "precision", "recall", "f1"), "higher"),
@@ -46,6 +47,12 @@ class BinaryClassification(Sigmoid):
                 f"it takes true or false, 0 or 1, or one of two classes, not {target}"
             )
         super().__init__(target)
+
+    @property
+    def main_metric(self) -> str:
+        """The average precision where positives are rare in training, else the area."""
+        counts = self.target.counts.get("train", ())
+        return "pr_auc" if sum(counts[1:]) < _RARE * sum(counts) else "auc"
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks import metrics
@@ -24,11 +25,38 @@ from trainer.tasks.base import (
 from trainer.tasks.links import Softmax
 
 
+class MacroF1(keras.Metric):
+    """The mean of the F1 of the classes that occur, or that are predicted."""
+
+    def __init__(self, classes: int) -> None:
+        """Begin with no examples."""
+        super().__init__(name="macro_f1")
+        self.counts = self.add_weight(name="counts", shape=(2, classes), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        labels = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+        found = tf.argmax(y_pred, axis=1, output_type=tf.int32)
+        given = tf.ones_like(labels) if sample_weight is None else tf.reshape(sample_weight, [-1])
+        weights = tf.cast(given, self.dtype)
+        right = weights * tf.cast(labels == found, self.dtype)
+        number = self.counts.shape[1]
+        hits, true, predicted = (
+            tf.math.unsorted_segment_sum(value, classes, number)
+            for value, classes in ((right, labels), (weights, labels), (weights, found))
+        )
+        self.counts.assign_add(tf.stack([hits, true + predicted]))
+
+    def result(self) -> tf.Tensor:
+        """Return the mean."""
+        hits, either = tf.unstack(tf.convert_to_tensor(self.counts))
+        return tf.reduce_mean(tf.boolean_mask(2 * hits / either, either > 0))
+
+
 class Classification(Softmax):
     """Outputs are logits [n, classes]."""
 
     name = "classification"
-    main_metric = "accuracy"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         "accuracy": "higher",
@@ -81,8 +109,9 @@ class Classification(Softmax):
         return (self.num_classes,)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the accuracy; all others are in `details`, where their intervals are as well."""
-        return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        """Return those that may be the main one; all are in `details`, with their intervals."""
+        accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+        return [accuracy, MacroF1(self.num_classes)]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the names of label and prediction, and the probability of the label."""

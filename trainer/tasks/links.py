@@ -17,6 +17,8 @@ import tensorflow as tf
 from trainer.tasks import metrics
 from trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
+# A class that is rarer in training than this part of an equal share hardly counts in an accuracy.
+_RARE = 0.2
 # Of a label without names the number of classes is known once the dataset is prepared.
 _SOME_CLASSES = 2
 
@@ -30,6 +32,13 @@ class Softmax(Task):
         """Take a target whose values are numbers of classes."""
         super().__init__(target)
         self.num_classes = target.num_classes or _SOME_CLASSES
+
+    @property
+    def main_metric(self) -> str:
+        """The accuracy, or `macro_f1` where a class that occurs in training is rare."""
+        counts = [count for count in self.target.counts.get("train", ()) if count]
+        is_rare = min(counts, default=0) * len(counts) < _RARE * sum(counts)
+        return "macro_f1" if is_rare else "accuracy"
 
     @property
     def labels(self) -> tuple[str, ...]:

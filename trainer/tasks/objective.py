@@ -23,6 +23,7 @@ from tensorflow.python.autograph.impl import api
 from trainer import user_code
 from trainer.config.schema import OutputConfig
 from trainer.errors import ConfigError, UserError
+from trainer.main_metric import LOSS, main_first
 from trainer.tasks import named
 from trainer.tasks.base import (
     Array,
@@ -42,7 +43,6 @@ from trainer.tasks.task_loss import (
     whole_losses,
 )
 
-LOSS = "loss"
 # Tasks without loops or branches over tensors, which AutoGraph takes seconds to look for.
 _BUILT_IN = "trainer.tasks."
 # Labels and outputs of any shape, for metrics that are looked up by name.
@@ -60,6 +60,8 @@ class Objective:
         metrics: Sequence[str] = (),
         outputs: Mapping[str, OutputConfig] | None = None,
         weights: Mapping[str, Array] | None = None,
+        main_metric: str = "",
+        better: Direction | None = None,
     ) -> None:
         """Measure nothing yet; metrics are made when the first model is measured.
 
@@ -70,8 +72,12 @@ class Objective:
             outputs: loss and metrics by name, of those of several outputs that say them.
             weights: of each class in training, by output as in `Task.parts`; those that have none
                 are not in it.
+            main_metric: in place of that of the task.
+            better: its direction, where neither the task nor Keras knows it.
         """
         self.task = task
+        self.main_metric = main_metric or task.main_metric
+        self._better = better
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
             raise ConfigError(
@@ -217,7 +223,15 @@ class Objective:
         Those of the model are known once one was accepted and measured; see `measures`.
         """
         further = {each.name: named.direction_of(each.metric) for each in self._measured()}
-        return {**further, LOSS: "lower", **self.task.directions}
+        known = {**further, LOSS: "lower", **self.task.directions}
+        if self._better and self.main_metric in known:
+            known[self.main_metric] = known[self.main_metric] or self._better
+        return known
+
+    @property
+    def judged_by(self) -> dict[str, Any]:
+        """What says by which metric models are compared, to be written down."""
+        return {"main_metric": self.main_metric, "directions": self.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
         """Return the sums over finite batches: of examples, of the loss, and of all metrics.
@@ -263,7 +277,7 @@ class Objective:
         found: dict[str, float | None] = {}
         for each in self.states:
             found |= each.values(sums)
-        return found
+        return main_first(found, self.main_metric)
 
     def of_each(self, state: State, part: Part) -> Sums:
         """Return the state [n, size] of a metric that each example would have alone."""

@@ -40,6 +40,11 @@ class Ranking(BinaryClassification):
         self._group = group
 
     @property
+    def main_metric(self) -> str:
+        """NDCG where queries are named."""
+        return "ndcg" if self._group else super().main_metric
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The feature that names a query."""
         return (self._group,) if self._group else ()

@@ -183,12 +183,15 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         ConfigError: see `create`; a loss, a metric or a class that does not exist.
     """
     task = create(config.task, dataset)
+    champion, main_metric = config.gate.champion, config.task.main_metric
     return Objective(
         task,
         loss=config.task.loss,
         metrics=config.task.metrics,
         outputs=config.task.outputs,
         weights=_class_weights(config, task),
+        main_metric=main_metric,
+        better=(champion.better or None) if champion.metric in ("", main_metric) else None,
     )
 
 

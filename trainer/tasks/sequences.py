@@ -133,7 +133,6 @@ class SequenceLabelling(Softmax):
     """See the module."""
 
     name = "sequence_labelling"
-    main_metric = "accuracy"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         "accuracy": "higher",

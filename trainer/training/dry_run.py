@@ -151,18 +151,25 @@ def _require_compiler(config: Config, objective: Objective) -> None:
 
 
 def require_metrics(config: Config, objective: Objective) -> None:
-    """Raise `ConfigError` where the gate asks for a metric that is not measured."""
-    known = objective.directions
+    """Raise `ConfigError` where the gate or the task asks for a metric that is not measured."""
+    known, main = objective.directions, config.task.main_metric
     bounds = {"min": config.gate.min, "max": config.gate.max}
     rules = [(f"gate.{bound}.{rule}", rule) for bound, found in bounds.items() for rule in found]
     if compared := config.gate.champion.metric:
         rules.append(("gate.champion.metric", compared))
+    if main:
+        rules.append(("task.main_metric", main))
     for key, rule in rules:
-        metric, _, _ = split_rule(rule, known)
+        metric = rule if rule == main else split_rule(rule, known)[0]
         if metric not in known:
             hint = called_now(metric, known) or f" (measured: {', '.join(sorted(known))})"
             task = objective.task.name
             raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
+    if main and not known[main]:
+        raise ConfigError(
+            f"task.main_metric: it is not known which value of {main!r} is better; set "
+            "gate.champion.better to higher or lower"
+        )
 
 
 def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
