@@ -13,8 +13,8 @@ from components.records.record import Step
 from components.records.run_store import output_of, scratch_folder
 from trainer import storage
 from trainer.code.bundle import configured
+from trainer.config.main_metric import MainMetric
 from trainer.config.schema import Config
-from trainer.main_metric import MainMetric
 from trainer.promotion.registry import opponent
 
 

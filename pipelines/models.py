@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage
+from trainer.config.main_metric import MainMetric
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.main_metric import MainMetric
 from trainer.promotion import registration, registry
 from trainer.promotion.registry import Promotion
 from trainer.storage.uri import require_uri

@@ -25,6 +25,7 @@ from components.records.step_record import PublishedRecord
 from components.table import EXIT_STEP, ends_run, published_by, step_of
 from trainer import cores, events, masking, tensorflow_import, variables
 from trainer.cluster import signals
+from trainer.config.main_metric import MainMetric
 from trainer.errors import (
     DONE,
     FAILED,
@@ -34,7 +35,6 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import StepBegin, StepEnd
-from trainer.main_metric import MainMetric
 from trainer.run_state import RunState
 from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of

@@ -12,8 +12,8 @@ from typing import Any
 
 from components.records.step_record import StepRecord, step_records
 from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
+from trainer.config.main_metric import MainMetric
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
-from trainer.main_metric import MainMetric
 from trainer.run_state import RunState
 
 # A disk with less free bytes is full.

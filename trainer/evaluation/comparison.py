@@ -15,13 +15,14 @@ import numpy as np
 import tensorflow as tf
 from scipy import stats
 
+from trainer.config.main_metric import LOSS
 from trainer.config.thresholds import ChampionRule, called_now
 from trainer.errors import ConfigError
 from trainer.evaluation import noninferiority
 from trainer.evaluation.noninferiority import Compared, Direction, Floats, Pairs, Sums
 from trainer.tasks.base import Examples, Part, drawn
 from trainer.tasks.compiled import State
-from trainer.tasks.objective import LOSS, Objective, at
+from trainer.tasks.objective import Objective, at
 
 # Blocks of examples that are drawn anew, and the numbers that all of their states may be.
 _BLOCKS = 2000

@@ -21,11 +21,11 @@ import keras
 from trainer import storage
 from trainer.checkpoints import index
 from trainer.checkpoints.checkpoints import restore_model
+from trainer.config.main_metric import main_first
 from trainer.config.schema import Config
 from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
-from trainer.main_metric import main_first
 from trainer.evaluation.champion import champion_of, compared
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Predictions, Writer, measured, predict

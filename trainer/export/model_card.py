@@ -11,9 +11,9 @@ from typing import Any
 import jinja2
 
 from trainer import storage
+from trainer.config.main_metric import MainMetric
 from trainer.config.schema import Config
 from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING
-from trainer.main_metric import MainMetric
 from trainer.masking import one_line
 from trainer.report import views
 from trainer.report.wording import formatted

@@ -24,12 +24,13 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.cluster import child_process
+from trainer.config.main_metric import LOSS
 from trainer.errors import UserError
 from trainer.evaluation.signature import SERVING
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
 from trainer.models.embedding_table import shrink
 from trainer.tasks.base import Part
-from trainer.tasks.objective import LOSS, Objective
+from trainer.tasks.objective import Objective
 from trainer.user_code import line_of
 
 # Batches of which a form that is rounded shows its accuracy.

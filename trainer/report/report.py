@@ -42,7 +42,7 @@ import jinja2
 import yaml
 
 from trainer import storage
-from trainer.main_metric import MainMetric
+from trainer.config.main_metric import MainMetric
 from trainer.masking import masked, one_line
 from trainer.report import heading, pages, views
 from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart

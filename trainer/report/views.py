@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.main_metric import VALIDATION, MainMetric, main_first
+from trainer.config.main_metric import VALIDATION, MainMetric, main_first
 from trainer.report.charts import Chart, line_chart, number
 from trainer.report.wording import titled
 

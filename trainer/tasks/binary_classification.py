@@ -52,7 +52,7 @@ class BinaryClassification(Sigmoid):
     def main_metric(self) -> str:
         """The average precision where positives are rare in training, else the area."""
         counts = self.target.counts.get("train", ())
-        return "pr_auc" if sum(counts[1:]) < _RARE * sum(counts) else "auc"
+        return "average_precision" if sum(counts[1:]) < _RARE * sum(counts) else "auc"
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -21,9 +21,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 from trainer import user_code
+from trainer.config.main_metric import LOSS, main_first
 from trainer.config.schema import OutputConfig
 from trainer.errors import ConfigError, UserError
-from trainer.main_metric import LOSS, main_first
 from trainer.tasks import named
 from trainer.tasks.base import (
     Array,
@@ -52,7 +52,7 @@ _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 class Objective:
     """The loss and the metrics of one task, as configuration and compiled model say them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         task: Task,
         *,
@@ -92,11 +92,7 @@ class Objective:
             self._named += [(name, f"{key}.metrics", each) for each in said.metrics]
         self._class_weights = weights or {}
         self._loss = TaskLoss([*self._own_terms()])
-        with named.without_values():
-            for _, key, name in self._named:
-                named.metric(name, key, *_ONE)
-        for key, name in self._losses.values():
-            named.loss(name, key, logits=True)
+        self._require_names()
         #: Where the state of the loss and of each metric is in a vector of `totals`.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
@@ -106,6 +102,14 @@ class Objective:
             self._summed = api.call_with_unspecified_conversion_status(self._sums)
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._traced_alone: dict[str, Any] = {}
+
+    def _require_names(self) -> None:
+        """Refuse a loss or a metric that does not exist."""
+        with named.without_values():
+            for _, key, name in self._named:
+                named.metric(name, key, *_ONE)
+        for key, name in self._losses.values():
+            named.loss(name, key, logits=True)
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
         """Take what a model was compiled with, and refuse one that does not fit the task.

@@ -28,6 +28,7 @@ from keras.src.backend import Variable
 
 from trainer import storage, user_code
 from trainer.checkpoints import index, warm_start
+from trainer.config.main_metric import LOSS
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config, TrainingConfig
 from trainer.config.thresholds import called_now, split_rule
@@ -48,7 +49,7 @@ from trainer.strategies.strategy import gradient_of, has_own_step, own_step_of, 
 from trainer.strategies.updates.loss_scale import LossScale
 from trainer.tasks import registry as tasks
 from trainer.tasks.base import Array, Direction, Part, Target, Task
-from trainer.tasks.objective import LOSS, Objective
+from trainer.tasks.objective import Objective
 from trainer.topology import TOPOLOGIES, topology_of
 from trainer.training import optimizers
 

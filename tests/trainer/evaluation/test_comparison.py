@@ -97,15 +97,15 @@ def test_weighted_examples_are_no_pairs():
 
 
 def test_a_metric_without_a_state_is_made_anew_without_each_group():
-    found = compare(classifiers(), ChampionRule(metric="macro_f1"))
+    found = compare(classifiers(), ChampionRule(metric="weighted_f1"))
     assert found["method"] == "paired jackknife of groups"
     assert 0 < found["bound"] < found["difference"] < 1
 
 
 def test_the_difference_is_that_of_all_examples_where_groups_are_made_of_some(monkeypatch):
-    whole = compare(classifiers(), ChampionRule(metric="macro_f1"))
+    whole = compare(classifiers(), ChampionRule(metric="weighted_f1"))
     monkeypatch.setattr(comparison, "_MOST_EXAMPLES", COUNT // 2)
-    found = compare(classifiers(), ChampionRule(metric="macro_f1"))
+    found = compare(classifiers(), ChampionRule(metric="weighted_f1"))
     assert found["difference"] == whole["difference"]
     widths = [each["difference"] - each["bound"] for each in (found, whole)]
     assert widths[0] == pytest.approx(widths[1], rel=0.5)

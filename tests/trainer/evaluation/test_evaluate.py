@@ -252,7 +252,7 @@ def test_measure_agrees_with_the_evaluation(run, tmp_path):
     output = storage.uri_of(tmp_path / "evaluation")
     whole = evaluation.evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path)
     measured = measure(run.model, _batches(run))
-    expected = {name: whole.metrics[name] for name in ("loss", "accuracy")}
+    expected = {name: whole.metrics[name] for name in ("loss", "accuracy", "macro_f1")}
     assert measured == pytest.approx(expected, rel=1e-5)
     assert {type(value) for value in measured.values()} == {float}
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.config.load import parse_config
 from trainer.config.schema import TaskConfig
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError
@@ -134,3 +135,46 @@ def test_a_class_without_any_example_is_no_error():
     found.target_counts["label"] = {"train": [4, 0, 4], "test": [1, 0, 1]}
     found.target_moments["label"] = {"min": 0.0}
     assert registry.create(TaskConfig(), found).name == "classification"
+
+
+BOOL, CLASS, GROUP = feature("bool"), feature(classes=3), {"group": "user"}
+OF_PLACES = feature("int64", (5,), classes=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "counts", "expected"),
+    [
+        ("binary_classification", BOOL, [90, 10], "auc"),
+        ("binary_classification", BOOL, [91, 9], "average_precision"),
+        ("binary_classification", BOOL, [], "auc"),
+        ("ranking", BOOL, [91, 9], "average_precision"),
+        ("classification", CLASS, [40, 30, 20], "accuracy"),
+        ("classification", CLASS, [50, 46, 4], "macro_f1"),
+        # A class that does not occur is not a rare one.
+        ("classification", CLASS, [50, 46, 0], "accuracy"),
+        ("classification", CLASS, [], "accuracy"),
+        ("sequence_labelling", OF_PLACES, [500, 460, 40], "macro_f1"),
+        ("sequence_labelling", OF_PLACES, [500, 460, 400], "accuracy"),
+        ("multilabel_classification", feature("int64", (5,)), [], "macro_f1"),
+        ("regression", feature("float32"), [], "mean_absolute_error"),
+    ],
+)
+def test_the_main_metric_is_chosen_by_the_training_examples(name, label, counts, expected):
+    found = dataset(label=label)
+    if counts:
+        found.target_counts["label"] = {"train": counts, "validation": [9, 1]}
+    assert registry.create(TaskConfig(name=name), found).main_metric == expected
+
+
+def test_the_main_metric_of_a_ranking_is_by_query_where_queries_are_named():
+    found = dataset({"user": feature()}, label=BOOL)
+    found.group = "user"
+    assert registry.create(TaskConfig(name="ranking"), found).main_metric == "ndcg"
+
+
+@pytest.mark.parametrize("setting", [{}, {"metric": "log_loss"}])
+def test_the_configured_main_metric_replaces_that_of_the_task(setting):
+    tree = {"task": {"main_metric": "log_loss"}, "gate": {"champion": setting}}
+    objective = registry.objective_of(parse_config(tree), dataset(label=BOOL))
+    assert objective.main_metric == "log_loss"
+    assert objective.judged_by["directions"]["log_loss"] == "lower"

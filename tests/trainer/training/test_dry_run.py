@@ -1,5 +1,6 @@
 """What is configured and cannot be done is refused before training: models, tasks, datasets."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -321,6 +322,24 @@ def test_a_metric_that_nothing_measures_is_refused():
         "gate.min.accuracy: classification and the model measure no 'accuracy' (measured: "
         "loss, r2_score)"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("acuracy", "classification and the model measure no 'acuracy'; did you mean 'accuracy'?"),
+        ("accuracy@label=2", "classification and the model measure no 'accuracy@label=2'"),
+        ("share", "it is not known which value of 'share' is better; set gate.champion.better"),
+        ("accuracy", ""),
+    ],
+)
+def test_a_main_metric_has_to_be_measured_and_to_have_a_direction(name, words):
+    objective = of_classes(3)
+    objective.task.directions = {**objective.task.directions, "share": None}
+    config = configured({"task": {"main_metric": name}})
+    with pytest.raises(ConfigError) if words else nullcontext() as error:
+        dry_run.require(config, net(), objective)
+    assert not words or str(error.value).startswith(f"task.main_metric: {words}")
 
 
 def test_xla_is_refused_for_inputs_of_any_length():

@@ -49,12 +49,16 @@ class MainMetric:
 
         Equal ones go by their loss, and so do those that do not measure it, after all others.
         """
-        value, loss = (validation.get(f"{VALIDATION}{name}") for name in (self.name, LOSS))
-        rank = self.rank(value) if is_number(value) else math.inf
-        return not is_number(value), rank, loss if is_number(loss) else math.inf
+        value, loss = (_number(validation, f"{VALIDATION}{name}") for name in (self.name, LOSS))
+        rank = math.inf if value is None else self.rank(value)
+        return value is None, rank, math.inf if loss is None else loss
 
 
 def main_first(metrics: Mapping[str, _Value], name: str) -> dict[str, _Value]:
     """Return metrics in the order in which they are shown: the main one, the loss, all others."""
     first = {each: metrics[each] for each in (name, LOSS) if each in metrics}
     return {**first, **metrics}
+
+
+def _number(row: Mapping[str, Any], name: str) -> float | None:
+    return row[name] if is_number(row.get(name)) else None
