@@ -36,14 +36,12 @@ def work(step: Step) -> str:
     descriptor.check(step.evaluation_descriptor, step.evaluation)
     policy = configured(step.config)
     decision = decided(policy, step.root, step.run_id, step.evaluation)
-    word = "blessed" if decision.blessed else "refused"
-    judged = {"decision": word, "reasons": list(decision.reasons)}
     if not decision.blessed:
-        trained.end(step.root, step.run_id, word)
-    step.output.done(decision.uri, judged)
-    descriptor.describe(step.decision, decision.uri, judged)
+        trained.end(step.root, step.run_id, decision.word)
+    step.output.done(decision.uri, decision.in_words)
+    descriptor.describe(step.decision, decision.uri, decision.in_words)
     Path(step.decision_uri).write_text(decision.uri, encoding="utf-8")
-    return word
+    return decision.word
 
 
 def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:

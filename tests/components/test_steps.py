@@ -191,7 +191,7 @@ def test_a_refusal_gives_its_reasons(run, root, tmp_path, emitted):
     assert word == "refused"
     written = json.loads(storage.read_file(uri, "decision.json"))
     assert written["reasons"] == emitted()[-1].metrics["reasons"]
-    assert written["reasons"][0].endswith("is below gate.min 1.0")
+    assert written["reasons"][0].endswith("; it has to be at least 1 (gate.min).")
 
 
 @pytest.mark.usefixtures("emitted")
@@ -343,6 +343,6 @@ def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
 def test_a_refusal_of_the_registry_keeps_its_reasons(pipeline):
     made = pipeline.go("first", registry={"max_megabytes": 0.001})
     assert made.word == "refused"
-    assert made.metrics["reasons"][0].startswith("megabytes ")
+    assert made.metrics["reasons"][0].startswith("The size of the model in megabytes ")
     assert made.metrics["version"] == 0
     assert registry.champion(pipeline.root, "digits") is None

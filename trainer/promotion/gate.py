@@ -3,11 +3,15 @@
 The decision is a published directory with `decision.json`:
 
     {"decision": "blessed" | "refused", "reasons": [one line each],
-     "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note"}],
+     "headline": one sentence, "notes": [what a person has to know, whatever was decided],
+     "measured": the main metric, see `headline.measured`,
+     "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note",
+                "found"}],
      "champion": URI or "", "evaluation": URI, "global_step"}
 
-`key` is the key of the configuration that sets the threshold, `note` a remark. A value that is not
-a finite number is null, and never passes.
+`key` is the key of the configuration that sets the threshold, `note` a remark, `found` what a
+comparison has found: see `trainer.report.rules`. A value that is not a finite number is null, and
+never passes.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
@@ -25,12 +29,12 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.config.thresholds import GateConfig, called_now, split_rule
 from trainer.errors import UserError, nearest
+from trainer.report import headline
+from trainer.report.rules import DIFFERENCE, MARGIN, sentence
 
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-#: The key of the rule that compares with a champion.
-MARGIN = "gate.champion.margin"
 #: The one of the rule that there can be a comparison.
 COMPARABLE = "the champion"
 
@@ -45,6 +49,7 @@ class Rule:
     value: float
     key: str
     note: str = ""
+    found: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -64,16 +69,8 @@ class Rule:
         return gain >= abs(self.threshold)
 
     def __str__(self) -> str:
-        """Compare the value with the threshold, in one line."""
-        above = self.value > self.threshold
-        if not math.isfinite(self.value):
-            result = "is not a finite number: it cannot be compared with"
-        elif self.passed:
-            result = "keeps to"
-        else:
-            result = "is above" if above else "is below"
-        note = f" ({self.note})" if self.note else ""
-        return f"{self.metric} {self.value!r} {result} {self.key} {self.threshold!r}{note}"
+        """Say what was found and what is asked, in one line."""
+        return sentence(row(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +80,25 @@ class Decision:
     uri: str
     blessed: bool
     rules: tuple[Rule, ...]
+    headline: str = ""
+    notes: tuple[str, ...] = ()
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def word(self) -> str:
+        """`blessed` or `refused`."""
+        return BLESSED if self.blessed else REFUSED
+
+    @property
+    def in_words(self) -> dict[str, Any]:
+        """What people and tables read of it, as JSON."""
+        return {
+            "decision": self.word,
+            "headline": self.headline,
+            "reasons": list(self.reasons),
+            "notes": list(self.notes),
+            "measured": dict(self.measured),
+        }
 
     @property
     def gained(self) -> bool:
@@ -93,7 +109,7 @@ class Decision:
     def reasons(self) -> tuple[str, ...]:
         """One line for each rule that decided: those that failed, or all when all passed."""
         failed = tuple(str(rule) for rule in self.rules if not rule.passed)
-        return failed or tuple(map(str, self.rules)) or ("gate.min and gate.max hold no rule",)
+        return failed or tuple(map(str, self.rules))
 
 
 def check(config: Config, evaluation: str, output: str) -> Decision:
@@ -104,10 +120,30 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     measured = _measured(evaluation)
     champion = measured.get("champion") or {}
     rules = (*_bounds(config.gate, measured), *_against_champion(config.gate, measured, champion))
-    decision = Decision(uri=output, blessed=all(rule.passed for rule in rules), rules=rules)
+    decision = _decided(config.name, measured, rules, output)
     origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
     _publish(decision, {"champion": champion.get("uri", ""), **origin})
     return decision
+
+
+def _decided(
+    name: str, measured: Mapping[str, Any], rules: tuple[Rule, ...], output: str
+) -> Decision:
+    rows, blessed = [row(rule) for rule in rules], all(rule.passed for rule in rules)
+    facts = {
+        "name": name,
+        "verdict": BLESSED if blessed else REFUSED,
+        "measured": headline.measured(measured),
+        "rules": rows,
+    }
+    return Decision(
+        uri=output,
+        blessed=blessed,
+        rules=rules,
+        headline=headline.headline(facts),
+        notes=tuple(headline.notes_of(measured, rows)),
+        measured=headline.measured(measured),
+    )
 
 
 def _measured(uri: str) -> dict[str, Any]:
@@ -177,38 +213,38 @@ def _against_champion(
     margin = rule.margin_of(float(value)) if value is not None else 0.0
     higher, bound = paired["better"] == "higher", None if value is None else paired["bound"]
     yield Rule(
-        metric=f"{metric}_difference",
+        metric=f"{metric}{DIFFERENCE}",
         bound="min" if higher else "max",
         threshold=-margin if higher else margin,
         value=math.nan if bound is None else bound,
         key=MARGIN,
-        note=_compared(paired, measured["metrics"].get(metric), value, margin),
+        found={
+            **{name: paired[name] for name in ("metric", "difference", "confidence", "examples")},
+            "own": measured["metrics"].get(metric),
+            "other": value,
+            "needed": needed(paired, margin),
+        },
     )
 
 
-def _compared(paired: Mapping[str, Any], own: Any, other: Any, margin: float) -> str:
-    """Describe a comparison, and how many examples it takes where there are too few."""
+def needed(paired: Mapping[str, Any], margin: float) -> int:
+    """Return how many examples would show that no more than a margin is lost.
+
+    It is 0 where there are enough, and where more of them would not change what was found.
+    """
     found, bound, count = paired["difference"], paired["bound"], paired["examples"]
-    note = (
-        f"{paired['metric']} {_short(own)}, the champion's {_short(other)}, on the same {count} "
-        f"examples; not worse than this at a confidence of {paired['confidence']:g}"
-    )
     if found is None or bound is None or not margin > 0:
-        return note
+        return 0
     lost, at_most = (-found, -bound) if paired["better"] == "higher" else (found, bound)
-    if lost <= margin < at_most:
-        # Nine of ten equal models pass then, if examples differ as much as these.
-        sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
-        error = (at_most - lost) / sure if sure else math.inf
-        needed = count * ((sure + power) * error / margin) ** 2
-        if needed > count and math.isfinite(needed):
-            about = round(needed, 1 - math.floor(math.log10(needed)))
-            note += f"; {count} examples are too few for this margin, it takes about {about:.0f}"
-    return note
-
-
-def _short(value: Any) -> str:
-    return "not known" if value is None else f"{value:.6g}"
+    if not lost <= margin < at_most:
+        return 0
+    # Nine of ten equal models pass then, if examples differ as much as these.
+    sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
+    error = (at_most - lost) / sure if sure else math.inf
+    wanted = count * ((sure + power) * error / margin) ** 2
+    if not count < wanted < math.inf:
+        return 0
+    return int(round(wanted, 1 - math.floor(math.log10(wanted))))
 
 
 def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
@@ -225,14 +261,8 @@ def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
 
 
 def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
-    outcome = BLESSED if decision.blessed else REFUSED
-    tree = {
-        "decision": outcome,
-        "reasons": decision.reasons,
-        "rules": [row(rule) for rule in decision.rules],
-        **origin,
-    }
-    fields = {"decision": outcome, "gained": decision.gained, **origin}
+    tree = {**decision.in_words, "rules": [row(rule) for rule in decision.rules], **origin}
+    fields = {"decision": decision.word, "gained": decision.gained, **origin}
     publish_json(tree, decision.uri, kind=KIND, fields=fields)
 
 

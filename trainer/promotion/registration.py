@@ -22,7 +22,8 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
-from trainer.promotion.gate import COMPARABLE, MARGIN, Decision, Rule, publish_json, row
+from trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
+from trainer.report.rules import MARGIN
 from trainer.signing import signing
 from trainer.tracking import addresses, promotions
 from trainer.tracking.hub import PromotedModel
@@ -135,9 +136,8 @@ def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Ru
     name = f"version {reference.number}"
     for rule in decided.rules:
         if rule.key in {MARGIN, COMPARABLE}:
-            note = rule.note.replace("the champion's", f"that of {name}")
-            metric = f"{rule.metric}_from_version_{reference.number}"
-            yield replace(rule, metric=metric, note=f"{note}; no gain was proved since {name}")
+            note = f"{rule.note}; no gain was proved since {name}".removeprefix("; ")
+            yield replace(rule, note=note, found={**rule.found, "opponent": name})
 
 
 def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import jinja2
 
 from trainer.masking import printable
-from trainer.report.wording import duration, formatted, interval_text, rounded, sentence, titled
+from trainer.report.rules import sentence
+from trainer.report.wording import duration, formatted, interval_text, rounded, titled
 
 _OWN = Path(__file__).parent
 

@@ -46,7 +46,8 @@ from trainer.config.main_metric import MainMetric
 from trainer.masking import masked, one_line
 from trainer.report import heading, pages, views
 from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
-from trainer.report.wording import duration, formatted, rounded, sentence, titled
+from trainer.report.rules import sentence
+from trainer.report.wording import duration, formatted, rounded, titled
 
 _TEMPLATE = "report.html.j2"
 _ACROSS = "global_step"

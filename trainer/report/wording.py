@@ -1,11 +1,13 @@
-"""Numbers, names and rules as a person reads them; a number is rounded by its interval."""
+"""Numbers and names as a person reads them; a number is rounded by its interval."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
+from trainer.masking import one_line
 from trainer.report.charts import number
 
 Facts = Mapping[str, Any]
@@ -19,24 +21,11 @@ _MOST_DIGITS = 17
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
-_GAIN = "_difference"
 # Sixty of the smaller unit; from so many seconds on without tenths; from so many hours on in days.
 _MINUTE, _TENTHS, _DAYS = 60, 10, 48
 _PAIR = 2
-_SEEN = {
-    "labelled": (
-        "The labels are as many as the model has outputs.",
-        "The labels are not as many as the model has outputs.",
-    ),
-    "same_signature": (
-        "It takes and gives the same as the champion does.",
-        "It takes or gives something else than the champion does.",
-    ),
-    "comparable": (
-        "The champion can be compared with this model.",
-        "The champion cannot be compared with this model.",
-    ),
-}
+# A longer name of a class says no more.
+_LONGEST_NAME = 60
 
 
 def formatted(value: object) -> str:
@@ -69,55 +58,46 @@ def rounded(value: object, interval: object = None) -> str:
     return f"{plain:.{min(max(places, 0), _MOST_DIGITS)}f}"
 
 
-def interval_text(interval: object) -> str:
+def interval_text(interval: object, between: str = " to ") -> str:
     """Return both ends of an interval with the digits of its width; empty for none."""
     ends = _ends(interval)
-    return " to ".join(rounded(end, interval) for end in ends) if ends else ""
+    return between.join(rounded(end, interval) for end in ends) if ends else ""
 
 
-def apart(value: float, threshold: float, interval: object = None) -> tuple[str, str]:
-    """Return value and threshold with so many digits that a reader sees which one is larger."""
-    short = rounded(value, interval), formatted(threshold)
-    if value == threshold or _tells(short, value, threshold):
-        return short
+def apart(*values: float, interval: object = None) -> list[str]:
+    """Return numbers with so many digits that a reader sees which one is larger."""
+    texts = [rounded(each, interval) for each in values]
     for digits in range(2, _MOST_DIGITS + 1):
-        texts = f"{value:.{digits}g}", formatted(threshold)
-        if _tells(texts, value, threshold):
+        if _tells(texts, values):
             return texts
-    return repr(value), repr(threshold)
+        texts = [f"{each:.{digits}g}" for each in values]
+    return texts if _tells(texts, values) else [repr(each) for each in values]
+
+
+def spoken(name: object) -> str:
+    """Return the name of a metric as words: `auc@label=7` is `AUC where label is 7`."""
+    metric, _, part = str(name).partition("@")
+    words = named(metric).replace("_", " ").split(" ")
+    known = [_NAMES.get(each, each.upper() if each in _UPPER else each) for each in words]
+    feature, is_one, value = part.partition("=")
+    where = f" where {feature} is {named(value)}" if is_one else ""
+    return f"{' '.join(known)}{where}"
 
 
 def titled(name: object) -> str:
-    """Return the name of a metric as a title: `query_auc` is Query AUC."""
-    words = str(name).replace("_", " ").split(" ")
-    known = [_NAMES.get(each, each.upper() if each in _UPPER else each) for each in words]
-    text = " ".join(known)
+    """Return the name of a metric as a title."""
+    return capital(spoken(name))
+
+
+def capital(text: str) -> str:
+    """Return a text that begins with a capital letter."""
     return text[:1].upper() + text[1:]
 
 
-def sentence(rule: Facts, intervals: Facts | None = None) -> str:
-    """Return what a rule asks and what was found, in plain words."""
-    metric, key = str(rule.get("metric") or "a value"), str(rule.get("key") or "")
-    if metric in _SEEN and number(rule.get("value")) is not None:
-        return _SEEN[metric][not rule.get("passed")]
-    if metric.startswith("difference of "):
-        metric = f"the largest difference of the exported {metric[14:]} from the checkpoint"
-    value, threshold = number(rule.get("value")), number(rule.get("threshold"))
-    bound = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
-    named = key or (f"gate.{rule['bound']}" if rule.get("bound") else "")
-    source = f" ({named})" if named else ""
-    if metric.endswith(_GAIN):
-        return _difference(rule, metric.removesuffix(_GAIN), value, threshold)
-    name = _named(metric)
-    if value is None or threshold is None:
-        said = "not a finite number" if value is None else rounded(value)
-        asked = f"{bound} {formatted(rule.get('threshold'))}".strip()
-        return f"{name} is {said}; it has to be {asked}{source}."
-    interval = (intervals or {}).get(metric)
-    found, asked = apart(value, threshold, interval)
-    between = f", between {interval_text(interval)} at 95 %" if _ends(interval) else ""
-    between = between.replace(" to ", " and ")
-    return f"{name} is {found}{between}; it has to be {bound} {asked}{source}."
+def named(name: object) -> str:
+    """Return the name of a class or a file as a sentence has it: on one line, and not too long."""
+    text = one_line(str(name)) or "(empty)"
+    return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"
 
 
 def duration(seconds: object) -> str:
@@ -134,35 +114,15 @@ def duration(seconds: object) -> str:
     return f"{hours} h {minutes:02d} min" if hours < _DAYS else f"{hours // 24} d {hours % 24} h"
 
 
-def _named(metric: str) -> str:
-    name, _, part = metric.partition("@")
-    feature, is_one, value = part.partition("=")
-    where = f" where {feature} is {value}" if is_one else ""
-    return f"{titled(name)}{where}"
-
-
-def _difference(rule: Facts, metric: str, value: float | None, threshold: float | None) -> str:
-    """Return the sentence of the comparison with the champion."""
-    if value is None or threshold is None:
-        return f"{titled(metric)} could not be compared with that of the champion."
-    worse = -1.0 if rule.get("bound") == "min" else 1.0
-    lost, allowed = worse * value, worse * threshold
-    word = "lower" if worse < 0 else "higher"
-    found, asked = rounded(abs(lost)), rounded(abs(allowed))
-    if found == asked:
-        found, asked = apart(abs(lost), abs(allowed))
-    sure = (
-        f"may be up to {found} {word} than the champion's"
-        if lost > 0
-        else f"is at least {found} better than the champion's"
+def _tells(texts: Sequence[str], values: Sequence[float]) -> bool:
+    """Say whether the texts have the order of the values, and are equal where those are."""
+    read = [float(text) for text in texts]
+    return all(
+        (read[i] < read[j]) == (values[i] < values[j])
+        and (read[i] == read[j]) == (values[i] == values[j])
+        for i, j in combinations(range(len(read)), 2)
+        if math.isfinite(values[i]) and math.isfinite(values[j])
     )
-    rest = f"up to {asked} is allowed" if allowed >= 0 else f"a gain of {asked} is asked for"
-    return f"{titled(metric)} {sure}; {rest} ({rule.get('key') or 'gate.champion'})."
-
-
-def _tells(texts: tuple[str, str], value: float, threshold: float) -> bool:
-    left, right = (float(each) for each in texts)
-    return (left < right) == (value < threshold) and left != right
 
 
 def _ends(interval: object) -> Sequence[float] | None:

@@ -48,7 +48,7 @@ class Run:
         self.compared.append(champion.uri)
         rule = Rule(
             metric="accuracy_difference", bound="min", threshold=-0.02, key="gate.champion.margin",
-            value=-0.5 if self.worse else self.gain, note="accuracy 0.9, the champion's 0.9",
+            value=-0.5 if self.worse else self.gain, found={"metric": "accuracy", "own": 0.9},
         )  # fmt: skip
         uri = f"file:///decision/{champion.number}"
         return Decision(uri=uri, blessed=rule.passed, rules=(rule,))
@@ -149,14 +149,14 @@ def test_small_losses_do_not_add_up_over_many_promotions(run: Run) -> None:
     made = after(run, 3)
     assert run.compared == [first.uri], "of which the one before was not better for sure"
     [rule] = rules_of(made)
-    assert rule["metric"] == "accuracy_difference_from_version_1"
-    assert rule["note"].endswith("that of version 1 0.9; no gain was proved since version 1")
+    assert rule["found"] == {"metric": "accuracy", "own": 0.9, "opponent": "version 1"}
+    assert rule["note"] == "no gain was proved since version 1"
     run.worse = True
     champion = run.champion()
     assert champion
     assert champion.number == 3
     reason = refused(run.register(run.exported(4, champion=champion.uri)))
-    assert reason.startswith("accuracy_difference_from_version_1 -0.5 is below gate.champion.marg")
+    assert reason.startswith("Accuracy may be up to 0.50 lower than that of version 1, and only")
 
 
 def test_a_gain_beyond_the_margin_begins_anew(run: Run) -> None:
@@ -169,7 +169,7 @@ def test_a_gain_beyond_the_margin_begins_anew(run: Run) -> None:
     assert not run.compared, "the third is the one to lose against, and it is the champion"
     run.gain = 0.0
     [rule] = rules_of(after(run, 5))
-    assert rule["metric"] == "accuracy_difference_from_version_3"
+    assert rule["found"]["opponent"] == "version 3"
 
 
 def test_a_reference_that_is_gone_is_not_compared_with(run: Run) -> None:
@@ -215,7 +215,7 @@ def test_a_champion_that_changed_meanwhile_is_compared_with(run: Run, worse: boo
     assert champion
     assert champion.number == (1 if worse else 2)
     if worse:
-        assert made.reasons[0].startswith("accuracy_difference -0.5 is below gate.champion.margin")
+        assert made.reasons[0].startswith("Accuracy may be up to 0.50 lower than that of the cham")
         assert len(registry.versions(run.root, "digits")) == 1, "what is refused is not registered"
 
 
@@ -266,7 +266,7 @@ def test_of_several_that_register_at_once_all_but_the_first_are_compared(run: Ru
         ({"labels": ["a"]}, "labels.txt has 1 lines for 10 labels"),
         (
             {"parity": {**PARITY, "formats": {"keras": {"max_difference": 1, "tolerance": 0.5}}}},
-            "difference of keras 1 is above its tolerance 0.5",
+            "difference of the exported keras from the checkpoint is 1; it has to be at most 0.5",
         ),
     ],
 )
@@ -281,7 +281,7 @@ def test_eight_bits_that_lose_accuracy_are_refused(run: Run) -> None:
     worse = {**PARITY["formats"]["tflite_int8"], "lost": 0.065}
     parity = {**PARITY, "formats": {"tflite_int8": worse}}
     reason = refused(run.register(run.exported(1, parity=parity)))
-    assert "difference of tflite_int8 0.065" in reason
+    assert "exported tflite_int8 from the checkpoint is 0.065" in reason
 
 
 @pytest.mark.parametrize(
@@ -303,9 +303,12 @@ def test_another_signature_is_refused(run: Run, changed: dict[str, Any]) -> None
 
 def test_limits(run: Run) -> None:
     model = run.exported(1)
-    assert "megabytes 2.0" in refused(run.register(model, max_megabytes=1.5))
+    assert "the model in megabytes is 2; it" in refused(run.register(model, max_megabytes=1.5))
     reasons = run.register(model, max_megabytes=9, max_milliseconds=2).reasons
-    assert reasons == ("milliseconds 2.5 is above registry.max_milliseconds 2.0",)
+    assert reasons == (
+        "The time of one example in milliseconds is 2.5; it has to be at most 2 "
+        "(registry.max_milliseconds).",
+    )
     assert run.register(model).promoted
 
 

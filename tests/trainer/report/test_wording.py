@@ -1,4 +1,4 @@
-"""Numbers with the digits that their interval leaves them, and rules in plain words."""
+"""Numbers with the digits that their interval leaves them, and names as they are spoken."""
 
 import math
 from typing import Any
@@ -8,9 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.report import wording
-
-RULE = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0.95}
-GAIN = {"metric": "accuracy_difference", "key": "gate.champion.margin", "bound": "min"}
 
 
 @pytest.mark.parametrize(
@@ -47,53 +44,24 @@ def test_both_ends_of_an_interval_have_the_same_digits() -> None:
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_a_reader_sees_which_of_two_numbers_is_larger(value: float, threshold: float) -> None:
-    left, right = (float(each) for each in wording.apart(value, threshold, [value - 1, value + 1]))
-    if value != threshold:
-        assert (left < right) == (value < threshold)
-        assert left != right
+    texts = wording.apart(value, threshold, interval=[value - 1, value + 1])
+    left, right = map(float, texts)
+    assert (left < right, left == right) == (value < threshold, value == threshold)
 
 
 @pytest.mark.parametrize(
-    ("rule", "text"),
+    ("name", "text"),
     [
-        ({**RULE, "value": 0.9639}, "Accuracy is 0.9639; it has to be at least 0.95 (gate.min)."),
-        (
-            {**RULE, "metric": "average_precision@label=7", "value": 0.5},
-            "Average precision where label is 7 is 0.5; it has to be at least 0.95 (gate.min).",
-        ),
-        (
-            {**RULE, "value": None},
-            "Accuracy is not a finite number; it has to be at least 0.95 (gate.min).",
-        ),
-        (
-            {**GAIN, "value": -0.0073541, "threshold": -0.0293333},
-            "Accuracy may be up to 0.007354 lower than the champion's; up to 0.02933 is allowed "
-            "(gate.champion.margin).",
-        ),
-        (
-            {**GAIN, "value": 0.02, "threshold": 0.01},
-            "Accuracy is at least 0.02 better than the champion's; a gain of 0.01 is asked for "
-            "(gate.champion.margin).",
-        ),
-        ({**GAIN, "value": None, "threshold": 0.01},
-         "Accuracy could not be compared with that of the champion."),
-        ({"metric": "labelled", "value": 1, "threshold": 1, "bound": "min", "passed": True},
-         "The labels are as many as the model has outputs."),
+        ("average_precision", "average precision"),
+        ("macro_f1", "macro F1"),
+        ("r2", "R²"),
+        ("recall@label=a\nb", "recall where label is a b"),
+        ("recall@label=" + "x" * 300, "recall where label is " + "x" * 59 + "…"),
+        ("accuracy@label=", "accuracy where label is (empty)"),
     ],
-)  # fmt: skip
-def test_rules_are_sentences(rule: dict[str, Any], text: str) -> None:
-    assert wording.sentence(rule) == text
-
-
-def test_a_rule_says_what_the_examples_leave_open() -> None:
-    text = wording.sentence({**RULE, "value": 0.97777}, {"accuracy": [0.9567, 0.9886]})
-    assert text.startswith("Accuracy is 0.978, between 0.957 and 0.989 at 95 %; it has to be")
-
-
-@given(st.dictionaries(st.sampled_from(["metric", "key", "bound", "threshold", "value", "passed"]),
-                       st.none() | st.floats() | st.text() | st.integers()))  # fmt: skip
-def test_whatever_a_rule_holds_it_is_a_sentence(rule: dict[str, Any]) -> None:
-    assert wording.sentence(rule).endswith(".")
+)
+def test_metrics_are_spoken(name: str, text: str) -> None:
+    assert wording.spoken(name) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""One sentence says what a run has come to; notes say what a person has to know besides."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.report import headline
+from trainer.report.rules import CONSTANT, MARGIN
+
+CHURN = {
+    "metric": "average_precision", "value": 0.4123, "interval": [0.29, 0.53], "better": "higher",
+    "champion": 0.3812, "constant": 0.0301,
+}  # fmt: skip
+ERROR = {
+    "metric": "mean_absolute_error", "value": 46.93, "interval": [45.1, 48.7], "better": "lower",
+    "champion": 48.13, "constant": 72.06,
+}  # fmt: skip
+BEATS = {"metric": "average_precision_over_constant", "key": CONSTANT, "passed": True}
+NOT_WORSE = {"metric": "average_precision_difference", "key": MARGIN, "passed": True}
+BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0.95, "value": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        (
+            {"version": 2, "verdict": "promoted", "measured": CHURN, "rules": [BEATS, NOT_WORSE]},
+            "churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted",
+        ),
+        (
+            {"version": 1, "verdict": "promoted", "measured": {**CHURN, "champion": None},
+             "rules": [BEATS]},
+            "churn v1: average precision 0.41, constant 0.03; promoted, no bound set",
+        ),
+        (
+            {"verdict": "refused", "measured": {**CHURN, "value": 0.031, "champion": None},
+             "rules": [{**BEATS, "passed": False}]},
+            "churn: average precision 0.031, constant 0.03; refused: it does not beat a constant",
+        ),
+        (
+            {"verdict": "refused", "measured": {**CHURN, "value": 0.3812},
+             "rules": [{**BOUND, "passed": False}, {**NOT_WORSE, "passed": False}]},
+            "churn: average precision 0.38, the same as the champion, constant 0.03; refused: "
+            "accuracy is below 0.95, and 1 more",
+        ),
+        (
+            {"verdict": "blessed", "measured": ERROR, "rules": [BEATS, NOT_WORSE]},
+            "churn: mean absolute error 46.9, 1.2 lower than the champion's, constant 72.1; "
+            "blessed",
+        ),
+        (
+            {"verdict": "blessed", "measured": {**CHURN, "champion": 0.4124}},
+            "churn: average precision 0.41, -0.0001 on the champion, constant 0.03; blessed",
+        ),
+        (
+            {"verdict": "failed", "step": "train_model", "reasons": ["no worker is left."]},
+            "churn: failed in train_model: no worker is left",
+        ),
+        ({"verdict": "interrupted"}, "churn: interrupted"),
+        (
+            {"verdict": "unchanged", "reasons": ["churn-1 has done the same"]},
+            "churn: unchanged: churn-1 has done the same",
+        ),
+        (
+            {"verdict": "refused", "reasons": ["the data: 40 % of age are missing"]},
+            "churn: refused: the data: 40 % of age are missing",
+        ),
+        ({"verdict": "done", "reasons": ["x"]}, "churn: done"),
+        ({"verdict": "done", "measured": {"metric": "cost@k", "value": None}},
+         "churn: cost not defined; done"),
+        ({"name": "", "verdict": None}, "run: unknown"),
+    ],
+)  # fmt: skip
+def test_a_run_is_one_sentence(facts: dict[str, Any], text: str) -> None:
+    assert headline.headline({"name": "churn", **facts}) == text
+
+
+_NUMBER = st.none() | st.floats() | st.integers() | st.sampled_from([1e-12, 1e12, -3.0, 0.0])
+
+
+@given(
+    value=_NUMBER,
+    champion=_NUMBER,
+    constant=_NUMBER,
+    interval=st.none() | st.lists(st.floats(), min_size=2, max_size=2),
+    better=st.sampled_from(["higher", "lower", None]),
+    name=st.text(),
+)
+def test_any_numbers_make_one_line(name: str, better: Any, **numbers: Any) -> None:
+    metrics = {"metric": name, "better": better, **numbers}
+    text = headline.headline({"name": name, "verdict": "blessed", "measured": metrics})
+    assert "\n" not in text
+    assert text.endswith(("; blessed", ": blessed"))
+
+
+def test_the_main_metric_is_taken_with_those_of_champion_and_constant() -> None:
+    evaluation = {
+        "main_metric": "auc",
+        "metrics": {"loss": 0.3, "auc": 0.9},
+        "intervals": {"auc": [0.8, 0.95]},
+        "champion": {"uri": "file:///c", "metrics": {"auc": math.nan}},
+        "constant": {"answer": "always no", "metrics": {"auc": 0.5}},
+    }
+    assert headline.measured(evaluation) == {
+        "metric": "auc", "value": 0.9, "interval": [0.8, 0.95], "better": "higher",
+        "champion": None, "constant": 0.5,
+    }  # fmt: skip
+    older = {"metrics": {"loss": 0.3, "accuracy": 0.97}, "champion": {"incomparable": "x"}}
+    assert headline.measured(older)["metric"] == "accuracy"
+    assert headline.measured({"metrics": {}}) == {}
+
+
+def evaluated(**more: Any) -> dict[str, Any]:
+    return {
+        "main_metric": "accuracy", "metrics": {"accuracy": 0.97},
+        "directions": {"accuracy": "higher"}, "intervals": {"accuracy": [0.9567, 0.9886]}, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "proposed"),
+    [
+        (evaluated(), "gate.min.accuracy=0.95"),
+        (evaluated(intervals={}), "gate.min.accuracy=0.87"),
+        (
+            evaluated(intervals={}, constant={"metrics": {"accuracy": 0.9}}),
+            "gate.min.accuracy=0.96",
+        ),
+        (evaluated(constant={"metrics": {"accuracy": 0.965}}), "gate.min.accuracy=0.96"),
+        (
+            {"main_metric": "mae", "metrics": {"mae": 46.9}, "directions": {"mae": "lower"},
+             "intervals": {"mae": [45.1, 48.7]}},
+            "gate.max.mae=49",
+        ),
+        (
+            {"main_metric": "r2", "metrics": {"r2": -0.3}, "directions": {"r2": "higher"},
+             "intervals": {"r2": [-0.41, -0.2]}},
+            "gate.min.r2=-0.41",
+        ),
+    ],
+)  # fmt: skip
+def test_without_a_bound_one_is_proposed(evaluation: dict[str, Any], proposed: str) -> None:
+    [note] = headline.notes_of(evaluation, [])
+    assert note == (
+        f"No bound is set: the gate blesses any model. Set one, such as {proposed}, which this "
+        "model keeps to."
+    )
+    assert not headline.notes_of(evaluation, [BOUND])
+
+
+def test_notes_say_what_no_rule_refuses() -> None:
+    evaluation = evaluated(
+        constant={"paired": {"metric": "accuracy", "better": "higher", "bound": -0.01}},
+        baselines=[
+            {"name": "gradient boosting", "made_by": "scikit-learn", "metrics": {"accuracy": 0.98},
+             "beats": True},
+            {"name": "linear", "beats": False},
+        ],
+        champion={
+            "remarks": ["The champion was trained on 12 of the 360 test examples."],
+            "classes": [{"label": f"c{n}", "examples": n, "judged": False} for n in range(7)],
+        },
+    )  # fmt: skip
+    assert headline.notes_of(evaluation, [NOT_WORSE]) == [
+        "The model does not beat a constant in accuracy; gate.constant is set to reported.",
+        "A simple model is better: gradient boosting (scikit-learn) reaches accuracy 0.980, this "
+        "model 0.970.",
+        "The champion was trained on 12 of the 360 test examples.",
+        "Too few test examples to say whether the model has lost a class: c0 (0), c1 (1), c2 (2), "
+        "c3 (3), c4 (4) and 2 more.",
+    ]

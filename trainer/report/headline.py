@@ -1,0 +1,219 @@
+"""One sentence of what a run has come to, and the notes that a person has to read beside it.
+
+    churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
+
+Terminal, tables, report, decisions and pages of a KFP instance take it from here. Any of the facts
+may be missing: `name`, `version`, `verdict`, `measured` (see there), `rules` that were judged,
+`reasons`, and `step`, where it ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trainer.config.main_metric import MainMetric
+from trainer.masking import one_line
+from trainer.report.charts import number
+from trainer.report.rules import CONSTANT, MARGIN, because
+from trainer.report.wording import apart, named, rounded, spoken
+
+Facts = Mapping[str, Any]
+
+_LONGEST = 160
+# The share of the gain over a constant that a proposed bound leaves, where no interval is known.
+_KEPT = 0.9
+_MOST_CLASSES = 5
+
+
+def headline(facts: Facts) -> str:
+    """Return the sentence of a run."""
+    name = one_line(str(facts.get("name") or "")) or "run"
+    version = facts.get("version")
+    subject = f"{name} v{version}" if version else name
+    found = in_words(facts.get("measured") or {})
+    ending = _ending(facts)
+    return f"{subject}: {found}; {ending}" if found else f"{subject}: {ending}"
+
+
+def measured(evaluation: Facts) -> dict[str, Any]:
+    """Return the main metric of an evaluation, beside that of the champion and of a constant.
+
+    It has `metric`, `value`, `interval`, `better`, `champion` and `constant`; what is not known is
+    None.
+    """
+    metrics = evaluation.get("metrics") or {}
+    if not metrics:
+        return {}
+    main = MainMetric.of(evaluation)
+    others = {key: evaluation.get(key) or {} for key in ("champion", "constant")}
+    return {
+        "metric": main.name,
+        "value": _finite(metrics.get(main.name)),
+        "interval": (evaluation.get("intervals") or {}).get(main.name),
+        "better": main.better,
+        **{
+            key: _finite((each.get("metrics") or {}).get(main.name)) for key, each in others.items()
+        },
+    }
+
+
+def main_value(found: Facts) -> str:
+    """Return the main metric with its value: `average precision 0.41`; empty without one."""
+    if not found.get("metric"):
+        return ""
+    value = number(found.get("value"))
+    text = "not defined" if value is None else rounded(value, found.get("interval"))
+    return f"{spoken(found['metric'])} {text}"
+
+
+def in_words(found: Facts) -> str:
+    """Return the main metric, its difference to the champion, and what a constant reaches."""
+    parts = [main_value(found)]
+    value, interval = number(found.get("value")), found.get("interval")
+    champion, constant = number(found.get("champion")), number(found.get("constant"))
+    if value is not None and champion is not None:
+        parts.append(_difference(found, value - champion))
+    if constant is not None:
+        text = rounded(constant, interval)
+        if value is not None:
+            own, text = apart(value, constant, interval=interval)
+            parts[0] = f"{spoken(found['metric'])} {own}"
+        parts.append(f"constant {text}")
+    return ", ".join(filter(None, parts))
+
+
+def difference(value: float, interval: object) -> str:
+    """Return the size of a difference with the digits of what differs; never 0 where it is none."""
+    text = rounded(abs(value), interval)
+    return text if not value or float(text) else f"{abs(value):.1g}"
+
+
+def _difference(found: Facts, value: float) -> str:
+    if not value:
+        return "the same as the champion"
+    size = difference(value, found.get("interval"))
+    if found.get("better") != "lower":
+        return f"{'+' if value > 0 else '-'}{size} on the champion"
+    return f"{size} {'higher' if value > 0 else 'lower'} than the champion's"
+
+
+def _ending(facts: Facts) -> str:
+    verdict = str(facts.get("verdict") or "unknown")
+    reasons = [one_line(str(each)) for each in facts.get("reasons") or ()]
+    first = _cut(reasons[0].rstrip(".")) if reasons else ""
+    step = f" in {facts['step']}" if facts.get("step") else ""
+    if verdict == "refused":
+        broken = [each for each in facts.get("rules") or () if not each.get("passed")]
+        why = because(broken[0]) if broken else first
+        more = f", and {len(broken) - 1} more" if broken[1:] else ""
+        return f"refused: {why}{more}" if why else "refused"
+    if verdict in ("blessed", "promoted"):
+        rules = facts.get("rules")
+        return verdict if rules is None or has_bound(rules) else f"{verdict}, no bound set"
+    said = f": {first}" if first and verdict != "done" else ""
+    return f"{verdict}{step}{said}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _finite(value: object) -> float | None:
+    plain = number(value)
+    return plain if plain is not None and math.isfinite(plain) else None
+
+
+def has_bound(rules: Iterable[Facts]) -> bool:
+    """Say whether a model was held against anything besides a constant."""
+    return any(str(rule.get("key", "")) in ("gate.min", "gate.max", MARGIN) for rule in rules)
+
+
+def notes_of(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
+    """Return what a person has to know of a model that was judged, in sentences."""
+    found = measured(evaluation)
+    champion = evaluation.get("champion") or {}
+    return [
+        *_unbound(found, rules),
+        *_reported(evaluation, rules),
+        *_beaten(evaluation),
+        *map(str, champion.get("remarks") or ()),
+        *_unjudged(champion),
+    ]
+
+
+def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
+    """Name the bound to set, where there is none, with a value that this model has for sure."""
+    if has_bound(rules):
+        return []
+    asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
+    text = f"No bound is set: the gate blesses {asked}."
+    if (value := number(found.get("value"))) is None:
+        return [f"{text} Set gate.min or gate.max."]
+    is_lower = found.get("better") == "lower"
+    proposed = _proposed(found, value, is_lower=is_lower)
+    key = f"gate.{'max' if is_lower else 'min'}.{found['metric']}"
+    return [f"{text} Set one, such as {key}={proposed}, which this model keeps to."]
+
+
+def _proposed(found: Facts, value: float, *, is_lower: bool) -> str:
+    """Return the weaker end of the interval, or nine tenths of the gain over a constant."""
+    ends, constant = found.get("interval"), number(found.get("constant"))
+    bound = number(ends[is_lower]) if isinstance(ends, list | tuple) and len(ends) > 1 else None
+    if bound is None:
+        start = constant if constant is not None else 0.0 if not is_lower else 2 * value
+        bound = start + _KEPT * (value - start)
+    if constant is not None and (bound > constant) == is_lower:
+        bound = (value + constant) / 2
+    # Two digits, on the side that the model keeps to.
+    size = 10.0 ** (math.floor(math.log10(abs(bound))) - 1) if bound else 1.0
+    return f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.2g}"
+
+
+def _asks_constant(rules: Sequence[Facts]) -> bool:
+    return any(rule.get("key") == CONSTANT for rule in rules)
+
+
+def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
+    """Say that a model does not beat a constant, where that does not refuse it."""
+    paired = (evaluation.get("constant") or {}).get("paired") or {}
+    bound = number(paired.get("bound"))
+    if _asks_constant(rules) or bound is None:
+        return []
+    gain = -bound if paired.get("better") == "lower" else bound
+    if gain > 0:
+        return []
+    metric = spoken(paired.get("metric"))
+    return [f"The model does not beat a constant in {metric}; {CONSTANT} is set to reported."]
+
+
+def _beaten(evaluation: Facts) -> list[str]:
+    """Say which simple models are better than this one for sure."""
+    return [
+        f"A simple model is better: {named(each.get('name'))} ({named(each.get('made_by'))})"
+        f"{_scored(evaluation, each)}."
+        for each in evaluation.get("baselines") or ()
+        if each.get("beats") is True
+    ]
+
+
+def _scored(evaluation: Facts, baseline: Facts) -> str:
+    found = measured(evaluation)
+    value = number((baseline.get("metrics") or {}).get(found.get("metric")))
+    own = number(found.get("value"))
+    if value is None or own is None:
+        return ""
+    theirs, mine = apart(value, own, interval=found.get("interval"))
+    return f" reaches {spoken(found['metric'])} {theirs}, this model {mine}"
+
+
+def _unjudged(champion: Facts) -> list[str]:
+    """Name the classes of which there are too few examples to say whether they were lost."""
+    few = [each for each in champion.get("classes") or () if each.get("judged") is False]
+    if not few:
+        return []
+    first = [f"{named(each.get('label'))} ({each.get('examples')})" for each in few[:_MOST_CLASSES]]
+    names = ", ".join(first)
+    more = f" and {len(few) - len(first)} more" if len(few) > len(first) else ""
+    return [f"Too few test examples to say whether the model has lost a class: {names}{more}."]

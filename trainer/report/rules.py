@@ -1,0 +1,161 @@
+"""The rules of the gate and the registry in words: what was found, what is asked, what would do.
+
+A rule is plain data, as `decision.json` has it: `metric`, `bound` (`min` or `max`), `threshold`,
+`value`, `key`, `note`, `passed`. That of a comparison holds a bound of the difference as its value,
+and in `found`, as far as it is known: `metric`, `own`, `other`, `opponent`, `label` (a class),
+`answer` (of a constant), `examples`, and `needed`, how many would do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.report.charts import number
+from trainer.report.wording import apart, capital, formatted, interval_text, named, spoken
+
+#: The keys of the rules that compare.
+CONSTANT = "gate.constant"
+MARGIN = "gate.champion.margin"
+CLASS_MARGIN = "gate.champion.class_margin"
+#: How the metrics of two rules begin and end.
+EXPORTED = "difference of "
+DIFFERENCE = "_difference"
+_OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}
+_SEEN = {
+    "labelled": (
+        "there are as many labels as the model has outputs",
+        "there are not as many labels as the model has outputs",
+    ),
+    "same_signature": (
+        "it has the inputs and outputs of the champion",
+        "it has other inputs or outputs than the champion",
+    ),
+    "comparable": (
+        "the champion can be compared with this model",
+        "the champion cannot be compared with this model",
+    ),
+}
+_NAMES = {
+    "megabytes": "the size of the model in megabytes",
+    "milliseconds": "the time of one example in milliseconds",
+}
+
+Facts = Mapping[str, Any]
+
+
+def sentence(rule: Facts, intervals: Facts | None = None) -> str:
+    """Return what was found, what is asked and how many examples would do, in plain words."""
+    metric, found = str(rule.get("metric") or "a value"), _found(rule)
+    if metric in _SEEN and number(rule.get("value")) is not None:
+        text = _SEEN[metric][not rule.get("passed")]
+        text = text.replace("the champion", str(found.get("opponent") or "the champion"))
+        return f"{capital(text)}{': ' if rule.get('note') else ''}{rule.get('note') or ''}."
+    interval = (intervals or {}).get(found.get("metric") or metric.removesuffix(DIFFERENCE))
+    if opponent := _opponent(rule):
+        return _compared(rule, opponent, interval)
+    value, threshold = _finite(rule.get("value")), number(rule.get("threshold"))
+    said, asked = "not a finite number", formatted(rule.get("threshold"))
+    if value is not None and threshold is not None:
+        said, limit = apart(value, threshold, interval=interval)
+        asked = asked if float(asked) == threshold else limit
+        between = interval_text(interval, " and ")
+        said += f", between {between} at 95 %" if between else ""
+    bound = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
+    key = rule.get("key") or (f"gate.{rule['bound']}" if bound else "")
+    return (
+        f"{capital(_name(metric))} is {said}; it has to be {' '.join(filter(None, (bound, asked)))}"
+        f"{f' ({key})' if key else ''}."
+    )
+
+
+def because(rule: Facts) -> str:
+    """Return why a rule refuses, to be read after "refused:"."""
+    metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _found(rule)
+    if metric in _SEEN:
+        return _SEEN[metric][1]
+    if key == CONSTANT:
+        return "it does not beat a constant"
+    if key == CLASS_MARGIN:
+        return f"it may find less of the class {named(found.get('label'))}"
+    if opponent := _opponent(rule):
+        asked = number(rule.get("threshold")) or 0.0
+        is_gain = asked > 0 if rule.get("bound") == "min" else asked < 0
+        return f"it may be {'no better' if is_gain else 'worse'} than {opponent}"
+    if _finite(rule.get("value")) is None:
+        return f"{_name(metric)} is not a finite number"
+    side = "below" if rule.get("bound") == "min" else "above"
+    return f"{_name(metric)} is {side} {formatted(rule.get('threshold'))}"
+
+
+def _name(metric: str) -> str:
+    if metric.startswith(EXPORTED):
+        form = metric.removeprefix(EXPORTED)
+        return f"the largest difference of the exported {form} from the checkpoint"
+    return _NAMES.get(metric, spoken(metric))
+
+
+def _found(rule: Facts) -> Facts:
+    found = rule.get("found")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _finite(value: object) -> float | None:
+    plain = number(value)
+    return plain if plain is not None and math.isfinite(plain) else None
+
+
+def _opponent(rule: Facts) -> str:
+    """Return with what a rule compares the model; empty for a rule that holds a bound."""
+    # A decision of an earlier version may have no key.
+    old = "the champion" if str(rule.get("metric")).endswith(DIFFERENCE) else ""
+    return str(_found(rule).get("opponent") or _OPPONENTS.get(str(rule.get("key")), old))
+
+
+def _compared(rule: Facts, opponent: str, interval: object) -> str:
+    """Return the sentence of a comparison: both values, what may be lost, what is allowed."""
+    found = _found(rule)
+    metric = spoken(found.get("metric") or str(rule.get("metric")).removesuffix(DIFFERENCE))
+    if "label" in found:
+        metric += f" of the class {named(found['label'])}"
+    own, other = _finite(found.get("own")), _finite(found.get("other"))
+    begin, than = f"{capital(metric)}", f" than that of {opponent}"
+    if own is not None and other is not None:
+        mine, theirs = apart(own, other, interval=interval)
+        answer = f" ({named(found['answer'])})" if found.get("answer") else ""
+        begin, than = f"{begin} is {mine}, that of {opponent}{answer} {theirs}; it", ""
+    bound, threshold = _finite(rule.get("value")), _finite(rule.get("threshold"))
+    source = f" ({rule['key']})" if rule.get("key") else ""
+    if bound is None or threshold is None:
+        return f"{begin} cannot be compared with {opponent} on these examples{source}."
+    known, asked = _sure(bound, threshold, is_higher_better=rule.get("bound") != "max")
+    note = f" {capital(str(rule['note']))}." if rule.get("note") and found else ""
+    return f"{begin} {known}{than}{asked}{source}.{_too_few(found)}{note}"
+
+
+def _sure(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[str, str]:
+    """Return what is known of a difference, and what is allowed, in words."""
+    gain, asked = (bound, threshold) if is_higher_better else (-bound, -threshold)
+    better, worse = ("higher", "lower") if is_higher_better else ("lower", "higher")
+    sizes = apart(abs(gain), abs(asked), interval=(0.0, max(abs(gain), abs(asked)) * 2))
+    known = f"may be up to {sizes[0]} {worse}" if gain < 0 else f"is at least {sizes[0]} {better}"
+    if not gain:
+        known = f"may be no {better}"
+    if asked > 0:
+        return known, f", and has to be at least {sizes[1]} {better}"
+    if not asked:
+        return known, "" if gain > 0 else f", and has to be {better}"
+    if gain > 0:
+        return known, ""
+    return known, f", and {'' if gain >= asked else 'only '}{sizes[1]} is allowed"
+
+
+def _too_few(found: Facts) -> str:
+    examples, needed = _finite(found.get("examples")), _finite(found.get("needed"))
+    if not examples or not needed or needed <= examples:
+        return ""
+    of = f" of the class {named(found['label'])}" if "label" in found else ""
+    return (
+        f" {examples:,.0f} test examples{of} are too few to be sure; about {needed:,.0f} would do."
+    )
