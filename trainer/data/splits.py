@@ -137,19 +137,6 @@ def split_of_folder(name: str) -> str:
     return _ALIASES[found[1]] if found else ""
 
 
-def split_keys(values: NDArray[Any]) -> NDArray[Any]:
-    """Return what the split of an example is drawn by, of a column in any type of floats.
-
-    A column is stored as float64 or float32 by the largest value of a delivery, and an example
-    keeps its split whatever that is: fractions count with the digits of a float32.
-    """
-    if values.dtype != np.float64:
-        return values
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32).astype(np.float64)
-    return np.where((values == np.floor(values)) | np.isinf(narrow), values, narrow)
-
-
 def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
     """Return the split of each hash: the lowest are test, the next validation."""
     place = found.astype(np.float64) / 2.0**64

@@ -105,6 +105,13 @@ def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetS
     takes = described(spec)
     if _by_feature(fields["inputs"]) != _by_feature(takes):
         return f"it takes {_named(fields['inputs'])}, and this model {_named(takes)}"
+    for each in fields.get("reads", ()):
+        if tuple(each["labels"]) != spec.features[each["feature"]].labels:
+            name = each["feature"]
+            return (
+                f"its input {name!r} has other classes than that of this model; set data.types: "
+                f"{{{name}: text}}, which takes new ones"
+            )
     # A model of an earlier version is a classifier.
     if (there := fields.get("task", "classification")) != task.name:
         return f"it was trained for {there}, and this model for {task.name}"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.statistics.association import associated
-from trainer.statistics.hashing import hashes
+from trainer.statistics.hashing import content_of, hashes
 from trainer.statistics.one_pass import BoundedCounter, Moments
 from trainer.statistics.sampling import MOST_EXAMPLES, Hashes, Sample
 from trainer.statistics.statistics import (
@@ -99,7 +99,10 @@ class Accumulator:
         if not examples:
             return
         self.examples += examples
-        self._hashes.add(hashes({name: columns[name] for name in self._inputs}, _SALT))
+        inputs = {
+            name: content_of(columns[name], self._features[name].labels) for name in self._inputs
+        }
+        self._hashes.add(hashes(inputs, _SALT))
         chosen = self._sample.choose(examples)
         sampled: dict[str, NDArray[np.float64]] = {}
         for name, kind in self._kinds.items():

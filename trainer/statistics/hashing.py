@@ -1,9 +1,13 @@
-"""A keyed 64-bit hash of examples, by their content alone."""
+"""A keyed 64-bit hash of examples, by their content alone.
+
+An example has the same one whatever a delivery makes of its column: a large value makes it float64,
+a gap makes whole numbers floats, and a new class moves the numbers of all others.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,23 @@ def hashes(columns: Mapping[str, Any], seed: int) -> NDArray[np.uint64]:
         total = mixed if total is None else total + mixed
     assert total is not None
     return _mix(total ^ _key("", seed))
+
+
+def content_of(values: Any, labels: Sequence[str] = ()) -> Any:
+    """Return what examples are told apart by, of a column in any type; classes have `labels`.
+
+    Fractions count with the digits of a float32.
+    """
+    if not isinstance(values, np.ndarray):
+        return values
+    if labels and values.dtype.kind in "iu":
+        names = np.array([*(each.encode() for each in labels), b""], object)
+        return names[np.where((values >= 0) & (values < len(labels)), values, len(labels))]
+    if values.dtype != np.float64:
+        return values
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32).astype(np.float64)
+    return np.where((values == np.floor(values)) | np.isinf(narrow), values, narrow)
 
 
 def _as_texts(values: Any) -> Iterator[bytes] | None:

@@ -19,6 +19,7 @@ from trainer.evaluation.signature import described, labels_of
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.promotion import gate
+from trainer.tasks import registry as tasks
 
 GATE = parse_config({"gate": {"champion": {"margin": 0.05}}}).gate
 
@@ -145,6 +146,18 @@ def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
     uri = storage.uri_of(tmp_path / "published")
     storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
     assert champion_of(uri, task, spec, tmp_path).incomparable == words
+
+
+def test_a_champion_whose_input_has_other_classes_is_not_asked(run, champion, tmp_path):
+    fields = {**storage.read_manifest(champion).fields}
+    fields["reads"] = [{**each, "labels": ["new", "old"]} for each in fields["reads"]]
+    (tmp_path / "model").mkdir()
+    uri = storage.uri_of(tmp_path / "published")
+    storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
+    spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
+    task = tasks.objective_of(run.config, spec).task
+    found = champion_of(uri, task, spec, tmp_path)
+    assert found.incomparable.startswith("its input 'image' has other classes than that of this")
 
 
 @pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])

@@ -36,7 +36,7 @@ from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS, FeatureSpec
 from trainer.errors import UserError
 from trainer.names import length_name
-from trainer.statistics.hashing import hashes
+from trainer.statistics.hashing import content_of, hashes
 
 _ROWS = 1 << 14
 # Notes on how files are laid out.
@@ -393,8 +393,10 @@ class FileSource(Source):
             return splits.by_bounds(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
-        found = hashes({name: splits.split_keys(columns[name]) for name in drawn},
-                       self._config.seed)  # fmt: skip
+        # A length is that of no column.
+        labels = {name: column.classes for name, column in self._columns.items()}
+        content = {name: content_of(columns[name], labels.get(name, ())) for name in drawn}
+        found = hashes(content, self._config.seed)
         return splits.by_share(found, validation=validation, test=test)
 
     def _check_named(
