@@ -7,7 +7,8 @@ which a `ClusterCoordinator` can run in a worker's process, where none of our Py
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,15 @@ def evaluation_batches(
     batches = mine.map(lambda batch: example_of(spec, batch), num_parallel_calls=_parallel(spec))
     batches = batches.prefetch(2)
     return on_own_threads(batches) if isinstance(files, Streaming) else batches
+
+
+def columns_of(
+    spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
+) -> Iterator[dict[str, Any]]:
+    """Yield some columns alone of all examples, in the order of the files."""
+    features = {name: spec.features[name] for name in columns}
+    records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
+    yield from records.map(partial(parse, features)).as_numpy_iterator()
 
 
 @tf.autograph.experimental.do_not_convert

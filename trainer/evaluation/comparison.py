@@ -20,7 +20,7 @@ from trainer.config.thresholds import ChampionRule, called_now
 from trainer.errors import ConfigError
 from trainer.evaluation import noninferiority
 from trainer.evaluation.noninferiority import Compared, Direction, Floats, Pairs, Sums
-from trainer.tasks.base import Examples, Part, drawn
+from trainer.tasks.base import Examples, Part, Whole, drawn
 from trainer.tasks.compiled import State
 from trainer.tasks.objective import Objective, at
 
@@ -91,6 +91,10 @@ def _compared(
     defined = (each for each in objective.states if each.values(total).get(metric) is not None)
     state = next(defined, None)
     if state is None:
+        groups = [objective.task.of_groups(metric, each) for each in (own, opponents.other)]
+        if groups[0] is not None and groups[1] is not None and len(groups[0]):
+            found = noninferiority.means(groups[0] - groups[1], None, confidence, better)
+            return found, None
         return _jackknife(opponents, metric, better, confidence), None
     if state.is_mean:
         return _of_means(opponents, state, better, confidence)
@@ -167,7 +171,7 @@ def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence:
     order = np.random.default_rng(0).permutation(count)
     groups = np.array_split(order, min(_GROUPS, count))
     kept = (np.setdiff1d(order, group) for group in groups)
-    without = [difference(*(_Drawn(at(each, rows)) for each in parts)) for rows in kept]
+    without = [difference(*(Whole(at(each, rows)) for each in parts)) for rows in kept]
     spread = np.var(without) * (len(groups) - 1) * count / opponents.own.count
     whole = difference(opponents.own, opponents.other)
     sign = 1 if better == "higher" else -1
@@ -191,20 +195,6 @@ def _cheapest_first(objective: Objective, examples: Examples) -> Iterator[dict[s
         tally.add(part)
     yield tally.result()
     yield objective.task.details(examples)
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """Examples of one part; see `trainer.tasks.base.Examples`."""
-
-    part: Part
-
-    @property
-    def count(self) -> int:
-        return _count_of(self.part)
-
-    def parts(self) -> Iterator[Part]:
-        yield self.part
 
 
 def _count_of(part: Part) -> int:

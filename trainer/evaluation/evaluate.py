@@ -23,9 +23,10 @@ from trainer.checkpoints import index
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.config.main_metric import main_first
 from trainer.config.schema import Config
-from trainer.data.read import labelled_columns, stage_shards
+from trainer.data.read import columns_of, labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
+from trainer.evaluation import constant
 from trainer.evaluation.champion import champion_of, compared
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Predictions, Writer, measured, predict
@@ -38,6 +39,9 @@ from trainer.tasks.objective import Objective
 
 KIND = "evaluation"
 SPLIT = "test"
+TRAIN = "train"
+# Examples of the training of which the most popular items are known.
+_MOST_LEARNT = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
     size = config.evaluation.batch_size
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
+    if objective.task.learns:
+        objective.task.learn(_trained_on(spec, objective.task.learns, dataset, scratch))
     opponent = champion_of(champion, objective.task, spec, scratch) if champion else None
     answer = opponent.answer if opponent else None
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
@@ -87,6 +93,15 @@ def evaluate(  # noqa: PLR0913, PLR0917
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Evaluation(uri=output, metrics=_defined(summary["metrics"]))
+
+
+def _trained_on(
+    spec: DatasetSpec, columns: Sequence[str], dataset: str, scratch: Path
+) -> Iterator[dict[str, Any]]:
+    """Read columns of the training split, of a large one those of some shards."""
+    few = -(-spec.examples(TRAIN) // _MOST_LEARNT)
+    files = stage_shards(dataset, scratch / TRAIN, TRAIN, of=min(few, len(spec.files(TRAIN))))
+    yield from columns_of(spec, files, columns)
 
 
 def _asked(config: Config, champion: str) -> dict[str, str]:
@@ -179,14 +194,15 @@ def summarized(
 ) -> dict[str, Any]:
     """Return what `metrics.json` says of the predictions, sliced by some features."""
     names = {feature: spec.features[feature].labels for feature in features}
-    summary = measured(objective, found.own)
+    summary, main = measured(objective, found.own), objective.main_metric
     return {
         "split": SPLIT,
         "task": objective.task.name,
         **objective.judged_by,
         "examples": found.own.count,
         **summary,
-        "metrics": main_first(summary["metrics"], objective.main_metric),
+        "metrics": main_first(summary["metrics"], main),
+        "constant": constant.compared(objective, found.own, summary["metrics"], main),
         "slices": sliced(objective, found.own, names),
     }
 

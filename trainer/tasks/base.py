@@ -15,7 +15,7 @@ The words for what a model gives, in the order in which one becomes the other:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -86,6 +86,43 @@ class Examples(Protocol):
         """Read all of them in parts that fit into memory; may be called again."""
 
 
+class Constant(NamedTuple):
+    """What a model can answer without the inputs: `answer` says it, `outputs` are of one example.
+
+    With `make` they are made of a part: of what is known of its columns from the training.
+    """
+
+    answer: str
+    outputs: Any
+    make: Callable[[Part], Any] | None = None
+
+    def answered(self, part: Part) -> Part:
+        """Return a part with these outputs."""
+        if self.make:
+            return part._replace(outputs=self.make(part))
+        count = len(tf.nest.flatten(part.labels)[0])
+        rows = tf.nest.map_structure(
+            lambda each: np.broadcast_to(np.float32(each), (count, *np.shape(each))), self.outputs
+        )
+        return part._replace(outputs=rows)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Examples that are one part: see `Examples`."""
+
+    part: Part
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(tf.nest.flatten(self.part.labels)[0])
+
+    def parts(self) -> Iterator[Part]:
+        """Read all of them."""
+        yield self.part
+
+
 @dataclass(frozen=True)
 class Remade:
     """Examples whose parts are made anew while they are read: see `Examples`."""
@@ -101,6 +138,23 @@ class Remade:
     def parts(self) -> Iterator[Part]:
         """Read all of them."""
         return map(self.make, self.examples.parts())
+
+
+def weights_of(part: Part) -> Floats:
+    """Return what each example weighs [n]: 1 where they all weigh the same."""
+    count = len(tf.nest.flatten(part.labels)[0])
+    return np.ones(count) if part.weights is None else np.float64(part.weights).ravel()
+
+
+def mean_of(examples: Examples, values: Callable[[Part], Array]) -> Floats:
+    """Return the weighted mean over the examples of some values [n, ...] that each has."""
+    total: Any = 0.0
+    weight = 0.0
+    for part in examples.parts():
+        weights = weights_of(part)
+        total = total + np.tensordot(weights, np.float64(values(part)), 1)
+        weight += weights.sum()
+    return np.asarray(total / weight)
 
 
 class Tally:
@@ -192,6 +246,11 @@ class Task(ABC):
         """Features besides the label that `details` reads: `columns` of a `Part` has them."""
         return ()
 
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Features of the training examples that `constants` are made of."""
+        return ()
+
     @abstractmethod
     def loss(self) -> keras.losses.Loss:
         """Return the loss of labels and outputs, which training minimises."""
@@ -270,6 +329,30 @@ class Task(ABC):
     def tally(self) -> Tally:
         """Return what gathers further metrics of the examples of one slice."""
         return Tally()
+
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return what can be best without the inputs, by one metric or another: see `Constant`.
+
+        It is made of the labels of these very examples, so that nothing learnt elsewhere is better.
+        """
+        del examples
+        return []
+
+    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
+        """Return a metric of few examples and what tests that it is not by chance, both fast.
+
+        None of a metric that is compared with a constant by example.
+        """
+        del metric, part
+        return None
+
+    def of_groups(self, metric: str, examples: Examples) -> Floats | None:
+        """Return the values by query of a metric that is their mean; None of any other."""
+        del metric, examples
+        return None
+
+    def learn(self, training: Iterable[Mapping[str, Array]]) -> None:  # noqa: B027
+        """Take what constants need of the `learns` of all training examples, batch by batch."""
 
     def check(self) -> None:  # noqa: B027
         """Refuse what the prepared dataset holds; raises `ConfigError`.

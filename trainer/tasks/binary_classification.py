@@ -19,8 +19,19 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks import metrics
-from trainer.tasks.base import Direction, Examples, Shape, Target, drawn
-from trainer.tasks.links import Sigmoid
+from trainer.tasks.base import (
+    Constant,
+    Direction,
+    Examples,
+    Part,
+    Shape,
+    Target,
+    drawn,
+    mean_of,
+    weights_of,
+)
+from trainer.tasks.exact.areas import Areas, ranked
+from trainer.tasks.links import SURE, Sigmoid, logit_of
 
 _TWO = 2
 # Of positives that are rarer in training, an area under the ROC says little.
@@ -110,6 +121,28 @@ class BinaryClassification(Sigmoid):
             "calibration": calibration.curve(),
             "curves": metrics.curves(labels, logits, names)[1:],
         }
+
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return both classes, and the share of "yes" as the probability."""
+        share = mean_of(examples, lambda part: part.labels)
+        more, fewer = self.labels[::-1] if share > 1 / 2 else self.labels
+        sure = SURE if share > 1 / 2 else -SURE
+        return [
+            Constant(f"always {more!r}", np.array([sure])),
+            Constant(f"always {fewer!r}", np.array([-sure])),
+            Constant(f"{share:.3g} for {self.labels[1]!r}", logit_of(share[np.newaxis])),
+        ]
+
+    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
+        """Return an area; the average precision is tested by the logarithms of the ranks.
+
+        One true example that is the first by chance is most of an average precision of few.
+        """
+        if metric not in Areas._fields:
+            return None
+        found, _ = ranked(part.labels.ravel(), part.outputs[:, 0], weights_of(part))
+        value = float(getattr(found.areas(), metric))
+        return value, value if metric == "auc" else found.log_rank()
 
     def check(self) -> None:
         """Refuse a split in which only one of both occurs: it cannot be told how well they part."""

@@ -13,6 +13,7 @@ from trainer.errors import ConfigError
 from trainer.tasks import metrics
 from trainer.tasks.base import (
     Array,
+    Constant,
     Direction,
     Examples,
     Part,
@@ -21,8 +22,9 @@ from trainer.tasks.base import (
     Target,
     drawn,
     refuse_labels,
+    weights_of,
 )
-from trainer.tasks.links import Softmax
+from trainer.tasks.links import SURE, Softmax
 
 
 class MacroF1(keras.Metric):
@@ -162,6 +164,26 @@ class Classification(Softmax):
             "curves": metrics.curves(labels, logits, names),
         }
 
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return the most frequent class, and each class as often as it occurs."""
+        counts = np.zeros(self.num_classes)
+        for part in examples.parts():
+            labels, _, weights = _arrays(part)
+            counts += np.bincount(labels, weights, self.num_classes)
+        shares, top = counts / counts.sum(), int(counts.argmax())
+        return [
+            Constant(f"always {self.labels[top]!r}", SURE * (np.arange(len(counts)) == top)),
+            Constant("each class as often as it occurs", np.log(np.maximum(shares, np.exp(-SURE)))),
+        ]
+
+    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
+        """Return a mean over the classes."""
+        if metric not in metrics.AVERAGES:
+            return None
+        labels, logits, weights = _arrays(part)
+        cells = metrics.confusion(labels, logits.argmax(axis=1), self.num_classes, weights)
+        return (metrics.averages(*metrics.by_class(cells))[metric],) * 2
+
     def tally(self) -> Tally:
         """Return what gathers the metrics that are worth it for a slice."""
         return _OfSlice(self.num_classes)
@@ -195,5 +217,4 @@ class _OfSlice(Tally):
 
 def _arrays(part: Part) -> tuple[Array, Array, Array]:
     """Return labels, logits and weights; 1 each where the examples have none."""
-    weights = np.ones(len(part.labels)) if part.weights is None else part.weights
-    return part.labels.astype(np.int64), part.outputs, weights.astype(np.float64).ravel()
+    return part.labels.astype(np.int64), part.outputs, weights_of(part)

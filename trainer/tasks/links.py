@@ -19,6 +19,8 @@ from trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
 # A class that is rarer in training than this part of an equal share hardly counts in an accuracy.
 _RARE = 0.2
+#: A logit of what is sure; of a share of nothing or all.
+SURE = 20.0
 # Of a label without names the number of classes is known once the dataset is prepared.
 _SOME_CLASSES = 2
 
@@ -105,3 +107,10 @@ class Sigmoid(Task):
     def check_labels(self, labels: Any) -> None:
         """Refuse other values than 0 and 1."""
         refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
+
+
+def logit_of(share: Floats) -> Floats:
+    """Return the logit of shares, within what is sure."""
+    with np.errstate(divide="ignore"):
+        found: Floats = np.clip(np.log(share) - np.log1p(-share), -SURE, SURE)
+    return found

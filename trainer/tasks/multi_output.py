@@ -12,9 +12,11 @@ an income and a cross entropy, do not add up by themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice, product
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,7 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks.base import (
+    Constant,
     Direction,
     Examples,
     Floats,
@@ -34,6 +37,9 @@ from trainer.tasks.base import (
     Target,
     Task,
 )
+
+# Of constants that outputs have together.
+_COMBINATIONS = 16
 
 
 class MultiOutput(Task):
@@ -134,6 +140,27 @@ class MultiOutput(Task):
                 found[kind] += [{**one, "title": f"{name}: {one['title']}"} for one in titled]
             by_output[name] = each
         return {**found, "outputs": by_output}
+
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return those of the outputs in every combination; of too many some."""
+        each = [
+            part.constants(Remade(examples, partial(_of_output, name=name)))
+            for name, part in self.parts.items()
+        ]
+        longest = max(map(len, each))
+        chosen: Iterable[tuple[Constant, ...]] = zip(
+            *(islice(cycle(some), longest) for some in each), strict=True
+        )
+        if math.prod(map(len, each)) <= _COMBINATIONS:
+            chosen = product(*each)
+        named = (dict(zip(self.parts, some, strict=True)) for some in chosen)
+        return [
+            Constant(
+                ", ".join(f"{name} {one.answer}" for name, one in some.items()),
+                {name: one.outputs for name, one in some.items()},
+            )
+            for some in named
+        ]
 
     def tally(self) -> Tally:
         """Return what gathers those of each task."""

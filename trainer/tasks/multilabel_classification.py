@@ -19,8 +19,18 @@ import numpy as np
 
 from trainer.errors import ConfigError
 from trainer.tasks import metrics
-from trainer.tasks.base import Direction, Examples, Shape, Target, drawn
-from trainer.tasks.links import Sigmoid
+from trainer.tasks.base import (
+    Constant,
+    Direction,
+    Examples,
+    Part,
+    Shape,
+    Target,
+    drawn,
+    mean_of,
+    weights_of,
+)
+from trainer.tasks.links import SURE, Sigmoid, logit_of
 
 
 class MultilabelClassification(Sigmoid):
@@ -94,6 +104,29 @@ class MultilabelClassification(Sigmoid):
             curves += metrics.curves(true, logits, ["", name])[1:]
         rows = metrics.per_class((counts[0], counts[1], counts[2]), areas, self._labels)
         return {"per_class": rows, "labels": list(self._labels), "curves": curves}
+
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return all classes, the best row for the counts, the commonest one, and the shares."""
+        shares = mean_of(examples, lambda part: part.labels)
+        ordered = -np.sort(-shares)
+        # With the j most frequent classes F1 of all of them together is 2 hits / (all + j).
+        best = np.argmax(np.cumsum(ordered) / (shares.sum() + np.arange(1, len(shares) + 1)))
+        rows, counts = np.unique(drawn(examples).labels, axis=0, return_counts=True)
+        frequent = np.where(shares >= ordered[best], SURE, -SURE)
+        return [
+            Constant("each class as often as it occurs", logit_of(shares)),
+            Constant("always all classes", np.full(len(shares), SURE)),
+            Constant("always the most frequent classes", frequent),
+            Constant("always the most frequent row", SURE * (2.0 * rows[counts.argmax()] - 1)),
+        ]
+
+    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
+        """Return the mean of F1 over the classes."""
+        if metric != "macro_f1":
+            return None
+        true, given = part.labels.astype(bool), part.outputs > 0
+        hits, both = (weights_of(part) @ each for each in (true & given, true * 1.0 + given))
+        return (float(np.mean(2 * hits / np.maximum(both, 1e-12))),) * 2
 
     def check(self) -> None:
         """Refuse other values than 0 and 1."""

@@ -15,7 +15,7 @@ half (Mann and Whitney 1947).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +24,8 @@ from trainer.tasks.base import Array, Direction, Examples, Floats, Target
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.metrics import NORMAL
 
+BY_QUERY = ("ndcg", "mrr", "query_auc")
+
 
 class Ranking(BinaryClassification):
     """See the module."""
@@ -31,7 +33,7 @@ class Ranking(BinaryClassification):
     name = "ranking"
     directions: ClassVar[Mapping[str, Direction]] = {
         **BinaryClassification.directions,
-        **dict.fromkeys(("ndcg", "mrr", "query_auc"), "higher"),
+        **dict.fromkeys(BY_QUERY, "higher"),
     }
 
     def __init__(self, target: Target, *, group: str = "") -> None:
@@ -49,16 +51,25 @@ class Ranking(BinaryClassification):
         """The feature that names a query."""
         return (self._group,) if self._group else ()
 
+    def of_groups(self, metric: str, examples: Examples) -> Floats | None:
+        """Return the values of each query, in the order of the groups."""
+        if not self._group or metric not in BY_QUERY:
+            return None
+        return by_query(*self._scored(examples))[metric]
+
+    def _scored(self, examples: Examples) -> Iterator[Array]:
+        parts = [
+            (part.columns[self._group], part.labels.astype(bool), part.outputs[:, 0])
+            for part in examples.parts()
+        ]
+        return (np.concatenate(each) for each in zip(*parts, strict=True))
+
     def details(self, examples: Examples) -> dict[str, Any]:
         """Add the metrics by query; their groups, labels and scores are held in memory."""
         found = super().details(examples)
         if not self._group:
             return found
-        parts = [
-            (part.columns[self._group], part.labels.astype(bool), part.outputs[:, 0])
-            for part in examples.parts()
-        ]
-        groups, labels, scores = (np.concatenate(each) for each in zip(*parts, strict=True))
+        groups, labels, scores = self._scored(examples)
         values = by_query(groups, labels, scores)
         of_all = len(np.unique(groups))
         return {

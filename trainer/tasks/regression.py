@@ -25,6 +25,7 @@ from trainer.errors import ConfigError
 from trainer.tasks import metrics
 from trainer.tasks.base import (
     Array,
+    Constant,
     Direction,
     Examples,
     Floats,
@@ -32,12 +33,16 @@ from trainer.tasks.base import (
     Target,
     Task,
     drawn,
+    mean_of,
     refuse_labels,
+    weights_of,
 )
 from trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
+# Numbers whose median is exact, and examples that are enough of labels of many numbers.
+_HELD, _LEAST = 1 << 22, 100_000
 
 
 class SquaredError(keras.losses.Loss):
@@ -172,6 +177,19 @@ class Regression(Task):
         }
         return {"tables": [table], "charts": [over_labels, over_predictions]}
 
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return the mean and the median of each number."""
+        mean = mean_of(examples, lambda part: _flat(part.labels))
+        some = drawn(examples, max(_HELD // len(mean), _LEAST))
+        median = _median(_flat(some.labels), weights_of(some))
+        return [
+            Constant(
+                f"always {value[0]:.4g}" if len(value) == 1 else f"always the {name}",
+                ((value - self._mean) / self._std).reshape(self.output_shape),
+            )
+            for name, value in (("mean", mean), ("median", median))
+        ]
+
     def check_labels(self, labels: Any) -> None:
         """Refuse what is no finite number."""
         refuse_labels(labels, ~np.isfinite(labels), "which is no finite number")
@@ -201,3 +219,12 @@ def _binned(x: Floats, y: Floats) -> list[list[float]]:
     order = np.argsort(x, axis=None, kind="stable")
     bins = [each for each in np.array_split(order, _BINS) if len(each)]
     return [[float(x.ravel()[each].mean()), float(y.ravel()[each].mean())] for each in bins]
+
+
+def _median(numbers: Floats, weights: Floats) -> Floats:
+    """Return the weighted median of each column."""
+    order = np.argsort(numbers, axis=0)
+    passed = np.cumsum(weights[order], axis=0)
+    place = (passed < weights.sum() / 2).sum(axis=0)
+    result: Floats = np.take_along_axis(numbers, order, axis=0)[place, np.arange(len(place))]
+    return result

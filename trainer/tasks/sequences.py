@@ -26,9 +26,20 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks import metrics
-from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, refuse_labels
+from trainer.tasks.base import (
+    Array,
+    Constant,
+    Direction,
+    Examples,
+    Floats,
+    Part,
+    Shape,
+    Target,
+    refuse_labels,
+    weights_of,
+)
 from trainer.tasks.classification import Classification
-from trainer.tasks.links import Softmax
+from trainer.tasks.links import SURE, Softmax
 
 _MOST_PLACES = 12
 
@@ -184,6 +195,43 @@ class SequenceLabelling(Softmax):
     def _text(self, numbers: Array) -> str:
         names = " ".join(self.labels[int(each)] for each in numbers[:_MOST_PLACES])
         return f"{names} ..." if len(numbers) > _MOST_PLACES else names
+
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Return the most frequent class, that of each place, and each class as often as there."""
+        counts: Floats = np.zeros(1)
+        for part in examples.parts():
+            labels = part.labels.reshape(len(part.labels), -1).astype(np.int64)
+            known = (labels >= 0) * weights_of(part)[:, np.newaxis]
+            cells = np.maximum(labels, 0) + self.num_classes * np.arange(labels.shape[1])
+            size = self.num_classes * labels.shape[1]
+            counts = counts + np.bincount(cells.ravel(), known.ravel(), size)
+            shape = part.outputs.shape[1:]
+        by_place = counts.reshape(-1, self.num_classes)
+        # Of a place that is padding in all examples nothing is measured.
+        shares = (by_place + 1e-9) / (by_place + 1e-9).sum(axis=1, keepdims=True)
+        likeliest = shares == shares.max(axis=1, keepdims=True)
+        top = int(by_place.sum(axis=0).argmax())
+        rows = {
+            f"always {self.labels[top]!r}": SURE * (np.arange(self.num_classes) == top),
+            "the most frequent class of each place": SURE * likeliest,
+            "each class as often as it occurs at a place": np.log(shares),
+        }
+        return [
+            Constant(answer, np.broadcast_to(row, by_place.shape).reshape(shape))
+            for answer, row in rows.items()
+        ]
+
+    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
+        """Return the mean of F1 over the classes."""
+        if metric != "macro_f1":
+            return None
+        true, weights = part.labels.astype(np.int64), weights_of(part)
+        found = part.outputs.argmax(axis=-1).reshape(len(true), -1)
+        true = true.reshape(found.shape)
+        each = np.broadcast_to(weights[:, np.newaxis], found.shape)[true >= 0]
+        pair = true[true >= 0], found[true >= 0]
+        cells = metrics.confusion(*pair, self.num_classes, each)
+        return (metrics.averages(*metrics.by_class(cells))[metric],) * 2
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the confusion matrix of places, and precision, recall and F1 of each class."""

@@ -53,6 +53,12 @@ class Ranked(NamedTuple):
         above = hits / hits[-1] - true / 2
         return Areas(float(false @ above), float(true @ _shares(hits, hits + misses)))
 
+    def log_rank(self) -> float:
+        """Return how high the true examples are, as the mean of -log(rank / all) (Savage 1956)."""
+        both = self.true + self.false
+        rank = np.cumsum(both) - both / 2
+        return float(-(self.true @ np.log(rank / both.sum())) / self.true.sum())
+
     def influences(self) -> tuple[Influences, Influences]:
         """Return those of a true and of a false example of each score."""
         areas, hits, misses = self.areas(), np.cumsum(self.true), np.cumsum(self.false)

@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -22,7 +23,17 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError, UserError
-from trainer.tasks.base import Array, Examples, Floats, Part, Remade, Shape, Tally, Target
+from trainer.tasks.base import (
+    Array,
+    Constant,
+    Examples,
+    Floats,
+    Part,
+    Remade,
+    Shape,
+    Tally,
+    Target,
+)
 from trainer.tasks.ranking import Ranking, by_query, interval
 from trainer.tasks.retrieval.recall import Search
 
@@ -62,6 +73,7 @@ class Recommendation(Ranking):
                 raise ConfigError(
                     f"k: {each!r} is not allowed; it has to be a whole number of at least 1"
                 )
+        self._taken: Counter[Any] = Counter()
         self._user, self._item, self._numbers = group, item, tuple(dict.fromkeys(k))
         self.directions = {  # type: ignore[misc]
             **Ranking.directions,
@@ -100,6 +112,42 @@ class Recommendation(Ranking):
                 f"its output has to be a logit and two vectors of one size, (batch, 1 + 2 size), "
                 f"for {self.name}, not {tuple(output.shape)}"
             )
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """What was taken in the training."""
+        return (self.target.name, self._item)
+
+    def learn(self, training: Iterable[Mapping[str, Array]]) -> None:
+        """Count how often each item was taken."""
+        for batch in training:
+            self._taken.update(batch[self._item][batch[self.target.name].astype(bool)].tolist())
+
+    def constants(self, examples: Examples) -> list[Constant]:
+        """Add the items that most took in the training."""
+        logits = super().constants(examples)
+        width = next(iter(examples.parts())).outputs.shape[1] - 1
+        found = [each._replace(outputs=np.pad(each.outputs, (0, width))) for each in logits]
+        if self._taken:
+            found.append(Constant("the most popular items", None, self._popular))
+        return found
+
+    def _popular(self, part: Part) -> Floats:
+        items, place = np.unique(part.columns[self._item], return_inverse=True)
+        counts = np.array([self._taken[each] for each in items.tolist()], np.float32)[place]
+        found: Floats = np.zeros_like(part.outputs)
+        found[:, 0], found[:, 1], found[:, 1 + _size(found)] = np.log1p(counts), 1, counts
+        return found
+
+    def of_groups(self, metric: str, examples: Examples) -> Floats | None:
+        """Return the values of each user."""
+        numbers = {_named(each): each for each in self._numbers}
+        if metric not in numbers:
+            return super().of_groups(metric, examples)
+        search = Search()
+        for part in examples.parts():
+            self.fill(search, part)
+        return search.recalls([numbers[metric]]).get(numbers[metric])
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Add the recalls, whose vectors are held in memory.

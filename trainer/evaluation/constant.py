@@ -1,0 +1,192 @@
+"""The best constant: what a model that ignores its inputs reaches on the same examples.
+
+`metrics.json` has `constant`:
+
+    {"answer": of the best one by the main metric, "metrics": {name: the best of any constant},
+     "paired": the comparison with it, as `trainer.evaluation.comparison.compare` returns it}
+
+The best one is known afterwards, from the labels of the examples that are judged, so that no model
+without inputs is better. `paired` has further `constant`, the value that was to be beaten, and
+`needed`: how many examples would show the gain, null where there is none or they are enough. It is
+one of two tests:
+
+    by example   the paired test of the metric, with the constant as the opponent
+    shuffled     of areas and of means over classes: the outputs are given to other examples, again
+                 and again. Of a model that finds nothing the real order is one of many equal ones,
+                 so that the level is exact, however rare a class is (Fisher 1935)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from trainer.config.thresholds import ChampionRule
+from trainer.evaluation.comparison import Opponents, compare
+from trainer.tasks.base import Constant, Examples, Part, Remade, Whole, drawn, mean_of, weights_of
+from trainer.tasks.objective import Objective, at
+
+#: Of the test that a model beats the constant: of 200 that find nothing one does.
+CONFIDENCE = 0.995
+# The second best of these is the quantile at that confidence.
+_SHUFFLES = 399
+_MOST_SHUFFLED = 20_000
+# Nine of ten models of the same gain pass then.
+_POWER = 0.9
+# As far as a count of examples says something.
+_MOST_NEEDED = 1e9
+_BUILT_IN = "trainer.tasks."
+
+
+def compared(
+    objective: Objective, own: Examples, metrics: Mapping[str, float | None], metric: str
+) -> dict[str, Any]:
+    """Return what `metrics.json` says of the best constant, by the main metric of a model."""
+    best = _best(objective, own)
+    shown = {name: each.value for name, each in best.items()}
+    if metric not in best:
+        # Nothing is the best where neither a higher nor a lower value is better.
+        return {"answer": "", "metrics": shown, "paired": None}
+    value, constant = best[metric]
+    mine = metrics.get(metric)
+    paired: dict[str, Any] = {"constant": value, "answer": constant.answer}
+    if mine is None:
+        paired |= {"metric": metric, "difference": None, "bound": None, "examples": own.count}
+    elif shuffled := _shuffled(objective, own, metric, mine, value):
+        paired |= shuffled
+    else:
+        rule = ChampionRule(metric=metric, confidence=CONFIDENCE)
+        other = Remade(own, constant.answered)
+        paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
+    paired["needed"] = _needed(paired)
+    return {"answer": paired.pop("answer"), "metrics": shown, "paired": paired}
+
+
+class _Best(NamedTuple):
+    value: float
+    constant: Constant
+
+
+def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
+    """Return the best value of each metric, and the constant that has it."""
+    candidates = [*objective.task.constants(own), _mean(own)]
+    examples = _condensed(objective, own)
+    best: dict[str, _Best] = {}
+    for each in candidates:
+        values = _measured(objective, Remade(examples, each.answered))
+        for name, better in objective.directions.items():
+            value = values.get(name)
+            if not better or value is None:
+                continue
+            known = best.get(name)
+            if known is None or (
+                value > known.value if better == "higher" else value < known.value
+            ):
+                best[name] = _Best(float(value), each)
+    return best
+
+
+def _mean(own: Examples) -> Constant:
+    """Return the mean of the model's outputs: of a convex loss nothing else of it is better."""
+
+    def mean(name: Any) -> Any:
+        return mean_of(own, lambda part: part.outputs if name is None else part.outputs[name])
+
+    some = next(iter(own.parts())).outputs
+    rows = {name: mean(name) for name in some} if isinstance(some, Mapping) else mean(None)
+    return Constant("always the mean of its answers", rows)
+
+
+def _condensed(objective: Objective, own: Examples) -> Examples:
+    """Return one example of each label that weighs as much as all of them, where it is the same.
+
+    A constant answers all examples of a label alike.
+    """
+    some = next(iter(own.parts()))
+    task = objective.task
+    weigh = all(each.measured.weighted for each in objective.states if each.measured)
+    if (
+        task.columns
+        or not weigh
+        or not type(task).__module__.startswith(_BUILT_IN)
+        or isinstance(some.labels, Mapping)
+        or some.labels.ndim != 1
+        or some.labels.dtype.kind not in "iub"
+    ):
+        return own
+    totals: dict[Any, float] = {}
+    for part in own.parts():
+        labels, place = np.unique(part.labels, return_inverse=True)
+        for label, total in zip(labels.tolist(), np.bincount(place, weights_of(part)), strict=True):
+            totals[label] = totals.get(label, 0.0) + total
+    weights = np.array([*totals.values()])
+    # The loss is divided by the number of examples, and not by what they weigh.
+    scaled = (weights * (len(weights) / own.count)).astype(np.float32)
+    labels = np.array([*totals], some.labels.dtype)
+    return Whole(Part(labels, at(some.outputs, np.zeros(len(labels), int)), scaled, {}))
+
+
+def _measured(objective: Objective, examples: Examples) -> dict[str, float | None]:
+    tally = objective.tally()
+    for part in examples.parts():
+        tally.add(part)
+    found: dict[str, float | None] = tally.result()["metrics"]
+    if objective.task.directions.keys() - found.keys():
+        found = {**objective.task.details(examples).get("metrics", {}), **found}
+    return found
+
+
+def _shuffled(
+    objective: Objective, own: Examples, metric: str, mine: float, constant: float
+) -> dict[str, Any]:
+    """Return the comparison by shuffled outputs; nothing of what is compared by example."""
+    task, part = objective.task, drawn(own, _MOST_SHUFFLED)
+    if (found := task.tested_by(metric, part)) is None:
+        return {}
+    generator, count = np.random.default_rng(0), len(part.outputs)
+    orders = (generator.permutation(count) for _ in range(_SHUFFLES))
+    shuffled = [task.tested_by(metric, part._replace(outputs=part.outputs[o])) for o in orders]
+    values, evidence = np.sort(np.array(shuffled, np.float64), axis=0).T
+    more: dict[str, Any] = {"constant": constant}
+    if values.mean() - constant > values.std() / 5:
+        # Classes at random have a higher mean of F1 than one of them, and few true examples in a
+        # random order more average precision than their share.
+        more = {"constant": float(values.mean()), "answer": "its answers given to other examples"}
+    gain = mine - max(constant, float(values.mean()))
+    # Of more examples the differences by chance are smaller.
+    by_chance, critical = (
+        float(each[-2] - each.mean()) * math.sqrt(count / own.count) for each in (values, evidence)
+    )
+    above = found[1] - float(evidence.mean())
+    # A limit by the test, as far below the gain as the gain is above its critical value (Miettinen
+    # 1976).
+    spread = gain * critical / above if gain > 0 and above > critical else by_chance
+    bound = gain - spread if above > critical else min(gain - spread, 0.0)
+    return {
+        "metric": metric,
+        "better": "higher",
+        "confidence": CONFIDENCE,
+        "examples": own.count,
+        "difference": mine - more["constant"],
+        "bound": max(bound, -more["constant"]),
+        "method": "outputs given to other examples",
+        **more,
+    }
+
+
+def _needed(paired: Mapping[str, Any]) -> int | None:
+    """Return about how many examples would show the gain, if there are more like these."""
+    gain, bound = paired["difference"], paired["bound"]
+    if gain is None or bound is None:
+        return None
+    if paired["better"] == "lower":
+        gain, bound = -gain, -bound
+    if not bound <= 0 < gain:
+        return None
+    sure, power = (float(stats.norm.ppf(each)) for each in (paired["confidence"], _POWER))
+    needed = paired["examples"] * ((sure + power) / sure * (gain - bound) / gain) ** 2
+    return math.ceil(needed) if needed < _MOST_NEEDED else None
