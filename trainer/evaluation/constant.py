@@ -47,15 +47,17 @@ def compared(
 ) -> dict[str, Any]:
     """Return what `metrics.json` says of the best constant, by the main metric of a model."""
     best = _best(objective, own)
-    shown = {name: each.value for name, each in best.items()}
+    values = {name: each.value for name, each in best.items()}
     if metric not in best:
         # Nothing is the best where neither a higher nor a lower value is better.
-        return {"answer": "", "metrics": shown, "paired": None}
+        return {"answer": "", "metrics": values, "paired": None}
     value, constant = best[metric]
     mine = metrics.get(metric)
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer}
     if mine is None:
-        paired |= {"metric": metric, "difference": None, "bound": None, "examples": own.count}
+        better = objective.directions[metric]
+        paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
+        paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif shuffled := _shuffled(objective, own, metric, mine, value):
         paired |= shuffled
     else:
@@ -63,7 +65,7 @@ def compared(
         other = Remade(own, constant.answered)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
     paired["needed"] = _needed(paired)
-    return {"answer": paired.pop("answer"), "metrics": shown, "paired": paired}
+    return {"answer": paired.pop("answer"), "metrics": values, "paired": paired}
 
 
 class _Best(NamedTuple):

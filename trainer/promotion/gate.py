@@ -30,7 +30,7 @@ from trainer.config.schema import Config
 from trainer.config.thresholds import GateConfig, called_now, split_rule
 from trainer.errors import UserError, nearest
 from trainer.report import headline
-from trainer.report.rules import DIFFERENCE, MARGIN, sentence
+from trainer.report.rules import CONSTANT, DIFFERENCE, MARGIN, sentence
 
 KIND = "decision"
 BLESSED = "blessed"
@@ -55,6 +55,9 @@ class Rule:
     def passed(self) -> bool:
         """Whether the value is within the bound."""
         if not math.isfinite(self.value):
+            return False
+        if self.key == CONSTANT and self.value == self.threshold:
+            # As good as a constant is no gain.
             return False
         if self.bound == "min":
             return self.value >= self.threshold
@@ -119,7 +122,11 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     """
     measured = _measured(evaluation)
     champion = measured.get("champion") or {}
-    rules = (*_bounds(config.gate, measured), *_against_champion(config.gate, measured, champion))
+    rules = (
+        *_bounds(config.gate, measured),
+        *_over_constant(config.gate, measured),
+        *_against_champion(config.gate, measured, champion),
+    )
     decision = _decided(config.name, measured, rules, output)
     origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
     _publish(decision, {"champion": champion.get("uri", ""), **origin})
@@ -195,6 +202,29 @@ def _parts(
         )
     for each in rows if value is None else [value]:
         yield f"@{feature}={each}", rows[each]
+
+
+def _over_constant(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yield the rule that a model has to be better than the best constant, for sure."""
+    # Of an evaluation of an earlier version, or by a metric that no constant has, nothing is known.
+    constant = measured.get("constant") or {}
+    if config.constant == "reported" or not (paired := constant.get("paired")):
+        return
+    metric, bound = paired["metric"], paired["bound"]
+    yield Rule(
+        metric=f"{metric}_over_constant",
+        bound="min" if paired["better"] == "higher" else "max",
+        threshold=0.0,
+        value=math.nan if bound is None else bound,
+        key=CONSTANT,
+        found={
+            "metric": metric,
+            "own": measured["metrics"].get(metric),
+            "other": paired["constant"],
+            "answer": constant["answer"],
+            **{name: paired[name] for name in ("difference", "confidence", "examples", "needed")},
+        },
+    )
 
 
 def _against_champion(

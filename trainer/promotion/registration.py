@@ -23,7 +23,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
-from trainer.report.rules import MARGIN
+from trainer.report.rules import CONSTANT, MARGIN
 from trainer.signing import signing
 from trainer.tracking import addresses, promotions
 from trainer.tracking.hub import PromotedModel
@@ -121,7 +121,9 @@ def _compared(
     gained = seen.get("gained", False)
     if champion.uri != seen.get("champion", ""):
         decided = request.compare(champion)
-        rules, gained, lineage["decision"] = decided.rules, decided.gained, decided.uri
+        # What the gate has decided without a champion holds with any.
+        rules = tuple(each for each in decided.rules if each.key != CONSTANT)
+        gained, lineage["decision"] = decided.gained, decided.uri
     reference = registry.reference(request.root, request.config.name, champion)
     if reference:
         decided = request.compare(reference)

@@ -1,0 +1,155 @@
+"""The best constant of each task by each metric, and how sure it is that a model is better."""
+
+import numpy as np
+import pytest
+
+from tests.trainer.tasks.measuring import target
+from trainer.evaluation import constant
+from trainer.evaluation.predictions import measured
+from trainer.tasks.base import Part, Whole
+from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.classification import Classification
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.multilabel_classification import MultilabelClassification
+from trainer.tasks.objective import Objective
+from trainer.tasks.ranking import Ranking
+from trainer.tasks.regression import Regression
+from trainer.tasks.retrieval.recommendation import Recommendation
+from trainer.tasks.sequences import SequenceLabelling
+
+COUNT = 600
+DRAW = np.random.default_rng(5)
+RARE = (DRAW.random(COUNT) < 0.1).astype("int64")
+CLASS = DRAW.choice(4, COUNT, p=[0.1, 0.6, 0.2, 0.1])
+ROWS = (DRAW.random((COUNT, 3)) < [0.7, 0.3, 0.05]).astype("int64")
+SKEWED = DRAW.exponential(size=COUNT).astype("float32")
+PLACES = np.where(DRAW.random((COUNT, 5)) < 0.2, -1, DRAW.integers(0, 3, (COUNT, 5)))
+GROUPS = DRAW.integers(0, 60, COUNT)
+ITEMS = DRAW.integers(0, 30, COUNT)
+WEIGHTS = DRAW.uniform(0.5, 2, COUNT).astype("float32")
+
+
+def noise(*shape):
+    return np.random.default_rng(0).normal(size=(COUNT, *shape)).astype("float32")
+
+
+def compared(task, labels, outputs, metric="", *, weights=None, columns=None):  # noqa: PLR0913
+    objective = Objective(task)
+    own = Whole(Part(labels, outputs, weights, columns or {}))
+    metrics = measured(objective, own)["metrics"]
+    return constant.compared(objective, own, metrics, metric or task.main_metric)
+
+
+def share(values, weights=None):
+    return np.average(values, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_of_two_classes_it_is_the_share_and_the_more_frequent_one(weights):
+    task = BinaryClassification(target(RARE, num_classes=2))
+    found = compared(task, RARE, noise(1), weights=weights)
+    p = share(RARE, weights)
+    expected = {
+        "accuracy": 1 - p, "auc": 0.5, "average_precision": p, "recall": 1, "precision": p,
+        "f1": 2 * p / (1 + p), "brier_score": p * (1 - p), "calibration_error": 0,
+        "log_loss": -p * np.log(p) - (1 - p) * np.log(1 - p),
+    }  # fmt: skip
+    scale = 1 if weights is None else weights.mean()
+    assert found["metrics"] == pytest.approx(
+        {**expected, "loss": expected["log_loss"] * scale}, abs=1e-5
+    )
+    assert found["answer"] == "always '0'"
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_of_classes_it_is_the_most_frequent_one_or_their_shares(weights):
+    task = Classification(target(CLASS, num_classes=4))
+    found = compared(task, CLASS, noise(4), weights=weights)
+    shares = np.array([share(each == CLASS, weights) for each in range(4)])
+    assert found["answer"] == "always '1'"
+    assert found["metrics"]["accuracy"] == pytest.approx(shares[1], abs=1e-6)
+    assert found["metrics"]["macro_auc"] == 0.5
+    assert found["metrics"]["macro_average_precision"] == pytest.approx(0.25)
+    assert found["metrics"]["macro_recall"] == pytest.approx(0.25)
+    entropy = -(shares * np.log(shares)).sum() * (1 if weights is None else weights.mean())
+    assert found["metrics"]["loss"] == pytest.approx(entropy, rel=1e-5)
+
+
+def test_of_a_row_of_classes_it_is_all_the_frequent_ones_or_the_commonest_row():
+    task = MultilabelClassification(target(ROWS))
+    found = compared(task, ROWS, noise(3))
+    p = ROWS.mean(axis=0)
+    _, counts = np.unique(ROWS, axis=0, return_counts=True)
+    micro = max(2 * p[:j].sum() / (p.sum() + j) for j in (1, 2, 3))
+    expected = {
+        "subset_accuracy": counts.max() / COUNT,
+        "macro_f1": np.mean(2 * p / (1 + p)),
+        "micro_f1": micro,
+        "binary_accuracy": np.maximum(p, 1 - p).mean(),
+        "macro_auc": 0.5,
+        "macro_average_precision": p.mean(),
+    }
+    assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("standardize", [False, True])
+def test_of_numbers_it_is_the_mean_or_the_median(weights, standardize):
+    task = Regression(target(SKEWED), standardize=standardize)
+    found = compared(task, SKEWED, noise(1), weights=weights)
+    mean = share(SKEWED, weights)
+    errors = [share(np.abs(SKEWED - each), weights) for each in SKEWED]
+    expected = {
+        "mean_absolute_error": min(errors),
+        "mean_squared_error": share((SKEWED - mean) ** 2, weights),
+        "r2_score": 0,
+    }
+    assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    answer = float(found["answer"].removeprefix("always "))
+    assert share(np.abs(SKEWED - answer), weights) == pytest.approx(min(errors), abs=1e-3)
+
+
+def test_of_places_it_is_the_most_frequent_class_of_each():
+    task = SequenceLabelling(target(PLACES, num_classes=3))
+    found = compared(task, PLACES, noise(5, 3))
+    best = [np.bincount(column[column >= 0]).max() for column in PLACES.T]
+    assert found["metrics"]["accuracy"] == pytest.approx(sum(best) / (PLACES >= 0).sum(), abs=1e-6)
+
+
+def test_of_a_recommender_it_is_what_most_took_in_the_training():
+    task = Recommendation(target(RARE, num_classes=2), group="user", item="item", k=[5])
+    popular = np.random.default_rng(9).permutation(30)
+    taken = (popular[ITEMS] >= 20).astype("int64")
+    task.learn([{"item": ITEMS, "taken": taken, task.target.name: taken}] * 3)
+    columns = {"user": GROUPS, "item": ITEMS}
+    found = compared(task, taken, noise(5), "ndcg", columns=columns)
+    assert found["answer"] == "the most popular items"
+    assert found["paired"]["bound"] < 0
+    assert found["metrics"]["ndcg"] == pytest.approx(1)
+
+
+def test_of_several_outputs_it_is_that_of_each():
+    parts = {
+        "kind": Classification(target(CLASS, num_classes=4)),
+        "size": Regression(target(SKEWED)),
+    }
+    task = MultiOutput(parts, {"kind": 1.0, "size": 2.0})
+    outputs = {"kind": noise(4), "size": noise(1)}
+    found = compared(task, {"kind": CLASS, "size": SKEWED}, outputs)
+    alone = {
+        name: compared(part, labels, outputs[name])["metrics"]
+        for (name, part), labels in zip(parts.items(), (CLASS, SKEWED), strict=True)
+    }
+    for name, metrics in alone.items():
+        for metric in metrics.keys() - {"loss"}:
+            assert found["metrics"][f"{name}_{metric}"] == pytest.approx(metrics[metric], abs=1e-5)
+    loss = alone["kind"]["loss"] + 2 * alone["size"]["loss"]
+    assert found["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_query_alone_is_compared_by_its_own_values():
+    task = Ranking(target(RARE, num_classes=2), group="query")
+    signal = noise(1) + 3 * RARE[:, np.newaxis]
+    found = compared(task, RARE, signal.astype("float32"), "ndcg", columns={"query": GROUPS})
+    assert found["paired"]["method"] == "paired bootstrap-t"
+    assert found["paired"]["bound"] > 0
