@@ -176,8 +176,6 @@ def copied(
         limit: by how much their share has to be larger than what was to be expected.
     """
     examples, found = shared(asked, known)
-    if not found:
-        return None
     whole, again = _again(known)
     # An example has an equal one elsewhere as often as one there has, if that is chance.
     expected = again / whole if whole else 0.0
@@ -186,15 +184,36 @@ def copied(
         chance = float(stats.binom.sf(found - 1, examples, max(expected, by_chance)))
     else:
         chance = more_often(found, examples, again, whole)
-    if found / examples <= expected + limit or chance >= significance:
+    if not found or found / examples <= expected + limit or chance >= significance:
         return None
     return Copies(found=found, asked=examples, whole=asked.examples, expected=expected)
 
 
+def copied_only(dataset: DatasetProfile, known: SplitProfile, significance: float) -> Copies | None:
+    """Return the test examples of a dataset that are in `known`, and not in its training split.
+
+    None where as many are only in the training split: equal values by chance are in both as often.
+    """
+    asked, own = dataset.splits["test"], dataset.splits["train"]
+    within = asked.hashes <= min(_last(asked), _last(own), _last(known))
+    hashes, copies = asked.hashes[within], asked.copies[within]
+    there, here = np.isin(hashes, known.hashes), np.isin(hashes, own.hashes)
+    examples, found, others = (int(copies[each].sum()) for each in (
+        np.ones(len(hashes), np.bool_), there & ~here, here & ~there
+    ))  # fmt: skip
+    by_chance = _by_chance(dataset)
+    if by_chance is not None and by_chance < _RARE:
+        chance = stats.binom.sf(found - 1, examples, by_chance)
+    else:
+        chance = stats.binom.sf(found - 1, found + others, 0.5)
+    if not found or chance >= significance:
+        return None
+    return Copies(found=found, asked=examples, whole=asked.examples, expected=0.0)
+
+
 def shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
     """Return examples of `asked`, as far as both know hashes, and how many of them are in both."""
-    last = min(_last(asked), _last(known))
-    within = asked.hashes <= last
+    within = asked.hashes <= min(_last(asked), _last(known))
     copies = asked.copies[within]
     return int(copies.sum()), int(copies[np.isin(asked.hashes[within], known.hashes)].sum())
 

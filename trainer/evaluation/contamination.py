@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from trainer import storage
-from trainer.data_gate.examples import Copies, copied, shared
+from trainer.config.data_gate import DataGateConfig
+from trainer.data_gate.examples import Copies, copied, copied_only, shared
 from trainer.data_gate.profile import DatasetProfile, SplitProfile, profile_of
 from trainer.errors import UserError
 
@@ -24,42 +25,44 @@ _GENERATIONS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """The test examples of a dataset, and how probable by chance a finding may be."""
+    """The test examples of a dataset, and the limits of what is found."""
 
     dataset: DatasetProfile
-    significance: float
+    limits: DataGateConfig
 
     @classmethod
-    def of(cls, uri: str, significance: float) -> Judges | None:
+    def of(cls, uri: str, limits: DataGateConfig) -> Judges | None:
         """Return those of the dataset at a URI; None where it does not keep which they are."""
         try:
-            return cls(dataset=profile_of(uri), significance=significance)
+            return cls(dataset=profile_of(uri), limits=limits)
         except storage.Missing:
             return None
-
-    def trained_on(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
-        """Return how many are training examples of other datasets, if more than by chance."""
-        known = _together(each.splits[_TRAIN] for each in datasets if _TRAIN in each.splits)
-        if known is None:
-            return None
-        return copied(self.dataset, self.dataset.splits[_TEST], known, self.significance)
 
     def remarks(self, checkpoint: str) -> list[str]:
         """Return what makes the metrics of a checkpoint of this dataset too good."""
         fields, lines = _fields_of(checkpoint), []
-        if found := self.trained_on([self.dataset]):
+        test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
+        limit = self.limits.limit("leakage")
+        if found := copied(self.dataset, test, train, self._significance, limit):
             lines.append(
                 f"{found} are in the training split as well: the metrics are too good; split by "
                 "data.group, or remove the copies"
             )
-        before = list(_profiles(_datasets_before(fields)))
-        if found := self.trained_on(before):
+        if found := self._trained_on(_profiles(_datasets_before(fields))):
             lines.append(
                 f"{found} were in the training split of the weights that training began with "
                 f"({fields['warmed_from']}): the metrics are too good; keep data.seed "
                 "and data.splits, or leave out training.warm_start"
             )
         return lines
+
+    @property
+    def _significance(self) -> float:
+        return self.limits.limit("significance")
+
+    def _trained_on(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
+        known = _together(each.splits[_TRAIN] for each in datasets)
+        return copied_only(self.dataset, known, self._significance) if known else None
 
     def of_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return `own`, which is what a champion reached in its own run, and `remarks`.
@@ -70,8 +73,6 @@ class Judges:
         fields, lineage = manifest.fields, manifest.fields.get("lineage", {})
         own: dict[str, Any] = {"date": manifest.created[:10], "metrics": lineage.get("metrics", {})}
         uri = str(fields.get("made_from", {}).get("dataset", ""))
-        if uri == self.dataset.uri:
-            return {"own": own, "remarks": []}
         try:
             there = profile_of(uri)
         except storage.Unavailable:
@@ -86,7 +87,7 @@ class Judges:
         checkpoint = str(fields.get("made_from", {}).get("checkpoint", ""))
         before = _profiles(_datasets_before(lineage or _fields_of(checkpoint)))
         remarks = []
-        if found := self.trained_on([there, *before]):
+        if found := self._trained_on([there, *before]):
             remarks.append(
                 f"{found} were in the champion's training split: its metrics are too good, and "
                 "harder to reach; keep data.seed and data.splits, or give this model another name"

@@ -85,7 +85,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
             found = predict(objective, model, spec, batches, writer, answer)
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarized(spec, objective, found, features), "global_step": step}
-        judges = Judges.of(dataset, config.data.gate.limit("significance"))
+        judges = Judges.of(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
             summary["champion"] = compared(opponent, objective, found, config.gate.champion, judges)

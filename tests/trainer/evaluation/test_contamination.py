@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from trainer import storage
+from trainer.config.data_gate import DataGateConfig
 from trainer.data.spec import SCHEMA, FeatureSpec
 from trainer.data.splits import by_share
 from trainer.evaluation.contamination import Judges
@@ -17,7 +18,7 @@ FEATURES = {
     "plan": FeatureSpec(shape=(), dtype="string", stored="bytes"),
 }
 SPLITS = ("train", "validation", "test")
-SIGNIFICANCE = 0.0002
+LIMITS = DataGateConfig()
 
 
 def customers(count, *, first=0):
@@ -78,7 +79,7 @@ def champion(folder, trained, **lineage):
 
 
 def said(judged, uri, metrics=None):
-    found = Judges.of(judged, SIGNIFICANCE).of_champion(uri, "auc", metrics or {"auc": 0.8})
+    found = Judges.of(judged, LIMITS).of_champion(uri, "auc", metrics or {"auc": 0.8})
     return found["remarks"], found["own"]
 
 
@@ -129,6 +130,18 @@ def test_equal_answers_by_chance_are_none_that_it_was_trained_on(tmp_path):
     assert said(now, champion(tmp_path, before))[0] == []
 
 
+def test_later_answers_that_repeat_more_often_are_no_advantage_of_the_champion(tmp_path):
+    rng = np.random.default_rng(3)
+    rows = customers(20_000)
+    # In order of time: the latest, on which models are tested, have fewer different values.
+    wide = np.where(np.arange(20_000) < 16_000, 9000, 900)
+    rows["spent"] = rng.integers(wide).astype(np.float32)
+    times = np.arange(20_000)
+    before = dataset(tmp_path / "before", rows, np.digitize(times, [12_000, 14_000]))
+    now = dataset(tmp_path / "now", rows, np.digitize(times, [16_000, 18_000]))
+    assert said(now, champion(tmp_path, before))[0] == []
+
+
 def test_other_deliveries_are_named_with_what_the_champion_reached_there(tmp_path):
     old, new = customers(1000), customers(1000, first=1000)
     before = dataset(tmp_path / "before", old, drawn(old), spans=["2026-03-01", "2026-03-02"])
@@ -168,7 +181,7 @@ def test_weights_that_training_began_with_were_trained_as_well(tmp_path, whose):
         assert len(remarks) == 1
     else:
         own = published(tmp_path / "own", "checkpoint", global_step=9, warmed_from=between)
-        remarks = Judges.of(now, SIGNIFICANCE).remarks(own)
+        remarks = Judges.of(now, LIMITS).remarks(own)
         assert f"({between})" in remarks[0]
     both = int(((drawn(rows) == 2) & (drawn(rows, seed=1) == 0)).sum())
     assert remarks[0].startswith(f"{both} of ")
@@ -181,7 +194,7 @@ def test_a_model_that_was_trained_on_its_own_test_examples_is_named(tmp_path):
     rows = {name: np.concatenate([each, each[again]]) for name, each in rows.items()}
     now = dataset(tmp_path / "now", rows, np.concatenate([splits, np.zeros(7, np.int8)]))
     own = published(tmp_path / "own", "checkpoint", global_step=9)
-    (remark,) = Judges.of(now, SIGNIFICANCE).remarks(own)
+    (remark,) = Judges.of(now, LIMITS).remarks(own)
     assert remark.startswith(f"7 of {(splits == 2).sum()} test examples are in the training split")
 
 
@@ -200,4 +213,4 @@ def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):
 
 def test_a_dataset_of_an_earlier_version_judges_nothing(tmp_path):
     (tmp_path / "bare").mkdir()
-    assert Judges.of(storage.uri_of(tmp_path / "bare"), SIGNIFICANCE) is None
+    assert Judges.of(storage.uri_of(tmp_path / "bare"), LIMITS) is None
