@@ -60,7 +60,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     The champion, if any, answers the same examples. The same checkpoint and dataset again is a
     no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
     """
-    spec, inputs_from = read_inputs(dataset, checkpoint)
+    spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **_asked(config, champion)}
     if made_before(output, KIND, made_from):
         written = json.loads(storage.read_file(output, "metrics.json"))
@@ -129,8 +129,10 @@ def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, str]]:
-    """Return the dataset's spec, and what names these very inputs in a manifest."""
+def read_inputs(
+    config: Config, dataset: str, checkpoint: str
+) -> tuple[DatasetSpec, dict[str, str]]:
+    """Return the dataset as the task reads it, and what names these very inputs in a manifest."""
     data = storage.read_manifest(dataset)
     made_from = {
         "dataset": dataset,
@@ -140,7 +142,7 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     learnt = index.learnt_of_checkpoint(checkpoint, dataset)
-    return DatasetSpec.from_manifest(data, learnt), made_from
+    return tasks.with_positive(config.task, DatasetSpec.from_manifest(data, learnt)), made_from
 
 
 def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:

@@ -72,7 +72,7 @@ def export(  # noqa: PLR0913, PLR0917
         UserError: the decision is not a blessing of this checkpoint, a form cannot be written or
             read back, or its answers differ by more than the tolerance; nothing is published then.
     """
-    spec, inputs_from = read_inputs(dataset, checkpoint)
+    spec, inputs_from = read_inputs(config, dataset, checkpoint)
     evaluation = _require_blessed(decision, inputs_from)
     made_from = {**inputs_from, "formats": ",".join(config.export.formats)}
     if made_before(output, KIND, made_from):

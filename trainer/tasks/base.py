@@ -214,6 +214,9 @@ class Task(ABC):
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.
     from_probabilities = False
+    #: What makes one of two classes the positive one where none is named: `rarity` or `order`,
+    #: which is the second one; empty where there is none.
+    positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
         """Take a target; further arguments are `task.args`.

@@ -169,6 +169,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
 ) -> Hooks:
     """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
+    spec = tasks.with_positive(config.task, spec)
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
