@@ -35,6 +35,8 @@ TASKS = {
     "sequence_labelling": "trainer.tasks.sequences:SequenceLabelling",
     "sequence_to_label": "trainer.tasks.sequences:SequenceToLabel",
 }
+#: Those of one label that have a positive class.
+OF_TWO_CLASSES = ("binary_classification", "ranking", "recommendation")
 AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
 # The word for weights that make all classes weigh the same, in `class_weights`.

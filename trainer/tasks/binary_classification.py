@@ -112,7 +112,9 @@ class BinaryClassification(Sigmoid):
         return {"logit": logit, "probability": tf.sigmoid(logit)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the logits."""
+        """Return the logits of the second class, also from those of both of two classes."""
+        if "logits" in answers:
+            return np.diff(answers["logits"], axis=-1)
         return np.asarray(answers["logit"])[..., np.newaxis]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
@@ -134,17 +136,18 @@ class BinaryClassification(Sigmoid):
 
         That is the confusion matrix, ROC, precision over recall, and calibration.
         """
-        matrix = np.zeros((TWO, TWO))
+        matrix, calibration = np.zeros((TWO, TWO)), metrics.CalibrationError("float64")
         for part in examples.parts():
             weights = None if part.weights is None else part.weights.ravel()
             true, guess = part.labels.astype(np.int64), self.decided(part.outputs)
             matrix = matrix + metrics.confusion(true, guess, TWO, weights)
+            sure = tf.sigmoid(tf.cast(part.outputs[:, :1], tf.float64))
+            calibration.update_state(true[:, np.newaxis], sure, weights)
         part = drawn(examples)
         labels = part.labels.astype(np.int64)
         # The softmax of [0, logit] is the sigmoid.
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
-        names, calibration = list(self.labels), metrics.CalibrationError("float64")
-        calibration.update_state(*metrics.likeliest(labels, logits))
+        names = list(self.labels)
         return {
             "positive": names[1],
             "threshold": self.threshold._asdict(),
