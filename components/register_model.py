@@ -70,7 +70,10 @@ def _compared(
         dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri
     )
     with tempfile.TemporaryDirectory(dir=scratch, prefix="comparison-") as folder:
-        measured = evaluate_model.evaluated(config, root, run_id, inputs, Path(folder))
+        # Nobody reads of baselines there.
+        alone = config.evaluation.model_copy(update={"baseline": "none"})
+        settings = config.model_copy(update={"evaluation": alone})
+        measured = evaluate_model.evaluated(settings, root, run_id, inputs, Path(folder))
     return check_gate.decided(config, root, run_id, measured.uri)
 
 

@@ -59,7 +59,8 @@ def small_run(root: Path) -> SmallRun:
     """Publish digits and the checkpoint of a softmax model that knows the mean image of a class."""
     images, labels = digits()
     dataset = publish_dataset(root / "dataset", (images, labels))
-    config = parse_config({"model": {"name": "softmax"}, "evaluation": {"batch_size": 10}})
+    evaluation = {"batch_size": 10, "baseline": "none"}
+    config = parse_config({"model": {"name": "softmax"}, "evaluation": evaluation})
     model = template_model(config, images, labels)
     checkpoint = publish_checkpoint(root / "checkpoints", model)
     return SmallRun(

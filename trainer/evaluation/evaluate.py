@@ -19,25 +19,24 @@ from typing import Any
 import keras
 
 from trainer import storage
+from trainer.baselines.rows import Splits
 from trainer.checkpoints import index
-from trainer.checkpoints.checkpoints import RestoredCheckpoint, restore_model
-from trainer.class_names import ClassIndex
+from trainer.checkpoints.checkpoints import restore_model
 from trainer.config.main_metric import main_first
 from trainer.config.schema import Config
 from trainer.data.read import columns_of, labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
 from trainer.evaluation import constant
+from trainer.evaluation.baseline import judged_baselines
 from trainer.evaluation.champion import champion_of, compared
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Predictions, Writer, measured, predict
-from trainer.evaluation.signature import by_output
 from trainer.evaluation.slices import sliced
-from trainer.evaluation.threshold import thresholds_of
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.tasks import registry as tasks
-from trainer.tasks.base import SplitError, Task
+from trainer.tasks.base import SplitError
 from trainer.tasks.objective import Objective
 
 KIND = "evaluation"
@@ -63,7 +62,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     The champion, if any, answers the same examples. The same checkpoint and dataset again is a
     no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
     """
-    spec, inputs_from = read_inputs(config, dataset, checkpoint)
+    spec, inputs_from = read_inputs(dataset, checkpoint)
     made_from = {**inputs_from, **_asked(config, champion)}
     if made_before(output, KIND, made_from):
         written = json.loads(storage.read_file(output, "metrics.json"))
@@ -75,7 +74,6 @@ def evaluate(  # noqa: PLR0913, PLR0917
     model, step = restored(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
-    objective = objective.at(thresholds_of(objective, model, spec, dataset, scratch, size))
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
     if objective.task.learns:
@@ -93,6 +91,9 @@ def evaluate(  # noqa: PLR0913, PLR0917
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
             summary["champion"] = compared(opponent, objective, found, config.gate.champion, judges)
+        if config.evaluation.baseline == "auto":
+            splits = Splits(spec=spec, uri=dataset, test=files, scratch=scratch / "train")
+            summary["baselines"] = judged_baselines(objective, found.own, splits)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
@@ -112,7 +113,12 @@ def _asked(config: Config, champion: str) -> dict[str, str]:
     """Return what an evaluation depends on besides the examples and the model."""
     compared_by = config.gate.champion.compared_by() if champion else ""
     slices = ",".join(config.evaluation.slices)
-    return {"slices": slices, "champion": champion, "compared_by": compared_by}
+    return {
+        "slices": slices,
+        "champion": champion,
+        "compared_by": compared_by,
+        "baseline": config.evaluation.baseline,
+    }
 
 
 @contextmanager
@@ -133,10 +139,8 @@ def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def read_inputs(
-    config: Config, dataset: str, checkpoint: str
-) -> tuple[DatasetSpec, dict[str, str]]:
-    """Return the dataset as the task reads it, and what names these very inputs in a manifest."""
+def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, str]]:
+    """Return the dataset's spec, and what names these very inputs in a manifest."""
     data = storage.read_manifest(dataset)
     made_from = {
         "dataset": dataset,
@@ -146,7 +150,7 @@ def read_inputs(
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     learnt = index.learnt_of_checkpoint(checkpoint, dataset)
-    return tasks.with_positive(config.task, DatasetSpec.from_manifest(data, learnt)), made_from
+    return DatasetSpec.from_manifest(data, learnt), made_from
 
 
 def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
@@ -175,29 +179,8 @@ def restored(
 ) -> tuple[keras.Model, int]:
     """Return the model with the weights of the checkpoint, and the checkpoint's global step."""
     model = build_model(config, spec, objective)
-    found = restore_model(checkpoint, model, scratch)
-    require_positive(objective.task, spec, found)
-    return model, found.global_step
-
-
-def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:
-    """Raise `UserError` where a checkpoint was trained for the other class of two."""
-    trained = by_output(found.fields.get("positive", {}))
-    for name, part in task.parts.items():
-        if not part.positive_by:
-            continue
-        key, of_before = f"task.outputs.{name}" if name else "task", ""
-        # One of an earlier version was trained for the second class as it is in the records.
-        before = part.labels[0 if part.target.name in spec.swapped else 1]
-        if name in trained:
-            before = trained[name]
-        else:
-            of_before = f"; set {key}.name: classification if it has an output for each class"
-        if ClassIndex(part.labels).number(before) != 1:
-            raise UserError(
-                f"{found.uri} was trained for the positive class {before!r}, and now it is "
-                f"{part.labels[1]!r}: set {key}.positive: {before!r}, or begin a new run{of_before}"
-            )
+    manifest = restore_model(checkpoint, model, scratch)
+    return model, int(manifest.fields["global_step"])
 
 
 def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoint: str) -> None:

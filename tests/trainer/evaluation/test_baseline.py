@@ -1,0 +1,54 @@
+"""What an evaluation says of baselines: metrics of the same code, and the model next to each."""
+
+import numpy as np
+import pytest
+
+from tests.trainer.tasks.measuring import InParts, target
+from trainer.baselines.baselines import Baseline
+from trainer.evaluation import baseline
+from trainer.tasks.classification import Classification
+from trainer.tasks.objective import Objective
+
+COUNT, CLASSES = 150, 3
+RANDOM = np.random.default_rng(3)
+CLASS = RANDOM.integers(CLASSES, size=COUNT)
+SURE = np.eye(CLASSES, dtype="float32")[CLASS]
+
+
+def noisy(much):
+    return (SURE + much * RANDOM.normal(size=SURE.shape)).astype("float32")
+
+
+def judged(monkeypatch, own, *found):
+    monkeypatch.setattr(baseline, "baselines_of", lambda *_: list(found))
+    objective = Objective(Classification(target(CLASS, num_classes=CLASSES)))
+    return baseline.judged_baselines(objective, InParts(CLASS, own), None)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "verdict"), [(0.1, 3.0, "better"), (3.0, 0.1, "worse"), (0.5, 0.5, "equal")]
+)
+def test_the_model_is_compared_with_it_on_the_same_examples(monkeypatch, own, other, verdict):
+    model, simple = noisy(own), noisy(other)
+    (found,) = judged(monkeypatch, model, Baseline(name="linear", rows=9, outputs=simple))
+    means = [(each.argmax(axis=1) == CLASS).mean() for each in (model, simple)]
+    assert found["metrics"]["accuracy"] == pytest.approx(means[1])
+    paired = found["paired"]
+    assert (paired["metric"], paired["examples"]) == ("accuracy", COUNT)
+    assert paired["difference"] == pytest.approx(means[0] - means[1])
+    low, high = paired["interval"]
+    assert low < paired["difference"] < high
+    assert paired["verdict"] == verdict
+
+
+def test_one_that_answers_fewer_is_compared_on_those(monkeypatch):
+    model, simple = noisy(0.5), noisy(0.5)[:40]
+    (found,) = judged(monkeypatch, model, Baseline(name="linear", rows=9, outputs=simple))
+    assert found["paired"]["examples"] == 40
+    hits = (simple.argmax(axis=1) == CLASS[:40]).mean()
+    assert found["metrics"]["accuracy"] == pytest.approx(hits)
+
+
+def test_one_that_is_skipped_says_why(monkeypatch):
+    (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", skipped="no time"))
+    assert (found["skipped"], found["metrics"], found["paired"]) == ("no time", {}, {})

@@ -1,0 +1,204 @@
+"""Features of examples as the columns of a matrix: numbers, categories and texts.
+
+Which of them a text is the training rows say, as for `trainer.models.tabular`: values that come
+again and again are categories.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from trainer.baselines.rows import Clock, Rows
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.tasks.base import Array, Floats
+
+# Larger tensors are pictures, and no columns of a table.
+_MOST_PIXELS = 256
+_VECTOR = 1
+# Of so many features the histograms of a tree are finer: 160 MB of them either way.
+_FEW_COLUMNS = 500
+# So few values are categories; of more, those that examples have so many times.
+_FEW_VALUES, _TIMES = 20, 10
+# A number this many deviations from the mean says no more to a linear model than one at it.
+_FAR = 10.0
+#: Rows of which texts are read.
+MOST_TEXTS = 20_000
+_TEXTS_AT_ONCE = 500
+# A letter of a script that is written without spaces, or a word of another one.
+_ALONE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_WORD = rf"[{_ALONE}]|[^\W{_ALONE}]+"
+Matrix = Any
+
+
+def usable(spec: DatasetSpec) -> list[str]:
+    """Return the inputs that are numbers, classes or texts: no pictures, and no sequences."""
+    return [name for name in spec.inputs if _is_column(spec.features[name])]
+
+
+def width(spec: DatasetSpec, names: Sequence[str]) -> int:
+    """Return how many columns the features have."""
+    return sum(math.prod(spec.features[name].sizes) for name in names)
+
+
+def _is_text(feature: FeatureSpec) -> bool:
+    return feature.dtype == "string"
+
+
+def _is_column(feature: FeatureSpec) -> bool:
+    if feature.varies or feature.stored == "image":
+        return False
+    shape = feature.sizes
+    return len(shape) <= (0 if _is_text(feature) else _VECTOR) or (
+        not _is_text(feature) and math.prod(shape) <= _MOST_PIXELS
+    )
+
+
+@dataclass(frozen=True)
+class _Categories:
+    """The most frequent values of a column, by a number from 0 on; NaN for any other one."""
+
+    values: Array
+    numbers: Array
+
+    @classmethod
+    def of(cls, column: Array, most: int) -> _Categories:
+        values, counts = np.unique(column, return_counts=True)
+        kept = np.sort(np.argsort(-counts, kind="stable")[:most])
+        return cls(values[kept], np.arange(len(kept)))
+
+    def of_each(self, column: Array) -> Floats:
+        places = np.searchsorted(self.values, column).clip(max=len(self.values) - 1)
+        found = np.where(self.values[places] == column, self.numbers[places], np.nan)
+        return found.astype(np.float64)
+
+
+class Columns:
+    """What is known of the features of the training rows."""
+
+    def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
+        """Learn which column is of which kind; a model will have so many `classes`."""
+        self.is_narrow = width(spec, [*rows.columns]) <= _FEW_COLUMNS
+        #: How fine the histograms of a tree may be.
+        self.bins = 255 if self.is_narrow else 63
+        self._classes = classes
+        self._categories: dict[str, _Categories] = {}
+        self._texts: list[str] = []
+        self._numbers: list[str] = []
+        for name, column in rows.columns.items():
+            feature = spec.features[name]
+            if not _is_text(feature) and (feature.shape or not feature.num_classes):
+                self._numbers.append(name)
+                continue
+            found = _Categories.of(column, self.bins - 1)
+            many = _is_text(feature) and len(np.unique(column)) > max(
+                _FEW_VALUES, rows.count // _TIMES
+            )
+            if many:
+                self._texts.append(name)
+            else:
+                self._categories[name] = found
+
+    @property
+    def texts(self) -> list[str]:
+        """The features that are texts."""
+        return self._texts
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are other ones."""
+        return bool(self._numbers or self._categories)
+
+    def trees(self, rows: Rows) -> tuple[Floats, list[int]]:
+        """Return numbers [n, columns], NaN where one is missing, and which are categories."""
+        numbers = self._all_numbers(rows)
+        codes = [each.of_each(rows.columns[name]) for name, each in self._categories.items()]
+        whole = np.column_stack([numbers, *codes]) if codes else numbers
+        return whole, [*range(numbers.shape[1], whole.shape[1])]
+
+    def _all_numbers(self, rows: Rows) -> Floats:
+        flat = [rows.columns[name].reshape(rows.count, -1) for name in self._numbers]
+        if not flat:
+            return np.empty((rows.count, 0))
+        whole = np.concatenate(flat, axis=1).astype(np.float64)
+        whole[~np.isfinite(whole)] = np.nan
+        return whole
+
+    def learn_linear(self, rows: Rows, clock: Clock) -> Matrix:
+        """Learn scales and words; return the matrix of the rows, of as many as there was time."""
+        rows = rows.first(MOST_TEXTS) if self._texts else rows
+        numbers = self._all_numbers(rows)
+        # Squares of very large numbers would be infinite.
+        self._largest = _or_one(np.nanmax(np.abs(numbers), axis=0, initial=0.0))
+        scaled = numbers / self._largest
+        self._has_gaps = np.isnan(scaled).any(axis=0)
+        self._means = np.nan_to_num(np.nanmean(scaled, axis=0))
+        self._stds = _or_one(np.nanstd(scaled, axis=0))
+        counts, taken = self._count_words(rows.columns, rows.count, clock)
+        self._weights = []
+        for each in counts:
+            from sklearn.feature_extraction.text import TfidfTransformer  # noqa: PLC0415
+
+            self._weights.append(TfidfTransformer(sublinear_tf=True).fit(each))
+        return self._together(self._plain(rows.first(taken)), counts)
+
+    def linear(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the matrix of further rows."""
+        counts, taken = self._count_words(rows.columns, rows.count, clock)
+        if taken < rows.count:
+            clock.check()
+        return self._together(self._plain(rows), counts)
+
+    def _together(self, plain: Matrix, counts: Sequence[Matrix]) -> Matrix:
+        weighed = [each.transform(count) for each, count in zip(self._weights, counts, strict=True)]
+        if not weighed:
+            return plain
+        return sparse.hstack([sparse.csr_matrix(plain), *weighed], format="csr")
+
+    def _plain(self, rows: Rows) -> Matrix:
+        scaled = (self._all_numbers(rows) / self._largest - self._means) / self._stds
+        gaps = np.isnan(scaled[:, self._has_gaps]).astype(np.float64)
+        dense = np.hstack([np.nan_to_num(scaled).clip(-_FAR, _FAR), gaps])
+        codes = [
+            _one_hot(each.of_each(rows.columns[name]), len(each.values))
+            for name, each in self._categories.items()
+        ]
+        return sparse.hstack([sparse.csr_matrix(dense), *codes], format="csr") if codes else dense
+
+    def _count_words(
+        self, columns: Mapping[str, Array], rows: int, clock: Clock
+    ) -> tuple[list[Matrix], int]:
+        """Count words and pairs of them, by a hash; of as many rows as there is time for."""
+        if not self._texts:
+            return [], rows
+        from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
+
+        # 2^20 numbers of a model, 8 MB, of which a solver holds about 20 copies.
+        size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
+        words = HashingVectorizer(
+            n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,
+            norm=None, decode_error="replace",
+        )  # fmt: skip
+        found: list[list[Matrix]] = [[] for _ in self._texts]
+        taken = 0
+        while taken < rows and (clock.left > 0 or not taken):
+            part = slice(taken, taken + _TEXTS_AT_ONCE)
+            for each, name in zip(found, self._texts, strict=True):
+                each.append(words.transform(columns[name][part]))
+            taken = min(part.stop, rows)
+        return [sparse.vstack(each, format="csr") for each in found], taken
+
+
+def _or_one(values: Floats) -> Floats:
+    return np.where((values > 0) & np.isfinite(values), values, 1.0)
+
+
+def _one_hot(codes: Floats, count: int) -> Matrix:
+    known = np.flatnonzero(~np.isnan(codes))
+    cells = known, codes[known].astype(np.int64)
+    return sparse.csr_matrix((np.ones(len(known)), cells), shape=(len(codes), count))

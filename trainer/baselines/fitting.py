@@ -1,0 +1,239 @@
+"""Gradient boosting and linear models, fitted as long as there is time.
+
+Each fits in slices of iterations, of which the next one is as long as the last ones say that the
+time allows. One thread each: those of OpenMP wait for each other without sleeping, so that on a
+machine that others use two of them take up to a hundred times as long as one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from trainer.baselines.columns import Columns, Matrix
+from trainer.baselines.rows import Clock, NoBaselineError, Rows
+from trainer.tasks.base import Array, Floats, Task
+from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.classification import Classification
+from trainer.tasks.multilabel_classification import MultilabelClassification
+from trainer.tasks.regression import Regression
+
+# As many trees as give scikit-learn's own default, and fewer of many classes, which have one each.
+_MOST_ITERATIONS, _MOST_TREES = 100, 600
+_MOST_SOLVED = 300
+_FIRST = 5
+# Rows from which a tenth of them says when to stop, and trees are as large as by default.
+_MANY_ROWS, _LEAVES = 2000, 31
+# Of the time that is left, what the next slice may take by the speed of those before.
+_SAFE = 0.7
+# A class that no row has had is not impossible.
+_LEAST = 1e-6
+#: What a target may have of numbers that are predicted one by one.
+MOST_NUMBERS = 32
+Answer = Callable[[Rows, Clock], Any]
+
+
+class Kind(Protocol):
+    """A kind of model: what it makes of the columns, and of one label."""
+
+    def known(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the matrix of the training rows, of the first ones as there is time for."""
+
+    def matrix(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the matrix of further rows."""
+
+    def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
+        """Return a fitted estimator of scikit-learn."""
+
+
+class Label(NamedTuple):
+    """What is predicted: values [n] that are numbers, or from 0 on classes; and weights [n]."""
+
+    values: Array
+    weights: Floats
+    is_class: bool
+
+
+class Boosting:
+    """Gradient boosting of trees on histograms; categories and missing numbers as they are."""
+
+    name = "gradient boosting"
+
+    def __init__(self, columns: Columns) -> None:
+        """Take columns."""
+        self._columns = columns
+        self._categories: list[int] = []
+
+    def known(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the numbers and the categories."""
+        found, self._categories = self._columns.trees(rows)
+        clock.check()
+        return found
+
+    def matrix(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the numbers and the categories."""
+        clock.check()
+        return self._columns.trees(rows)[0]
+
+    def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
+        """Return the trees that there was time for."""
+        from sklearn import ensemble  # noqa: PLC0415
+
+        classes, counts = np.unique(of.values, return_counts=True) if of.is_class else ((), ())
+        kind = "Classifier" if of.is_class else "Regressor"
+        per_iteration = len(classes) if len(classes) > 2 else 1  # noqa: PLR2004
+        most = max(_FIRST, min(_MOST_ITERATIONS, _MOST_TREES // per_iteration))
+        is_large = len(x) >= _MANY_ROWS
+        model = getattr(ensemble, f"HistGradientBoosting{kind}")(
+            warm_start=True,
+            random_state=0,
+            categorical_features=self._categories or None,
+            max_bins=self._columns.bins,
+            max_leaf_nodes=_LEAVES if is_large and self._columns.is_narrow else _LEAVES // 2,
+            # Each class needs some rows on both sides.
+            early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
+        )
+
+        def fit(iterations: int) -> bool:
+            model.set_params(max_iter=iterations).fit(x, of.values, of.weights)
+            return bool(model.n_iter_ < iterations)
+
+        _in_slices(fit, most, clock)
+        return model
+
+
+class Linear:
+    """Logistic regression, or ridge, of standardised numbers, one-hot categories and TF-IDF."""
+
+    name = "linear"
+
+    def __init__(self, columns: Columns) -> None:
+        """Take columns."""
+        self._columns = columns
+
+    def known(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the numbers, categories and texts, of as many rows as there is time for."""
+        return self._columns.learn_linear(rows, clock.share(1 / 3))
+
+    def matrix(self, rows: Rows, clock: Clock) -> Matrix:
+        """Return the numbers, categories and texts."""
+        return self._columns.linear(rows, clock)
+
+    def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
+        """Return what converged, or what there was time for."""
+        from sklearn import linear_model  # noqa: PLC0415
+
+        if not of.is_class:
+            clock.check()
+            model = linear_model.Ridge(solver="lsqr", max_iter=100)
+            return model.fit(x, of.values, of.weights)
+        model = linear_model.LogisticRegression(warm_start=True)
+        done = 0
+
+        def fit(iterations: int) -> bool:
+            nonlocal done
+            model.set_params(max_iter=iterations - done).fit(x, of.values, of.weights)
+            is_done, done = int(np.max(model.n_iter_)) < iterations - done, iterations
+            return is_done
+
+        _in_slices(fit, _MOST_SOLVED, clock)
+        return model
+
+
+def _in_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
+    """Call `fit` with more and more iterations, until it is done or there is no time left."""
+    clock.check()
+    done, size = 0, min(_FIRST, most)
+    while done < most and size > 0:
+        began = time.monotonic()
+        if fit(done + size):
+            return
+        done += size
+        each = (time.monotonic() - began) / size
+        size = min(most - done, int(clock.left * _SAFE / max(each, 1e-6)))
+
+
+def labels_of(task: Task) -> int:
+    """Return how many numbers or classes are predicted one by one.
+
+    Raises:
+        NoBaselineError: no baseline is of this task.
+    """
+    if not type(task).__module__.startswith("trainer.tasks."):
+        raise NoBaselineError("the task is your own")
+    if "" not in task.parts:
+        return sum(labels_of(part) for part in task.parts.values())
+    if isinstance(task, MultilabelClassification | Regression):
+        return int(np.prod(task.output_shape))
+    if isinstance(task, BinaryClassification) or (
+        isinstance(task, Classification) and not task.target.shape
+    ):
+        return 1
+    raise NoBaselineError(f"none is for {task.name}")
+
+
+def classes_of(task: Task) -> int:
+    """Return the most classes that a label has: trees, or rows of a linear model."""
+    if "" not in task.parts:
+        return max(classes_of(part) for part in task.parts.values())
+    return task.num_classes if isinstance(task, Classification) else 1
+
+
+def fitted(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
+    """Return what gives outputs of a task for further rows, and of how many rows it has learnt."""
+    x = kind.known(rows, clock)
+    count = x.shape[0]
+    weights = rows.weights[:count]
+    left = labels_of(task)
+
+    def one(values: Array, *, is_class: bool) -> Any:
+        nonlocal left
+        found = kind.fitted(x, Label(values[:count], weights, is_class), clock.share(1 / left))
+        left -= 1
+        return found
+
+    answer = _answer_of(task, rows.labels, one)
+    return lambda further, until: answer(kind.matrix(further, until)), count
+
+
+def _answer_of(task: Task, labels: Any, one: Callable[..., Any]) -> Callable[[Matrix], Any]:
+    """Fit all labels of a task; return what gives its outputs for a matrix."""
+    if "" not in task.parts:
+        answers: Mapping[str, Any] = {
+            name: _answer_of(part, labels[name], one) for name, part in task.parts.items()
+        }
+        return lambda x: {name: each(x) for name, each in answers.items()}
+    if isinstance(task, Regression):
+        flat = labels.reshape(len(labels), -1).astype(np.float64)
+        means, stds = flat.mean(axis=0), flat.std(axis=0)
+        stds = np.where(stds > 0, stds, 1.0)
+        models = [one(each, is_class=False) for each in ((flat - means) / stds).T]
+        shape = (-1, *task.target.shape)
+
+        def numbers(x: Matrix) -> Any:
+            found = np.column_stack([each.predict(x) for each in models]) * stds + means
+            return task.outputs_of({"prediction": found.reshape(shape)}).astype(np.float32)
+
+        return numbers
+    if isinstance(task, Classification):
+        model = one(labels.astype(np.int64), is_class=True)
+        return lambda x: _logits(model, x, task.num_classes)
+    columns = labels.reshape(len(labels), -1).astype(np.int64).T
+    yes_or_no = [one(each, is_class=True) for each in columns]
+    return lambda x: np.column_stack([_log_odds(each, x) for each in yes_or_no])
+
+
+def _logits(model: Any, x: Matrix, classes: int) -> Floats:
+    found = np.zeros((x.shape[0], classes))
+    found[:, model.classes_] = model.predict_proba(x)
+    logits: Floats = np.log(found.clip(_LEAST, 1)).astype(np.float32)
+    return logits
+
+
+def _log_odds(model: Any, x: Matrix) -> Floats:
+    p = _logits(model, x, 2).astype(np.float64)
+    odds: Floats = (p[:, 1] - p[:, 0]).astype(np.float32)
+    return odds

@@ -1,0 +1,153 @@
+"""Rows of a split as arrays: a bounded number of them, drawn at random, in bounded memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer import storage
+from trainer.data.records import parse
+from trainer.data.spec import DatasetSpec
+from trainer.tasks.base import Array, Floats
+
+SPLIT = "train"
+#: Bytes that are taken of a text.
+TEXT_BYTES = 2000
+# Of shards that are fetched, and of records that are drawn of them.
+_MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20
+# Records of shards that are fetched for each that is drawn.
+_SLACK = 4
+_AT_ONCE, _BYTES_AT_ONCE = 4096, 32 << 20
+
+
+class NoBaselineError(Exception):
+    """A baseline does not fit, or found no time; the message says why in a few words."""
+
+
+class Clock:
+    """The seconds that are left."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begin now."""
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end; below 0 after it."""
+        return self._end - time.monotonic()
+
+    def share(self, of: float) -> Clock:
+        """Return the clock of one that may take a part of what is left."""
+        return Clock(self.left * of)
+
+    def check(self) -> None:
+        """Raise `NoBaselineError` after the end."""
+        if self.left <= 0:
+            raise NoBaselineError("it found no time")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some examples: features by name, labels as the task has them, and weights [n]."""
+
+    columns: Mapping[str, Array]
+    labels: Any
+    weights: Floats
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.weights)
+
+    def at(self, places: Any) -> Rows:
+        """Return some of them: those at a slice, or where a mask is true."""
+        values = dict(self.columns), self.labels, self.weights
+        return Rows(*tf.nest.map_structure(lambda each: each[places], values))
+
+    def first(self, most: int) -> Rows:
+        """Return at most so many of them."""
+        return self if self.count <= most else self.at(slice(most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Where a dataset has its examples: published at `uri`, those to test on fetched already."""
+
+    spec: DatasetSpec
+    uri: str
+    test: Sequence[Path]
+    scratch: Path
+
+
+def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock) -> Rows:
+    """Return at most so many training examples, each of which is as likely; those of weight 0 go.
+
+    Shards are parts of a random order, so that the first of them stand for all.
+
+    Raises:
+        NoBaselineError: their shards are too large, nothing weighs anything, or no time is left.
+    """
+    spec, manifest = splits.spec, storage.read_manifest(splits.uri)
+    sizes = {entry.path: entry.bytes for entry in manifest.files}
+    files, examples, size = list[str](), 0, 0
+    for name, count in zip(spec.files(SPLIT), spec.shards[SPLIT], strict=True):
+        if examples >= _SLACK * most or size + sizes[name] > _MOST_BYTES:
+            break
+        files.append(name)
+        examples, size = examples + count, size + sizes[name]
+    if not examples:
+        raise NoBaselineError(f"a training shard has more than {_MOST_BYTES >> 20} MiB")
+    storage.fetch(splits.uri, splits.scratch, only=set(files).__contains__, manifest=manifest)
+    most = min(most, _MOST_READ * examples // size)
+    drawn = np.zeros(examples, np.bool_)
+    chosen = np.random.default_rng(0).choice(examples, min(most, examples), replace=False)
+    drawn[chosen] = True
+    parts = []
+    for rows in batches(spec, [splits.scratch / name for name in files], names, drawn):
+        clock.check()
+        parts.append(rows.at(rows.weights > 0))
+    found = _joined(parts)
+    if not found.count:
+        raise NoBaselineError("no training example weighs anything")
+    return found
+
+
+def batches(
+    spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
+) -> Iterator[Rows]:
+    """Read features `names`, labels and weights of those records of files that are drawn."""
+    roles = filter(None, [*names, *spec.targets, spec.weight])
+    features = {name: spec.features[name] for name in roles}
+    records = tf.data.TFRecordDataset([str(path) for path in files])
+    marked = tf.data.Dataset.zip(records, tf.data.Dataset.from_tensor_slices(drawn))
+    records = marked.filter(lambda _, mark: mark).map(lambda record, _: record)
+    size = sum(path.stat().st_size for path in files) // len(drawn)
+    at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // max(size, 1)))
+
+    def parsed(batch: tf.Tensor) -> dict[str, tf.Tensor]:
+        found = parse(features, batch)
+        return {
+            name: tf.strings.substr(each, 0, TEXT_BYTES) if each.dtype == tf.string else each
+            for name, each in found.items()
+        }
+
+    for values in records.batch(at_once).map(parsed).as_numpy_iterator():
+        labels = {name: values[name] for name in spec.targets}
+        count = len(next(iter(labels.values())))
+        weights = values[spec.weight] if spec.weight else np.ones(count)
+        yield Rows(
+            columns={name: values[name] for name in names},
+            labels=labels if len(labels) > 1 else labels[spec.targets[0]],
+            weights=weights.astype(np.float64).reshape(count),
+        )
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    values = ((dict(part.columns), part.labels, part.weights) for part in parts)
+    return Rows(*tf.nest.map_structure(lambda *each: np.concatenate(each), *values))

@@ -1,0 +1,92 @@
+"""The baselines on the test examples: what `metrics.json` says of them and of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.baselines.baselines import Baseline, baselines_of
+from trainer.baselines.rows import Splits
+from trainer.config.thresholds import ChampionRule
+from trainer.errors import UserError
+from trainer.evaluation.comparison import Opponents, compare
+from trainer.evaluation.predictions import measured
+from trainer.tasks.base import Examples, Part
+from trainer.tasks.objective import Objective, at
+
+# Of each of both bounds: what is between them is the interval of 95 %.
+_RULE = ChampionRule(confidence=0.975)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _First:
+    """The first examples, with their own outputs or with others; see `Examples`."""
+
+    examples: Examples
+    count: int
+    outputs: Any = None
+
+    def parts(self) -> Iterator[Part]:
+        begin = 0
+        for part in self.examples.parts():
+            size = min(len(tf.nest.flatten(part.labels)[0]), self.count - begin)
+            some = at(part, slice(size))
+            if self.outputs is not None:
+                some = some._replace(outputs=at(self.outputs, slice(begin, begin + size)))
+            yield some
+            begin += size
+            if begin >= self.count:
+                return
+
+
+def judged_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
+    """Return the baselines of a task, each with its metrics, and the model compared with it."""
+    return [_judged(objective, own, each) for each in baselines_of(objective.task, splits)]
+
+
+def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": baseline.name,
+        "made_by": baseline.made_by,
+        "rows": baseline.rows,
+        "of_rows": baseline.of_rows,
+        "seconds": baseline.seconds,
+        "metrics": {},
+        "paired": {},
+        "skipped": baseline.skipped,
+    }
+    if baseline.skipped:
+        return found
+    count = len(tf.nest.flatten(baseline.outputs)[0])
+    model = _First(examples=own, count=count)
+    other = _First(examples=own, count=count, outputs=baseline.outputs)
+    try:
+        metrics = measured(objective, other)["metrics"]
+        return {**found, "metrics": metrics, "paired": _paired(objective, model, other)}
+    # As few users or items as a sample has may define no metric.
+    except UserError as error:
+        return {**found, "skipped": str(error)}
+
+
+def _paired(objective: Objective, model: Examples, other: Examples) -> dict[str, Any]:
+    """Return what `compare` does of the model, with `interval` and `verdict`.
+
+    The difference is the model's value less that of the baseline. The verdict is "better" or
+    "worse" where 0 is outside of the interval, else "equal".
+    """
+    first = compare(Opponents(objective=objective, own=model, other=other), _RULE)
+    turned = compare(Opponents(objective=objective, own=other, other=model), _RULE)
+    bounds = first["bound"], turned["bound"]
+    if None in bounds:
+        return {**first, "interval": None, "verdict": "equal"}
+    low, high = sorted((bounds[0], -bounds[1]))
+    sign = 1 if first["better"] == "higher" else -1
+    verdict = "better" if min(sign * low, sign * high) > 0 else "worse"
+    return {
+        **first,
+        "interval": [low, high],
+        "verdict": "equal" if low <= 0 <= high else verdict,
+    }
