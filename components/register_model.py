@@ -56,8 +56,9 @@ def work(step: Step) -> str:
         if made.promoted:
             registration.announce(step.root, settings.name, made.version, settings.registry.hub)
         numbers = {"version": made.version, "promotion": made.promotion}
-        step.output.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
-        judged = {"model": step.model, "decision": word, **numbers}
+        judged = {"decision": word, "headline": made.headline, **numbers}
+        step.output.done(made.uri, {**judged, "reasons": list(made.reasons)})
+        judged = {"model": step.model, **judged}
         descriptor.describe(step.registration, made.uri, judged)
         return word
 

@@ -23,7 +23,8 @@ from trainer import storage
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
 from trainer.masking import one_line, printable
-from trainer.report.wording import duration
+from trainer.report.headline import main_value
+from trainer.report.wording import duration, rounded
 
 if TYPE_CHECKING:
     from components.records.step_record import StepRecord
@@ -194,9 +195,9 @@ class Display:
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
-            lines.append(f"training    loss {progress.loss:.4f}  {speed}")
+            lines.append(f"training    loss {rounded(progress.loss)}  {speed}")
         if found := self._validation:
-            values = "  ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
+            values = "  ".join(f"{name} {rounded(value)}" for name, value in found.metrics.items())
             lines.append(f"validation  {values}  at {found.global_step}")
         return lines
 
@@ -249,23 +250,20 @@ def show_result(console: Console, result: RunResult) -> None:
         console.print(f"{name:<{width}}  {text}", markup=False, soft_wrap=True)
 
 
-def last_line(result: RunResult) -> str:
-    """Return how a run ended, with colour: its verdict, its main metric and its report."""
-    parts = [_mark(result.status)]
-    if value := main_value(result):
-        parts.append(escape(value))
-    if report := result.artifacts.get("report"):
-        parts.append(escape(display_path(report)))
-    return "  ".join(parts)
+_GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
 
 
-def main_value(result: RunResult) -> str:
-    """Return the main metric of the model of a run with its name; empty where there is none."""
-    main = result.main_metric
-    value = result.metrics.get(main.name) if main else None
-    if main is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
-    return f"{main.name.replace('_', ' ')} {value:.4g}"
+def verdict_lines(result: RunResult) -> list[str]:
+    """Return how a run ended, with colour: its headline, its notes, and why it was refused."""
+    notes = result.notes
+    colour = "red" if result.status in _BAD else "yellow"
+    if result.status in _GOOD and not notes:
+        colour = "green"
+    return [
+        f"[{colour}]{escape(one_line(result.headline))}[/]",
+        *(f"[red]-[/] {escape(one_line(each))}" for each in result.reasons),
+        *(f"[yellow]note: {escape(one_line(each))}[/]" for each in notes),
+    ]
 
 
 def display_path(uri: str) -> str:
@@ -285,9 +283,9 @@ def _where(step: StepRecord) -> str:
 
 def _metrics(metrics: Mapping[str, Any]) -> str:
     plain = [
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        f"{name}={rounded(value)}"
         for name, value in metrics.items()
-        if not isinstance(value, list | dict) and value not in ("", None)
+        if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
     ]
     return " ".join(plain[:4])
 
@@ -417,7 +415,7 @@ def _shortened(text: str, most: int) -> str:
 
 def _far(run: RunResult) -> str:
     """Return the main metric of a run, or how far its training has come."""
-    if value := main_value(run):
+    if value := main_value(run.measured):
         return value
     reached = [each.metrics for each in run.steps if each.status == "running"]
     step = next((each for each in reached if each.get("global_step") and each.get("steps")), None)

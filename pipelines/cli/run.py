@@ -77,7 +77,11 @@ def answer_of(result: RunResult) -> Answer:
         metrics=result.metrics,
         artifacts=result.artifacts,
         message=result.message,
-        more={name: step for name, step in steps.items() if step is not None},
+        more={
+            "headline": result.headline,
+            "notes": result.notes,
+            **{name: step for name, step in steps.items() if step is not None},
+        },
     )
 
 
@@ -116,7 +120,10 @@ def _run(
         display.show_result(display.Terminal(), result)
     for line in _closing_lines(options, started, result):
         errors.print(f"flotilla: {line}", markup=False, soft_wrap=True)
-    errors.print(display.last_line(result), soft_wrap=True)
+    for line in display.verdict_lines(result):
+        errors.print(line, soft_wrap=True)
+    if report := result.artifacts.get("report"):
+        errors.print(display.display_path(report), markup=False, soft_wrap=True)
     return answer_of(result)
 
 
@@ -128,7 +135,7 @@ def bundle_lines(bundle: Bundle) -> list[str]:
 
 def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     lines = []
-    if result.message:
+    if result.message and result.status != "refused":
         # The message of training begins with "interrupted at global step ..." by itself.
         is_said = result.message.startswith(result.status)
         lines.append(result.message if is_said else f"{result.status}: {result.message}")

@@ -17,7 +17,7 @@ from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of, published_by
 from pipelines.runs.kfp_client import Client, InstanceError, one_line
 from pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
 from pipelines.runs.kfp_run import RemoteRun
-from pipelines.runs.outcome import RunResult
+from pipelines.runs.outcome import RunResult, joined
 from trainer import storage
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, UserError
 from trainer.json_records import record_in
@@ -187,7 +187,7 @@ def _judged(published: _Published) -> tuple[str, int, str]:
 
 
 def _reasons(record: StepRecord | None) -> str:
-    return "; ".join((record.metrics.get("reasons") or ()) if record else ())
+    return joined((record.metrics.get("reasons") or ()) if record else ())
 
 
 def _and(message: str, more: str) -> str:

@@ -14,6 +14,7 @@ from components.records.step_record import StepRecord, step_records
 from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
 from trainer.config.main_metric import MainMetric
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
+from trainer.report import headline
 from trainer.run_state import RunState
 
 # A disk with less free bytes is full.
@@ -70,6 +71,48 @@ class RunResult:
         return MainMetric.of({**said, "metrics": step.metrics})
 
     @property
+    def measured(self) -> dict[str, Any]:
+        """The main metric with all that it is compared with, see `headline.measured`."""
+        said, main = self.metrics_of("decision").get("measured"), self.main_metric
+        if isinstance(said, dict) and said:
+            return said
+        value = self.metrics.get(main.name) if main else None
+        return {"metric": main.name, "value": value, "better": main.better} if main else {}
+
+    @property
+    def headline(self) -> str:
+        """One sentence of what the run has come to."""
+        said = [each.metrics.get("headline") for each in self.steps]
+        if self.status in ("blessed", "refused") and any(said):
+            return str([each for each in said if each][-1])
+        facts = {"name": model_of(self) or self.run_id, "verdict": self.status}
+        ill = [each for each in self.steps if each.status == self.status != "done"]
+        step = ill[0] if ill else self._judge
+        return headline.headline(
+            {**facts, "measured": self.measured, "step": step.step if step else ""}
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person has to know of a model that was judged, in sentences."""
+        return list(map(str, self.metrics_of("decision").get("notes") or ()))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the run was refused, a line each."""
+        if self.status != "refused":
+            return []
+        said = self._judge.metrics.get("reasons") if self._judge else None
+        return list(map(str, said)) if said and isinstance(said, list) else [self.message]
+
+    @property
+    def _judge(self) -> StepRecord | None:
+        """The step that has refused the data or the model."""
+        return next(
+            (each for each in self.steps if each.metrics.get("decision") == "refused"), None
+        )
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The metrics of the model on the test split; none where it was not evaluated."""
         return self.metrics_of("evaluation")
@@ -122,19 +165,24 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             message = f"{accepted}, but {row.name} was not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         if step and is_whole and ends_well(row.name, step.metrics.get("decision")):
-            message = "; ".join(map(str, step.metrics.get("reasons", [])))
+            message = joined(step.metrics.get("reasons", []))
             return RunResult(status=row.completes, exit_code=DONE, message=message, steps=steps)
         if step is None or not row.accepts:
             continue
         if step.metrics.get("decision") != row.accepts:
-            reasons = step.metrics.get("reasons", [f"{row.name} reported no decision"])
-            message = "; ".join(map(str, reasons if isinstance(reasons, list) else [reasons]))
+            message = joined(step.metrics.get("reasons", f"{row.name} reported no decision"))
             return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
         is_blessed = row in of_model
         if is_blessed or is_whole:
             accepted = f"the {'model' if is_blessed else 'data'} was {row.accepts}"
     status = "blessed" if is_blessed else "done"
     return RunResult(status=status, exit_code=DONE, message="", steps=steps)
+
+
+def joined(reasons: object) -> str:
+    """Return the reasons of a decision as one line."""
+    lines = reasons if isinstance(reasons, list | tuple) else [reasons]
+    return "; ".join(str(each).removesuffix(".") for each in lines)
 
 
 def with_full_disk(result: RunResult, folder: Path) -> RunResult:

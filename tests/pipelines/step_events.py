@@ -31,8 +31,8 @@ def judged(word: str, *reasons: str) -> list[Event]:
     return [*before, *done("check_gate", metrics={"decision": word, "reasons": list(reasons)})]
 
 
-def promoted() -> list[Event]:
-    metrics = {"decision": "promoted", "version": 1, "promotion": 1, "reasons": []}
+def promoted(**more: Any) -> list[Event]:
+    metrics = {"decision": "promoted", "version": 1, "promotion": 1, "reasons": [], **more}
     return [*done("export_model"), *done("register_model", metrics=metrics)]
 
 

@@ -2,8 +2,9 @@
 
 The decision is a published directory with `registration.json`:
 
-    {"decision": "promoted" | "refused", "reasons": [one line each], "rules": [as of the gate],
-     "version", "promotion", "model": URI, "predecessor": URI of the champion before or ""}
+    {"decision": "promoted" | "refused", "headline", "reasons": [one line each],
+     "rules": [as of the gate], "version", "promotion", "model": URI,
+     "predecessor": URI of the champion before or ""}
 
 Nothing is registered unless every rule passes. Trackers are told of a promotion, this one or that
 of a person.
@@ -23,6 +24,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
+from trainer.report.headline import headline
 from trainer.report.rules import CONSTANT, MARGIN
 from trainer.signing import signing
 from trainer.tracking import addresses, promotions
@@ -43,6 +45,7 @@ class Registration:
 
     uri: str
     promoted: bool
+    headline: str
     reasons: tuple[str, ...]
     version: int
     promotion: int
@@ -82,13 +85,14 @@ def _registered(request: Request, scratch: Path) -> Registration:
     after, champion = registry.newest(root, name), registry.champion(root, name)
     ours = champion is not None and champion.manifest.fields["source"]["uri"] == request.model
     rules: tuple[Rule, ...] = ()
-    lineage = {**request.lineage}
+    decided = _decided(storage.read_manifest(request.model).fields["decision"])
+    lineage = {**request.lineage, "measured": decided.get("measured") or {}}
     if not ours:
         rules = tuple(_rules(request, champion))
         if champion:
             further, known = _compared(request, champion)
             rules, lineage = (*rules, *further), {**lineage, **known}
-    found = _Found(champion=champion, rules=rules, lineage=lineage)
+    found = _Found(champion=champion, rules=rules, lineage=lineage, decided=decided)
     failed = [str(each) for each in rules if not each.passed]
     if failed:
         return _publish(request, found, reasons=failed)
@@ -124,6 +128,7 @@ def _compared(
         # What the gate has decided without a champion holds with any.
         rules = tuple(each for each in decided.rules if each.key != CONSTANT)
         gained, lineage["decision"] = decided.gained, decided.uri
+        lineage["measured"] = dict(decided.measured)
     reference = registry.reference(request.root, request.config.name, champion)
     if reference:
         decided = request.compare(reference)
@@ -201,15 +206,33 @@ class _Found:
     champion: registry.Version | None
     rules: tuple[Rule, ...]
     lineage: Mapping[str, Any]
+    decided: Mapping[str, Any]
+
+
+def _decided(uri: str) -> dict[str, Any]:
+    """Return the gate's decision about a model."""
+    try:
+        return dict(json.loads(storage.read_file(uri, "decision.json")))
+    except storage.Missing:
+        return {}
 
 
 def _publish(
     request: Request, found: _Found, *, reasons: list[str], version: int = 0, promotion: int = 0
 ) -> Registration:
+    rules = [row(rule) for rule in found.rules]
+    facts = {
+        "name": request.config.name,
+        "version": version,
+        "verdict": PROMOTED if promotion else REFUSED,
+        "measured": found.lineage["measured"],
+        "rules": [*(found.decided.get("rules") or ()), *rules],
+    }
     tree = {
-        "decision": PROMOTED if promotion else REFUSED,
+        "decision": facts["verdict"],
+        "headline": headline(facts),
         "reasons": reasons,
-        "rules": [row(rule) for rule in found.rules],
+        "rules": rules,
         "version": version,
         "promotion": promotion,
         "model": request.model,
@@ -228,6 +251,7 @@ def _read(uri: str) -> Registration:
     return Registration(
         uri=uri,
         promoted=tree["decision"] == PROMOTED,
+        headline=tree.get("headline", ""),
         reasons=tuple(tree["reasons"]),
         version=tree["version"],
         promotion=tree["promotion"],

@@ -3,8 +3,8 @@
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
 Terminal, tables, report, decisions and pages of a KFP instance take it from here. Any of the facts
-may be missing: `name`, `version`, `verdict`, `measured` (see there), `rules` that were judged,
-`reasons`, and `step`, where it ended.
+may be missing: `name`, `version`, `verdict`, `measured` (see there), `rules` that were judged, and
+`step`, where it ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from trainer.report.wording import apart, named, rounded, spoken
 
 Facts = Mapping[str, Any]
 
-_LONGEST = 160
 # The share of the gain over a constant that a proposed bound leaves, where no interval is known.
 _KEPT = 0.9
 _MOST_CLASSES = 5
@@ -101,23 +100,15 @@ def _difference(found: Facts, value: float) -> str:
 
 def _ending(facts: Facts) -> str:
     verdict = str(facts.get("verdict") or "unknown")
-    reasons = [one_line(str(each)) for each in facts.get("reasons") or ()]
-    first = _cut(reasons[0].rstrip(".")) if reasons else ""
-    step = f" in {facts['step']}" if facts.get("step") else ""
-    if verdict == "refused":
-        broken = [each for each in facts.get("rules") or () if not each.get("passed")]
-        why = because(broken[0]) if broken else first
+    rules, step = facts.get("rules"), named(facts["step"]) if facts.get("step") else ""
+    if verdict == "refused" and (broken := [each for each in rules or () if not each["passed"]]):
         more = f", and {len(broken) - 1} more" if broken[1:] else ""
-        return f"refused: {why}{more}" if why else "refused"
+        return f"refused: {because(broken[0])}{more}"
     if verdict in ("blessed", "promoted"):
-        rules = facts.get("rules")
         return verdict if rules is None or has_bound(rules) else f"{verdict}, no bound set"
-    said = f": {first}" if first and verdict != "done" else ""
-    return f"{verdict}{step}{said}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    if verdict == "refused" and step:
+        return f"refused by {step}"
+    return f"{verdict} in {step}" if step else verdict
 
 
 def _finite(value: object) -> float | None:

@@ -13,9 +13,9 @@ from rich.console import Console
 from pipelines.cli.display import (
     Display,
     Terminal,
-    last_line,
     local_runs_table,
     show_result,
+    verdict_lines,
 )
 from pipelines.runs.outcome import RunResult, outcome_of
 from tests.pipelines.step_events import begun, done, ended, judged, promoted
@@ -134,7 +134,7 @@ def test_between_two_steps_something_moves(lines_of):
 def test_progress_with_a_terminal_is_a_bar(lines_of):
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
     assert "150/300" in text
-    assert "loss 0.2500" in text
+    assert "loss 0.25 " in text
     assert "━" in text
     # The cursor is hidden while it draws, and given back.
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
@@ -224,7 +224,7 @@ def test_the_table_shows_four_metrics_and_no_lists():
     metrics = {"decision": "refused", "reasons": ["a", "b"], "accuracy": 0.123456, "n": 1437}
     metrics |= {"reused": True, "more": 1}
     text = table_of([begun("check_gate"), ended("check_gate", metrics=metrics)], width=200)
-    assert "decision=refused accuracy=0.1235 n=1437 reused=True" in text
+    assert "decision=refused accuracy=0.1235 n=1437 reused=yes" in text
     assert "reasons" not in text
     assert "more" not in text
 
@@ -271,35 +271,60 @@ def coloured(result):
         force_terminal=True,
         no_color=False,
     )
-    console.print(last_line(result))
-    return console.file.getvalue()
+    for line in verdict_lines(result):
+        console.print(line)
+    return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("word", "colour"), [("blessed", "32"), ("refused", "31")], ids=["blessed", "refused"]
-)
-def test_the_last_line_says_verdict_main_metric_and_report(word, colour):
-    measured = {"loss": 0.1, "accuracy": 0.97777}
-    events = [
-        *done("evaluate_model", metrics=measured),
-        *done("check_gate", metrics={"decision": word, "reasons": []}),
-        *(promoted() if word == "blessed" else ()),
-        *done("finish", uri="gs://b/report.html"),
+def of_model(word, notes=()):
+    measured = {"metric": "accuracy", "value": 0.97777, "interval": [0.957, 0.989]}
+    judged = {"decision": word, "measured": measured, "notes": list(notes),
+              "headline": f"digits: accuracy 0.978; {word}",
+              "reasons": ["Accuracy\n\x1b[1m is 0.978."]}  # fmt: skip
+    return [
+        *done("evaluate_model", metrics={"loss": 0.1, "accuracy": 0.97777}),
+        *done("check_gate", metrics=judged),
     ]
-    text = coloured(outcome_of(state_of(events), 0, interrupted=False))
-    assert text == f"\x1b[{colour}m{word}\x1b[0m  accuracy 0.9778  gs://b/report.html\n"
 
 
-def test_the_last_line_of_a_run_that_measured_nothing():
-    events = [begun("train_model"), ended("train_model", "failed", 1)]
-    assert coloured(outcome_of(state_of(events), 0, interrupted=False)) == "\x1b[31mfailed\x1b[0m\n"
+def ended_with(*events):
+    return outcome_of(state_of(events), 0, interrupted=False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), None, "x", True])
-def test_a_metric_that_is_no_number_does_no_harm(value):
+def test_a_blessed_model_ends_in_green_and_with_a_note_in_amber():
+    bound, promoted_as = ["No bound is set."], {"headline": "digits v1: accuracy 0.978; promoted"}
+    for notes, colour in (((), "32"), (bound, "33")):
+        made = promoted(**promoted_as)
+        lines = coloured(ended_with(*of_model("blessed", notes), *made, *done("finish")))
+        assert lines[0] == f"\x1b[{colour}mdigits v1: accuracy 0.978; promoted\x1b[0m"
+        assert lines[1:] == [f"\x1b[33mnote: {each}\x1b[0m" for each in notes]
+
+
+def test_a_refusal_ends_in_red_with_its_reasons():
+    lines = coloured(ended_with(*of_model("refused"), *done("finish")))
+    assert lines == [
+        "\x1b[31mdigits: accuracy 0.978; refused\x1b[0m",
+        "\x1b[31m-\x1b[0m Accuracy \\u001b[1m is 0.978.",
+    ]
+
+
+def test_a_run_without_a_verdict_says_where_it_ended():
+    failed = [begun("train_model"), ended("train_model", "failed", 1)]
+    [line] = coloured(replace(ended_with(*failed), run_id="churn-20261101-101010-abcd"))
+    assert line == "\x1b[31mchurn: failed in train_model\x1b[0m"
+    refused = done("validate_data", metrics={"decision": "refused", "reasons": ["too few rows"]})
+    lines = coloured(replace(ended_with(*refused), run_id="mine"))
+    assert [line.split("m", 1)[1] for line in lines] == [
+        "mine: refused by validate_data\x1b[0m", "-\x1b[0m too few rows",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [float("nan"), None, "x", True, 1e-12, 1e12])
+def test_records_of_an_earlier_version_say_what_they_can(value):
     events = done("evaluate_model", metrics={"accuracy": value})
-    result = outcome_of(state_of(events), 0, interrupted=False)
-    assert ("accuracy" in last_line(result)) == isinstance(value, float)
+    [line] = verdict_lines(ended_with(*events, *done("finish")))
+    said = {1e-12: "1e-12", 1e12: "1e+12"}.get(value, "not defined")
+    assert f"run: accuracy {said}; done" in line
 
 
 def runs_of(*runs, width=80):
