@@ -73,11 +73,12 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
     from trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
     from trainer.data.spec import DatasetSpec  # noqa: PLC0415
     from trainer.evaluation.evaluate import restored  # noqa: PLC0415
-    from trainer.tasks.registry import objective_of  # noqa: PLC0415
+    from trainer.tasks.registry import objective_of, with_positive  # noqa: PLC0415
 
     config = configuration(name, way, seed)
     dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
-    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    manifest = storage.read_manifest(dataset)
+    spec = with_positive(config.task, DatasetSpec.from_manifest(manifest))
     work = Path(tempfile.mkdtemp(dir=home))
     objective = objective_of(config, spec)
     if way == FIT:

@@ -1,5 +1,6 @@
 """The first step: check the run parameters and pass one JSON text on."""
 
+import json
 import logging
 import os
 import tempfile
@@ -21,12 +22,12 @@ from trainer.code import bundle
 from trainer.config.data import SINCE_CHAMPION, DataConfig
 from trainer.config.model import CHAMPION, initial_weights
 from trainer.config.run_parameters import from_parameters
-from trainer.config.schema import Config
+from trainer.config.schema import AUTO, OF_TWO_CLASSES, Config, OutputConfig
 from trainer.data import listing
 from trainer.errors import ConfigError
 from trainer.masking import printable
 from trainer.promotion import trained
-from trainer.promotion.registry import champion_checkpoint
+from trainer.promotion.registry import champion_checkpoint, champion_positive
 from trainer.storage import patterns
 
 # Under which the digest of the listing is pinned.
@@ -129,7 +130,7 @@ def work(step: Step) -> Resolved:
     code = _entered(config.code, root, run_id)
     config = with_listing(config, root)
     earlier = finished_by(config, root, run_id)
-    config = with_champion(config, root)
+    config = with_positive(with_champion(config, root), root)
     step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
     # A local run has no KFP cache, and preparing finds the version itself.
     data = config.data if run_store.is_local_run() else with_version(config.data)
@@ -184,6 +185,32 @@ def with_champion(config: Config, root: str) -> Config:
         events.emit(events.FromScratch(reason=reason))
     value = replace(weights, source=uri).value() if uri else ""
     return config.model_copy(update={"training": training.model_copy(update={"warm_start": value})})
+
+
+def with_positive(config: Config, root: str) -> Config:
+    """Return the configuration with the champion's positive classes where it names none.
+
+    Of two classes of about the same size the rarer one changes from run to run, and with it what an
+    answer means.
+    """
+    task = config.task
+    if task.name not in (AUTO, *OF_TWO_CLASSES, "multi_output"):
+        return config
+    pinned = run_store.pin_once(
+        f"positive classes of the champion of {config.name}",
+        lambda: json.dumps(champion_positive(root, config.name)),
+    )
+    found: dict[str, str] = json.loads(pinned)
+    if task.outputs or len(config.data.label) > 1:
+        outputs = dict(task.outputs)
+        for label in filter(None, found):
+            said = outputs.get(label, OutputConfig())
+            outputs[label] = said.model_copy(update={"positive": said.positive or found[label]})
+        task = task.model_copy(update={"outputs": outputs})
+    elif "" in found and not task.positive:
+        events.emit(events.DataNote(text=f"task.positive is {found['']!r}, as of the champion"))
+        task = task.model_copy(update={"positive": found[""]})
+    return config.model_copy(update={"task": task})
 
 
 def with_version(data: DataConfig) -> DataConfig:

@@ -33,7 +33,8 @@ LOSSES = {
 
 def fitted(config: Config, dataset: str, work: Path) -> keras.Model:
     """Return the model of a configuration, trained by `fit` on a published dataset."""
-    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    manifest = storage.read_manifest(dataset)
+    spec = tasks.with_positive(config.task, DatasetSpec.from_manifest(manifest))
     objective = tasks.objective_of(config, spec)
     model = evaluate.build_model(config, spec, objective)
     parts, weights = objective.task.parts, dict(objective.task.loss_weights)

@@ -6,7 +6,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +68,10 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
+    #: The positive class of each output that has one, which a checkpoint is trained for.
+    positive: Any = None
+    #: Raises where a run may not go on with a checkpoint.
+    require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     #: The URI of what is trained on.
     dataset = ""
     #: Where the servers write and read their own variables.
@@ -113,11 +117,13 @@ class Checkpoints:
                     f"{uri} was trained on other data than this run would continue with: restore "
                     "the data section and the dataset, or begin a new run"
                 )
-            self.last = uri
-            self.published_step = step if self._is_shared(uri) else -1
-            return RestoredCheckpoint(
+            found = RestoredCheckpoint(
                 uri=uri, global_step=step, folder=folder, fields=fields, apart=apart
             )
+            self.require_fit(found)
+            self.last = uri
+            self.published_step = step if self._is_shared(uri) else -1
+            return found
         return None
 
     def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
@@ -298,11 +304,19 @@ def restore(
             storage.fetch(found.uri, found.folder)
         assign(variables, layout, str(found.folder / PREFIX), io_device)
     except (ValueError, tf.errors.InvalidArgumentError) as error:
-        reason = str(error).splitlines()[0]
+        reason, there = str(error).splitlines()[0], shapes(found)
+        of_two = (two_for_one(there.get(path), each.shape) for path, each in variables.items())
         raise UserError(
             f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
-            f"({reason}); train the same ones, or begin a new run"
+            f"({reason}); train the same ones, or begin a new run{next(filter(None, of_two), '')}"
         ) from None
+
+
+def two_for_one(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
+    """Return what to do where a model of two classes had two outputs, and has one; else empty."""
+    if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
+        return ""
+    return "; two classes have one logit now, and set task.name: classification for one each"
 
 
 def resumed(

@@ -160,7 +160,8 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
         if path not in there:
             _refuse(uri, f"it has no {path} {shape}")
         if there[path] != shape:
-            _refuse(uri, f"{path} is {there[path]} there and {shape} in this model")
+            hint = checkpoints.two_for_one(there[path], shape)
+            _refuse(uri, f"{path} is {there[path]} there and {shape} in this model", hint)
         selection.taken.append(path)
     for path in sorted(there.keys() - here.keys()):
         if not may_lack(path):
@@ -169,11 +170,11 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
     return selection
 
 
-def _refuse(uri: str, what: str) -> NoReturn:
+def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     kind = "weights" if uri.endswith(KERAS) else "checkpoint"
     raise UserError(
         f"{_KEY}: {uri} is the {kind} of another model: {what}; name one of the same model "
-        "section, choose variables by {from, include, exclude}, or leave it empty"
+        "section, choose variables by {from, include, exclude}, or leave it empty" + hint
     )
 
 

@@ -35,6 +35,8 @@ TASKS = {
     "sequence_labelling": "trainer.tasks.sequences:SequenceLabelling",
     "sequence_to_label": "trainer.tasks.sequences:SequenceToLabel",
 }
+#: Those of one label that have a positive class.
+OF_TWO_CLASSES = ("binary_classification", "ranking", "recommendation")
 AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
 # The word for weights that make all classes weigh the same, in `class_weights`.
@@ -69,6 +71,16 @@ ClassWeights = Annotated[
 _OF_CLASSES = 'weight of each class in the training loss: balanced, or {"name": weight}'
 
 
+def _as_written(value: object) -> object:
+    """Return the name of a class that YAML has read as a truth or a number."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
+Label = Annotated[str, BeforeValidator(_as_written)]
+
+
 class OutputConfig(Section):
     """The learning task of one output of several."""
 
@@ -77,6 +89,7 @@ class OutputConfig(Section):
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
     weight: float = key(1.0, "weight of its loss in the sum", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
+    positive: Label = key("", "as task.positive")
     args: Free = key({}, "arguments of the task's class")
 
     _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
@@ -89,9 +102,10 @@ class TaskConfig(Section):
     loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
     outputs: dict[str, OutputConfig] = key(
-        {}, "of several labels: {label: {name, loss, metrics, weight, class_weights, args}}"
+        {},
+        "of several labels: {label: {name, loss, metrics, weight, class_weights, positive, args}}",
     )
-    positive: str = key(
+    positive: Label = key(
         "", "the positive class of binary_classification; empty: the rarer one in training"
     )
     main_metric: str = key(

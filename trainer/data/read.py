@@ -151,7 +151,7 @@ def labelled_columns(
     spec = lengths.at_full_length(spec, found)
 
     def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
-        return example_of(spec, records), parse({n: spec.features[n] for n in columns}, records)
+        return example_of(spec, records), _values(spec, columns, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
     batches = records.batch(batch_size).map(with_columns, num_parallel_calls=_parallel(spec))
@@ -236,11 +236,23 @@ def example_of(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
 
     Several inputs or labels are mappings by feature name. Weights are float32.
     """
-    values = parse({name: spec.features[name] for name in spec.roles}, records)
+    values = _values(spec, spec.roles, records)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
     if not spec.weight:
         return inputs, labels
     return inputs, labels, tf.cast(values[spec.weight], tf.float32)
+
+
+def _values(spec: DatasetSpec, names: Sequence[str], records: tf.Tensor) -> dict[str, tf.Tensor]:
+    values = parse({name: spec.features[name] for name in names}, records)
+    return {name: _swapped(v) if name in spec.swapped else v for name, v in values.items()}
+
+
+def _swapped(values: tf.Tensor) -> tf.Tensor:
+    """Return the numbers of two classes in the other order; what is none of them stays."""
+    if values.dtype == tf.bool:
+        return ~values
+    return tf.where((values == 0) | (values == 1), 1 - values, values)
 
 
 def _one_or_all(names: Sequence[str], values: dict[str, tf.Tensor]) -> Any:

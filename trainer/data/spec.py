@@ -9,7 +9,7 @@ which it is read) or "sequence" (the bytes of a tensor, or texts, whose first si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.config.schema import Config
@@ -63,6 +63,8 @@ class DatasetSpec:
     `target_counts` are the examples of each class by target and split, and `target_moments` are
     mean, std, min and max over the training split; empty for targets that have none.
     `learnt` is what a model may ask of its training data.
+
+    A target in `swapped` is read with its two classes in the other order than its records have.
     """
 
     features: Mapping[str, FeatureSpec]
@@ -74,6 +76,31 @@ class DatasetSpec:
     target_counts: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     target_moments: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
+    swapped: frozenset[str] = frozenset()
+
+    def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> DatasetSpec:
+        """Return it with the names of a target's two classes, which are read the other way round.
+
+        `labels` are in the order in which they are read.
+        """
+        named = replace(self.features[target], labels=labels, num_classes=len(labels))
+        found = replace(self, features={**self.features, target: named})
+        if not swap:
+            return found
+        counts = {
+            split: [*each, *[0] * (len(labels) - len(each))][::-1]
+            for split, each in self.target_counts.get(target, {}).items()
+        }
+        moments = dict(self.target_moments.get(target, {}))
+        if moments:
+            low, high = 1 - moments["max"], 1 - moments["min"]
+            moments |= {"mean": 1 - moments["mean"], "min": low, "max": high}
+        return replace(
+            found,
+            swapped=self.swapped ^ {target},
+            target_counts={**self.target_counts, **({target: counts} if counts else {})},
+            target_moments={**self.target_moments, **({target: moments} if moments else {})},
+        )
 
     @property
     def roles(self) -> tuple[str, ...]:

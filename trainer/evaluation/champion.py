@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from trainer import storage, user_code
@@ -18,8 +19,11 @@ from trainer.errors import UserError
 from trainer.evaluation.comparison import Opponents, compare
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Answer, Predictions, measured
-from trainer.evaluation.signature import LABELS, SERVING, described, labels_of
+from trainer.evaluation.signature import SERVING, described
+from trainer.evaluation.threshold import of_manifest
+from trainer.promotion.registry import labels_in
 from trainer.tasks.base import Task
+from trainer.tasks.binary_classification import Threshold
 from trainer.tasks.objective import Objective
 
 KIND = "model"
@@ -27,11 +31,15 @@ KIND = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """A champion: a function that answers, or the reason why it cannot."""
+    """A champion: a function that answers, or the reason why it cannot.
+
+    `thresholds` are those by which its outputs decide.
+    """
 
     uri: str
     answer: Answer | None
     incomparable: str
+    thresholds: Mapping[str, Threshold] = field(default_factory=dict)
 
 
 def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
@@ -42,8 +50,10 @@ def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champ
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
-    if difference := _difference(manifest, uri, task, spec):
+    classes = _classes(uri, manifest, task)
+    if difference := _difference(manifest, classes, task, spec):
         return Champion(uri=uri, answer=None, incomparable=difference)
+    turned = [name for name, (their, own) in classes.items() if not are_same(their, own)]
     place = manifest.fields["saved_model"]
     folder = scratch / "champion"
     storage.fetch(uri, folder, only=lambda path: path.startswith(f"{place}/"))
@@ -56,9 +66,20 @@ def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champ
         given = {names[feature]: tf.constant(values) for feature, values in inputs.items()}
         with _with_remedy(uri):
             answers = {name: each.numpy() for name, each in signature(**given).items()}
-            return task.outputs_of(answers)
+            return _turned(task.outputs_of(answers), turned)
 
-    return Champion(uri=uri, answer=answer, incomparable="")
+    decided = [name for name, part in task.parts.items() if part.positive_by]
+    thresholds = of_manifest(manifest.fields, decided)
+    for name in turned:
+        thresholds[name] = Threshold(1 - thresholds[name].value)
+    return Champion(uri=uri, answer=answer, incomparable="", thresholds=thresholds)
+
+
+def _turned(outputs: Any, names: Collection[str]) -> Any:
+    """Return outputs with the logits of the other class in place of those of its positive one."""
+    if isinstance(outputs, Mapping):
+        return {n: _turned(each, {""} if n in names else ()) for n, each in outputs.items()}
+    return np.concatenate([-outputs[:, :1], outputs[:, 1:]], axis=1) if names else outputs
 
 
 @contextmanager
@@ -89,8 +110,9 @@ def compared(
     if bad := found.unsound[1]:
         why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
-    opponents = Opponents(objective=objective, own=found.own, other=found.champion)
-    metrics, paired = measured(objective, found.champion)["metrics"], compare(opponents, rule)
+    others = objective.at(champion.thresholds)
+    opponents = Opponents(objective=objective, own=found.own, other=found.champion, theirs=others)
+    metrics, paired = measured(others, found.champion)["metrics"], compare(opponents, rule)
     return {
         "uri": champion.uri,
         "incomparable": "",
@@ -100,7 +122,22 @@ def compared(
     }
 
 
-def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetSpec) -> str:
+_Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
+
+
+def _classes(uri: str, manifest: storage.Manifest, task: Task) -> _Classes:
+    """Return the classes of each output, the champion's and this model's."""
+    alone = labels_in(uri)
+    theirs = manifest.fields.get("labels") or {}
+    return {
+        name: (theirs.get(name, [] if name else alone), part.labels)
+        for name, part in task.parts.items()
+    }
+
+
+def _difference(
+    manifest: storage.Manifest, classes: _Classes, task: Task, spec: DatasetSpec
+) -> str:
     fields = manifest.fields
     takes = described(spec)
     if _by_feature(fields["inputs"]) != _by_feature(takes):
@@ -113,19 +150,22 @@ def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetS
                 f"{{{name}: text}}, which takes new ones"
             )
     # A model of an earlier version is a classifier.
-    if (there := fields.get("task", "classification")) != task.name:
+    there = fields.get("task", "classification")
+    # Before two classes were binary they had two logits, of which the difference is the one.
+    if there != task.name and (there, task.name) != ("classification", "binary_classification"):
         return f"it was trained for {there}, and this model for {task.name}"
-    mine = labels_of(task)
-    theirs = fields.get("labels", mine)
-    if theirs.keys() != mine.keys():
+    theirs, mine = ([name for name in each if name] for each in (fields.get("labels", {}), classes))
+    if set(theirs) != set(mine):
         return f"it has the outputs {', '.join(theirs)}, and this model {', '.join(mine)}"
-    pairs = [("", _labels(uri, manifest), list(task.labels))]
-    pairs += [(f" of {name}", theirs[name], labels) for name, labels in mine.items()]
-    return next(filter(None, (_difference_of_classes(*pair) for pair in pairs)), "")
+    found = (
+        _difference_of_classes(f" of {name}" if name else "", *pair, task.parts[name])
+        for name, pair in classes.items()
+    )
+    return next(filter(None, found), "")
 
 
-def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str]) -> str:
-    if are_same(theirs, mine):
+def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str], part: Task) -> str:
+    if are_same(theirs, mine) or (part.positive_by and are_same(theirs, mine[::-1])):
         return ""
     if len(theirs) != len(mine):
         return f"it knows {len(theirs)} classes{of}, and this model {len(mine)}"
@@ -133,12 +173,6 @@ def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str]) 
         if their != own:
             return f"its class {number}{of} is {their!r}, and that of this model {own!r}"
     return ""
-
-
-def _labels(uri: str, manifest: storage.Manifest) -> list[str]:
-    if LABELS not in {each.path for each in manifest.files}:
-        return []
-    return storage.read_file(uri, LABELS).decode().splitlines()
 
 
 def _by_feature(inputs: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -36,11 +36,20 @@ _KEY = "gate.champion"
 
 @dataclass(frozen=True, kw_only=True)
 class Opponents:
-    """What both models gave for the same examples, in the same order and the same parts."""
+    """What both models gave for the same examples, in the same order and the same parts.
+
+    `theirs` measures the other model, where it decides by a threshold of its own.
+    """
 
     objective: Objective
     own: Examples
     other: Examples
+    theirs: Objective | None = None
+
+    @property
+    def others(self) -> Objective:
+        """What measures the other model."""
+        return self.theirs or self.objective
 
 
 def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
@@ -98,7 +107,8 @@ def _compared(
         return _jackknife(opponents, metric, better, confidence), None
     if state.is_mean:
         return _of_means(opponents, state, better, confidence)
-    mine, theirs = _blocks(objective, state, own), _blocks(objective, state, opponents.other)
+    mine = _blocks(objective, state, own)
+    theirs = _blocks(opponents.others, state, opponents.other)
     if metric == LOSS:
         # Of examples the sums are 1 and the loss; of blocks of them, their numbers and the sum.
         count = mine[:, 0]
@@ -112,10 +122,10 @@ def _of_means(
     opponents: Opponents, state: State, better: Direction, confidence: float
 ) -> tuple[Compared, Pairs | None]:
     pairs, sums, few = Pairs(0, 0, 0, 0), Sums(), []
-    shares = better == "higher"
+    shares, place = better == "higher", opponents.objective.states.index(state)
     for own, other in zip(opponents.own.parts(), opponents.other.parts(), strict=True):
-        mine, weights = _values(opponents.objective, state, own)
-        theirs, _ = _values(opponents.objective, state, other)
+        mine, weights = _values(opponents.objective, place, own)
+        theirs, _ = _values(opponents.others, place, other)
         both = np.concatenate([mine, theirs])
         shares = shares and bool(np.isin(both, (0, 1)).all() and (weights == 1).all())
         if shares:
@@ -140,8 +150,9 @@ def _count(own: Floats, other: Floats, mine: int, theirs: int) -> int:
     return int(((own == mine) & (other == theirs)).sum())
 
 
-def _values(objective: Objective, state: State, part: Part) -> tuple[Floats, Floats]:
-    totals, weights = objective.of_each(state, part).T
+def _values(objective: Objective, place: int, part: Part) -> tuple[Floats, Floats]:
+    """Return the value of each example, by the state at a place, and the weights."""
+    totals, weights = objective.of_each(place, part).T
     # An example without any weight has no value.
     return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
 
@@ -164,8 +175,8 @@ def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence:
     parts = [drawn(each, _MOST_EXAMPLES) for each in (opponents.own, opponents.other)]
 
     def difference(own: Examples, other: Examples) -> float:
-        mine, theirs = (_measured(opponents.objective, each, metric) for each in (own, other))
-        return mine - theirs
+        mine = _measured(opponents.objective, own, metric)
+        return mine - _measured(opponents.others, other, metric)
 
     count = _count_of(parts[0])
     order = np.random.default_rng(0).permutation(count)

@@ -21,7 +21,8 @@ import keras
 from trainer import storage
 from trainer.baselines.rows import Splits
 from trainer.checkpoints import index
-from trainer.checkpoints.checkpoints import restore_model
+from trainer.checkpoints.checkpoints import RestoredCheckpoint, restore_model
+from trainer.class_names import ClassIndex
 from trainer.config.main_metric import main_first
 from trainer.config.schema import Config
 from trainer.data.read import columns_of, labelled_columns, stage_shards
@@ -32,11 +33,13 @@ from trainer.evaluation.baseline import judged_baselines
 from trainer.evaluation.champion import champion_of, compared
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Predictions, Writer, measured, predict
+from trainer.evaluation.signature import by_output
 from trainer.evaluation.slices import sliced
+from trainer.evaluation.threshold import thresholds_of
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.tasks import registry as tasks
-from trainer.tasks.base import SplitError
+from trainer.tasks.base import SplitError, Task
 from trainer.tasks.objective import Objective
 
 KIND = "evaluation"
@@ -62,7 +65,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     The champion, if any, answers the same examples. The same checkpoint and dataset again is a
     no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
     """
-    spec, inputs_from = read_inputs(dataset, checkpoint)
+    spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **_asked(config, champion)}
     if made_before(output, KIND, made_from):
         written = json.loads(storage.read_file(output, "metrics.json"))
@@ -74,6 +77,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     model, step = restored(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
+    objective = objective.at(thresholds_of(objective, model, spec, dataset, scratch, size))
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
     if objective.task.learns:
@@ -139,8 +143,10 @@ def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, str]]:
-    """Return the dataset's spec, and what names these very inputs in a manifest."""
+def read_inputs(
+    config: Config, dataset: str, checkpoint: str
+) -> tuple[DatasetSpec, dict[str, str]]:
+    """Return the dataset as the task reads it, and what names these very inputs in a manifest."""
     data = storage.read_manifest(dataset)
     made_from = {
         "dataset": dataset,
@@ -150,7 +156,7 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     learnt = index.learnt_of_checkpoint(checkpoint, dataset)
-    return DatasetSpec.from_manifest(data, learnt), made_from
+    return tasks.with_positive(config.task, DatasetSpec.from_manifest(data, learnt)), made_from
 
 
 def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
@@ -179,8 +185,29 @@ def restored(
 ) -> tuple[keras.Model, int]:
     """Return the model with the weights of the checkpoint, and the checkpoint's global step."""
     model = build_model(config, spec, objective)
-    manifest = restore_model(checkpoint, model, scratch)
-    return model, int(manifest.fields["global_step"])
+    found = restore_model(checkpoint, model, scratch)
+    require_positive(objective.task, spec, found)
+    return model, found.global_step
+
+
+def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:
+    """Raise `UserError` where a checkpoint was trained for the other class of two."""
+    trained = by_output(found.fields.get("positive", {}))
+    for name, part in task.parts.items():
+        if not part.positive_by:
+            continue
+        key, of_before = f"task.outputs.{name}" if name else "task", ""
+        # One of an earlier version was trained for the second class as it is in the records.
+        before = part.labels[0 if part.target.name in spec.swapped else 1]
+        if name in trained:
+            before = trained[name]
+        else:
+            of_before = f"; set {key}.name: classification if it has an output for each class"
+        if ClassIndex(part.labels).number(before) != 1:
+            raise UserError(
+                f"{found.uri} was trained for the positive class {before!r}, and now it is "
+                f"{part.labels[1]!r}: set {key}.positive: {before!r}, or begin a new run{of_before}"
+            )
 
 
 def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoint: str) -> None:

@@ -297,6 +297,20 @@ class Writer:
         }
 
 
+def forward_of(objective: Objective, model: keras.Model) -> Callable[[Any], Any]:
+    """Return the function from inputs to the outputs of a model; raises `UserError`."""
+
+    @tf.function(reduce_retracing=True)
+    def forward(inputs: Any) -> Any:
+        return objective.task.outputs(in_single_precision(model(inputs, training=False)))
+
+    def asked(inputs: Any) -> Any:
+        with refused_input():
+            return forward(inputs)
+
+    return asked
+
+
 def predict(  # noqa: PLR0913, PLR0917
     objective: Objective,
     model: keras.Model,
@@ -310,11 +324,7 @@ def predict(  # noqa: PLR0913, PLR0917
     Raises `SplitError` where a label is none of the task's, or nothing weighs anything, else
     `UserError`.
     """
-
-    @tf.function(reduce_retracing=True)
-    def forward(inputs: Any) -> Any:
-        return objective.task.outputs(in_single_precision(model(inputs, training=False)))
-
+    forward = forward_of(objective, model)
     worst = Worst(spec, objective.task)
     own_bad = other_bad = 0
     weight = 0.0
@@ -322,8 +332,7 @@ def predict(  # noqa: PLR0913, PLR0917
         inputs, labels, weights = _arrays(keras.utils.unpack_x_y_sample_weight(batch))
         named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
         objective.task.check_labels(labels)
-        with refused_input():
-            outputs = _arrays(forward(batch[0]))
+        outputs = _arrays(forward(batch[0]))
         part = Part(labels, outputs, weights, _arrays(columns))
         bad = unsound(outputs)
         own_bad += bad

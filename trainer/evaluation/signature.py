@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.data.spec import DatasetSpec
@@ -37,6 +38,17 @@ def labels_of(task: Task) -> dict[str, list[str]]:
         for name, part in task.parts.items()
         if name or any(label and label.splitlines() != [label] for label in part.labels)
     }
+
+
+def positive_of(task: Task) -> Any:
+    """Return the name of the positive class; of several outputs those that have one, by output."""
+    found = {name: part.labels[1] for name, part in task.parts.items() if part.positive_by}
+    return found.get("", found)
+
+
+def by_output(said: Any) -> Mapping[str, Any]:
+    """Return what a manifest says of one output, or of each, by output."""
+    return said if isinstance(said, Mapping) else {"": said}
 
 
 def kinds_of(task: Task) -> dict[str, str]:

@@ -28,7 +28,7 @@ from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
-from trainer.evaluation.signature import LABELS, described, kinds_of, labels_of
+from trainer.evaluation.signature import LABELS, described, kinds_of, labels_of, positive_of
 from trainer.export import model_card
 from trainer.export.formats import FORMATS, format_path
 from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
@@ -72,7 +72,7 @@ def export(  # noqa: PLR0913, PLR0917
         UserError: the decision is not a blessing of this checkpoint, a form cannot be written or
             read back, or its answers differ by more than the tolerance; nothing is published then.
     """
-    spec, inputs_from = read_inputs(dataset, checkpoint)
+    spec, inputs_from = read_inputs(config, dataset, checkpoint)
     evaluation = _require_blessed(decision, inputs_from)
     made_from = {**inputs_from, "formats": ",".join(config.export.formats)}
     if made_before(output, KIND, made_from):
@@ -115,11 +115,23 @@ def _fields(
         "num_labels": len(subject.task.labels),
         "labels": labels_of(subject.task),
         "kinds": kinds_of(subject.task),
+        "positive": positive_of(subject.task),
+        "threshold": _thresholds(evaluation),
         "saved_model": format_path("saved_model", config.name, facts.step),
         "decision": facts.decision,
         "evaluation": evaluation,
         "made_from": dict(made_from),
     }
+
+
+def _thresholds(evaluation: str) -> Any:
+    """Return the threshold that an evaluation chose; of several outputs theirs, by output."""
+    measured = json.loads(storage.read_file(evaluation, "metrics.json"))
+    outputs = {"": measured, **measured.get("outputs", {})}
+    found = {
+        name: each["threshold"]["value"] for name, each in outputs.items() if "threshold" in each
+    }
+    return found.get("", found)
 
 
 def _proved(

@@ -13,7 +13,7 @@ import jinja2
 from trainer import storage
 from trainer.config.main_metric import MainMetric
 from trainer.config.schema import Config
-from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING
+from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, by_output
 from trainer.masking import one_line
 from trainer.report import views
 from trainer.report.wording import formatted
@@ -54,6 +54,8 @@ def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) 
         slices={name: views.weakest(measured, rows) for name, rows in measured["slices"].items()},
         parity=parity,
         fields=fields,
+        positives=by_output(fields["positive"]),
+        thresholds=by_output(fields["threshold"]),
     )
 
 

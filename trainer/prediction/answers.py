@@ -3,7 +3,7 @@
 Each output gives these columns; those of several outputs are in a struct named after the output.
 
     classification            prediction, probability, probabilities by class
-    binary classification     the same, of the two classes
+    binary classification     the same, of the two classes, by the threshold of the model
     multilabel classification prediction (a list), probabilities by class
     sequence to label         as classification
     sequence labelling        prediction and probability (lists as long as the example)
@@ -34,11 +34,11 @@ Columns = dict[str, pa.Array]
 def columns_of(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
     """Return the columns for the answers to a batch; `lengths` are those of its examples."""
     if set(model.kinds) == {""}:
-        return _columns(model.kinds[""], model.labels.get("", ()), answers, lengths)
+        return _columns(model, "", answers, lengths)
     found: Columns = {}
     own = by_output(model.kinds, answers)
-    for name, kind in model.kinds.items():
-        inner = _columns(kind, model.labels.get(name, ()), own[name], lengths)
+    for name in model.kinds:
+        inner = _columns(model, name, own[name], lengths)
         found[name] = pa.StructArray.from_arrays(list(inner.values()), list(inner))
     return found
 
@@ -53,17 +53,23 @@ def unsound(answers: Answers) -> int:
     return int((~np.logical_and.reduce(rows)).sum()) if rows else 0
 
 
-def _columns(kind: str, labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
-    made, needs = _KINDS.get(kind, (_raw, ()))
+def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) -> Columns:
+    labels = model.labels.get(output, ())
+    made, needs = _KINDS.get(model.kinds[output], (_raw, ()))
     # A task that is derived from one of ours may answer otherwise.
     if not all(each in answers for each in needs):
         made = _raw
+    if made is _binary:
+        return _binary(labels, answers, model.thresholds.get(output, _HALF))
     return made(labels, answers, lengths)
 
 
 def _classes(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
     each = answers["probabilities"]
-    best = each.argmax(axis=-1)
+    return _one_of(labels, each, each.argmax(axis=-1))
+
+
+def _one_of(labels: Sequence[str], each: NDArray[Any], best: NDArray[Any]) -> Columns:
     names = _names(labels, each.shape[-1])
     return {
         "prediction": pa.array(names[best].tolist(), pa.string()),
@@ -72,10 +78,10 @@ def _classes(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
     }
 
 
-def _binary(labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
+def _binary(labels: Sequence[str], answers: Answers, threshold: float) -> Columns:
     second = answers["probability"]
     both = np.stack([1 - second, second], axis=-1)
-    return _classes(labels, {"probabilities": both}, lengths)
+    return _one_of(labels, both, (second > np.float32(threshold)).astype(np.int64))
 
 
 def _several(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:

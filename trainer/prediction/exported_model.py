@@ -18,6 +18,7 @@ from trainer.config.schema import Config
 from trainer.data.files.recorded_columns import RecordedInput, inputs_of
 from trainer.errors import UserError
 from trainer.evaluation.signature import LABELS, SERVING
+from trainer.evaluation.threshold import of_manifest
 from trainer.models.registry import refused_input
 from trainer.signing import signing
 
@@ -35,6 +36,7 @@ class ExportedModel:
         kinds: the kind of each output by name, as `trainer.tasks` names them; that of a single
             output has no name.
         labels: names of the classes of each output.
+        thresholds: above which probability each output with a positive class answers that.
         dataset: URI of the dataset that it was trained on.
     """
 
@@ -43,6 +45,7 @@ class ExportedModel:
     inputs: tuple[RecordedInput, ...]
     kinds: Mapping[str, str]
     labels: Mapping[str, Sequence[str]]
+    thresholds: Mapping[str, float]
     dataset: str
     signature: Any
     names: Mapping[str, str]
@@ -96,15 +99,17 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]
     made_from = fields.get("made_from", {})
+    # A model of an earlier version names its task alone.
+    kinds = fields.get("kinds") or {"": fields.get("task", "classification")}
     labels = folder / LABELS
     return ExportedModel(
         uri=uri,
         config=config,
         inputs=inputs_of(fields["reads"]),
-        # A model of an earlier version names its task alone.
-        kinds=fields.get("kinds") or {"": fields.get("task", "classification")},
+        kinds=kinds,
         labels=fields.get("labels")
         or {"": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else []},
+        thresholds={name: each.value for name, each in of_manifest(fields, kinds).items()},
         dataset=str(made_from.get("dataset", "")),
         signature=signature,
         names={each["feature"]: each["name"] for each in fields["inputs"]},

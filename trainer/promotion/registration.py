@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage
+from trainer.class_names import key_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
@@ -158,7 +159,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
         yield _at_most(f"difference of {form}", value, limit, "its tolerance")
-    count, wanted = len(_labels(request.model)), manifest.fields["num_labels"]
+    count, wanted = len(registry.labels_in(request.model)), manifest.fields["num_labels"]
     note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
@@ -169,26 +170,33 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
         taken = parity["smoke"]["milliseconds"]
         yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
     if champion:
-        changed = _changes(champion, request.model, manifest.fields)
-        note = f"{changed} changed since {champion.uri}; give this model another name"
-        yield _yes("same_signature", not changed, "the champion's", note if changed else "")
-
-
-def _labels(model: str) -> list[str]:
-    try:
-        return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
-    except storage.Missing:
-        return []
+        note = _changes(champion, request.model, manifest.fields)
+        yield _yes("same_signature", not note, "the champion's", note)
 
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
-    before = champion.manifest.fields
+    """Return what clients of a champion would find changed, and what to do; empty for nothing."""
+    before, since = champion.manifest.fields, f"changed since {champion.uri}"
+    positive = registry.positive_classes(before, champion.uri)
+    for name, now_positive in registry.positive_classes(now, model).items():
+        was = positive.get(name, now_positive)
+        if key_of(was) != key_of(now_positive):
+            key = f"task.outputs.{name}" if name else "task"
+            return (
+                f"the positive class {was!r} {since} to {now_positive!r}; set {key}.positive: "
+                f"{was!r}, or give this model another name"
+            )
+    if (before.get("task", ""), now["task"]) == ("classification", "binary_classification"):
+        return (
+            f"the task {since}, of which the answers are an output for each class; set task.name: "
+            "classification, or give this model another name"
+        )
     # A model of an earlier version says none of the last three: its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
-    if not changed and _labels(champion.uri) != _labels(model):
+    if not changed and registry.labels_in(champion.uri) != registry.labels_in(model):
         changed = ["labels"]
-    return ", ".join(changed)
+    return f"{', '.join(changed)} {since}; give this model another name" if changed else ""
 
 
 def _at_most(metric: str, value: float, limit: float, key: str) -> Rule:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer import storage
+from trainer.config.schema import OF_TWO_CLASSES
 from trainer.errors import UserError, nearest
 from trainer.json_records import from_tree, parse_mapping
 from trainer.promotion import kserve
@@ -328,6 +329,37 @@ def champion_checkpoint(root: str, name: str) -> str:
             "empty"
         )
     return uri
+
+
+def champion_positive(root: str, name: str) -> dict[str, str]:
+    """Return the positive class of each output of the champion that has one, by its name.
+
+    That of a single output has none. Raises `UserError`.
+    """
+    found = champion(root, name)
+    return positive_classes(found.manifest.fields, found.uri) if found else {}
+
+
+def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
+    """Return the positive class of each output of a model that has one, by the output's name.
+
+    Of an earlier version it is the second one of a binary classification.
+    """
+    if "positive" in fields:
+        said = fields["positive"]
+        return dict(said) if isinstance(said, Mapping) else {"": said}
+    kinds = fields.get("kinds") or {"": fields.get("task", "")}
+    labels = {"": labels_in(uri), **fields.get("labels", {})}
+    binary = [name for name, kind in kinds.items() if kind in OF_TWO_CLASSES]
+    return {name: labels[name][1] for name in binary if len(labels.get(name, ())) > 1}
+
+
+def labels_in(model: str) -> list[str]:
+    """Return the names of the classes of a model, a line of its file each."""
+    try:
+        return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
+    except storage.Missing:
+        return []
 
 
 def reference(root: str, name: str, champion: Version) -> Version | None:

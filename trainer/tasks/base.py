@@ -14,6 +14,7 @@ The words for what a model gives, in the order in which one becomes the other:
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -214,6 +215,9 @@ class Task(ABC):
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.
     from_probabilities = False
+    #: What makes one of two classes the positive one where none is named: `rarity` or `order`,
+    #: which is the second one; empty where there is none.
+    positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
         """Take a target; further arguments are `task.args`.
@@ -280,6 +284,14 @@ class Task(ABC):
     def loss_weights(self) -> Mapping[str, float]:
         """What the loss of each of `parts` counts in the sum; 1 for those that are not named."""
         return {}
+
+    def at(self, thresholds: Mapping[str, Any]) -> Task:
+        """Return this task with the thresholds of those of `parts` that decide by one."""
+        if "" not in thresholds:
+            return self
+        found = copy.copy(self)
+        found.threshold = thresholds[""]  # type: ignore[attr-defined]
+        return found
 
     def outputs(self, given: Any) -> Any:
         """Return outputs from what a model gives, which may be probabilities."""

@@ -1,17 +1,19 @@
-"""Yes or no: one logit an example.
+"""One of two classes: one logit an example.
 
-label     true or false, 0 or 1, or one of two named classes; the second one is "yes"
-outputs   logits [n, 1] of "yes"
+label     true or false, 0 or 1, or one of two named classes; 1 is the positive one, as in a dataset
+          `trainer.tasks.registry.with_positive`
+outputs   logits [n, 1] of the positive class
 loss      binary cross entropy
-metrics   accuracy, precision, recall and f1 of "yes" at a probability of 0.5, auc,
-average_precision, log_loss, brier_score, calibration_error
-answers   `logit` and `probability` of "yes"
+metrics   accuracy, precision, recall and f1 of the positive class at the threshold, which is a
+          probability of 0.5 until an evaluation has chosen one; auc, average_precision, log_loss,
+          brier_score, calibration_error
+answers   `logit` and `probability` of the positive class
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 import numpy as np
@@ -20,6 +22,7 @@ import tensorflow as tf
 from trainer.errors import ConfigError
 from trainer.tasks import metrics
 from trainer.tasks.base import (
+    Array,
     Constant,
     Direction,
     Examples,
@@ -33,9 +36,26 @@ from trainer.tasks.base import (
 from trainer.tasks.exact.areas import Areas, ranked
 from trainer.tasks.links import SURE, Sigmoid, logit_of
 
-_TWO = 2
+TWO = 2
 # Of positives that are rarer in training, an area under the ROC says little.
 _RARE = 0.1
+
+
+class Threshold(NamedTuple):
+    """Above which probability an example is taken as positive, and what that was chosen by.
+
+    `chosen_on` is the split, empty for one that nothing was chosen by, and `examples` how many.
+    """
+
+    value: float = 0.5
+    chosen_on: str = ""
+    examples: int = 0
+
+
+def names_of(target: Target) -> tuple[str, ...]:
+    """Return the names of the classes of a target: its own, or those of two numbers or truths."""
+    plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
+    return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
 
 class BinaryClassification(Sigmoid):
@@ -49,11 +69,13 @@ class BinaryClassification(Sigmoid):
         **dict.fromkeys(("log_loss", "brier_score", "calibration_error"), "lower"),
     }
     output_shape: ClassVar[Shape] = (1,)
+    positive_by = "rarity"
+    threshold = Threshold()
 
     def __init__(self, target: Target) -> None:
         """Take one of two values."""
         is_number = target.dtype != "string" and np.dtype(target.dtype).kind in "iub"
-        if target.shape or not is_number or target.num_classes not in {0, _TWO}:
+        if target.shape or not is_number or target.num_classes not in {0, TWO}:
             raise ConfigError(
                 f"it takes true or false, 0 or 1, or one of two classes, not {target}"
             )
@@ -67,17 +89,17 @@ class BinaryClassification(Sigmoid):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of "no" and "yes"."""
-        plain = ("false", "true") if self.target.dtype == "bool" else ("0", "1")
-        return self.target.labels or plain
+        """Names of the negative and of the positive class."""
+        return names_of(self.target)
 
     def metrics(self) -> list[keras.Metric]:
         """Return all of `directions`."""
+        at = self.threshold.value
         return [
-            metrics.BinaryAccuracy(name="accuracy"),
-            metrics.Precision(name="precision"),
-            metrics.Recall(name="recall"),
-            metrics.F1("f1"),
+            metrics.BinaryAccuracy(name="accuracy", threshold=at),
+            metrics.Precision(name="precision", thresholds=at),
+            metrics.Recall(name="recall", thresholds=at),
+            metrics.F1("f1", threshold=at),
             metrics.Areas(),
             metrics.BinaryCrossentropy(name="log_loss"),
             metrics.MeanSquaredError(name="brier_score"),
@@ -90,7 +112,9 @@ class BinaryClassification(Sigmoid):
         return {"logit": logit, "probability": tf.sigmoid(logit)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the logits."""
+        """Return the logits of the second class, also from those of both of two classes."""
+        if "logits" in answers:
+            return np.diff(answers["logits"], axis=-1)
         return np.asarray(answers["logit"])[..., np.newaxis]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
@@ -98,24 +122,36 @@ class BinaryClassification(Sigmoid):
         yes, logit = bool(label), float(output[0])
         return {
             "label": self.labels[int(yes)],
-            "predicted": self.labels[int(logit > 0)],
+            "predicted": self.labels[int(self.decided(output[np.newaxis])[0])],
             "probability": float(np.exp(-np.logaddexp(0, -logit if yes else logit))),
         }
 
+    def decided(self, outputs: Any) -> Array:
+        """Say of each example [n] whether it is taken as positive."""
+        result: Array = tf.sigmoid(outputs[:, 0]).numpy() > np.float32(self.threshold.value)
+        return result
+
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the confusion matrix, ROC and precision over recall, and calibration."""
-        matrix = sum(
-            metrics.confusion(part.labels.astype(np.int64), part.outputs[:, 0] > 0, _TWO)
-            for part in examples.parts()
-        )
+        """Return the positive class, the threshold, and what is seen at it and at all others.
+
+        That is the confusion matrix, ROC, precision over recall, and calibration.
+        """
+        matrix, calibration = np.zeros((TWO, TWO)), metrics.CalibrationError("float64")
+        for part in examples.parts():
+            weights = None if part.weights is None else part.weights.ravel()
+            true, guess = part.labels.astype(np.int64), self.decided(part.outputs)
+            matrix = matrix + metrics.confusion(true, guess, TWO, weights)
+            sure = tf.sigmoid(tf.cast(part.outputs[:, :1], tf.float64))
+            calibration.update_state(true[:, np.newaxis], sure, weights)
         part = drawn(examples)
         labels = part.labels.astype(np.int64)
         # The softmax of [0, logit] is the sigmoid.
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
-        names, calibration = list(self.labels), metrics.CalibrationError("float64")
-        calibration.update_state(*metrics.likeliest(labels, logits))
+        names = list(self.labels)
         return {
-            "confusion_matrix": np.asarray(matrix).tolist(),
+            "positive": names[1],
+            "threshold": self.threshold._asdict(),
+            "confusion_matrix": [[metrics.plain(each) for each in row] for row in matrix],
             "labels": names,
             "roc": metrics.roc(labels, logits),
             "calibration": calibration.curve(),
@@ -144,16 +180,25 @@ class BinaryClassification(Sigmoid):
         value = float(getattr(found.areas(), metric))
         return value, value if metric == "auc" else found.log_rank()
 
+    def check_output(self, output: Any, last: Any) -> None:
+        """Refuse what is not one logit; of two, say how such a model is trained."""
+        if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
+            raise ConfigError(
+                f"its output has two columns, and {self.name} of {self.target} takes one logit, of "
+                f"{self.labels[1]!r}: end it by Dense(1), or set task.name: classification"
+            )
+        super().check_output(output, last)
+
     def check(self) -> None:
         """Refuse a split in which only one of both occurs: it cannot be told how well they part."""
         for split, counts in self.target.counts.items():
-            if len(counts) > _TWO:
+            if len(counts) > TWO:
                 raise ConfigError(
                     f"the label {self.target.name!r} has {len(counts)} values in the dataset, from "
                     "0 on; set task.name to classification"
                 )
             missing = [name for name, count in zip(self.labels, counts, strict=False) if not count]
-            if sum(counts) and (missing or len(counts) < _TWO):
+            if sum(counts) and (missing or len(counts) < TWO):
                 name = missing[0] if missing else self.labels[1]
                 raise ConfigError(
                     f"the split {split!r} has no example whose {self.target.name!r} is {name!r}: "

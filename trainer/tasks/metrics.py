@@ -76,11 +76,11 @@ Recall = _of_rows(keras.metrics.Recall)
 
 
 class F1(_OfRows, keras.metrics.F1Score):
-    """Keras's, at a probability of 0.5."""
+    """Keras's, at a probability."""
 
-    def __init__(self, name: str, average: str = "micro") -> None:
+    def __init__(self, name: str, average: str = "micro", threshold: float = 0.5) -> None:
         """Average over the classes, or count the numbers of all of them together."""
-        super().__init__(average=average, threshold=0.5, name=name)
+        super().__init__(average=average, threshold=threshold, name=name)
 
 
 class SubsetAccuracy(keras.metrics.MeanMetricWrapper):

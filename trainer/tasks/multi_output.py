@@ -78,6 +78,14 @@ class MultiOutput(Task):
         """Return none: each of `parts` has its own."""
         return []
 
+    def at(self, thresholds: Mapping[str, Any]) -> Task:
+        """Return it with the thresholds of outputs by their names."""
+        parts = {
+            name: part.at({"": thresholds[name]} if name in thresholds else {})
+            for name, part in self.parts.items()
+        }
+        return MultiOutput(parts, self.loss_weights)
+
     def outputs(self, given: Any) -> Any:
         """Return the outputs of each task."""
         return {name: part.outputs(given[name]) for name, part in self.parts.items()}

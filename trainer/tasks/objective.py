@@ -11,6 +11,7 @@ them as one vector, vectors of several workers are added, and `means` makes valu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
@@ -93,12 +94,15 @@ class Objective:
         self._class_weights = weights or {}
         self._loss = TaskLoss([*self._own_terms()])
         self._require_names()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without metrics; they are made for the task when the first model is measured."""
         #: Where the state of the loss and of each metric is in a vector of `totals`.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
-        if all(
-            type(each).__module__.startswith(_BUILT_IN) for each in (task, *task.parts.values())
-        ):
+        tasks = (self.task, *self.task.parts.values())
+        if all(type(each).__module__.startswith(_BUILT_IN) for each in tasks):
             self._summed = api.call_with_unspecified_conversion_status(self._sums)
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._traced_alone: dict[str, Any] = {}
@@ -110,6 +114,15 @@ class Objective:
                 named.metric(name, key, *_ONE)
         for key, name in self._losses.values():
             named.loss(name, key, logits=True)
+
+    def at(self, thresholds: Mapping[str, Any]) -> Objective:
+        """Return the same one of a model that decides by other thresholds; see `Task.at`."""
+        if not thresholds:
+            return self
+        found = copy.copy(self)
+        found.task = self.task.at(thresholds)
+        found._forget()
+        return found
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
         """Take what a model was compiled with, and refuse one that does not fit the task.
@@ -259,8 +272,7 @@ class Objective:
     def sums(self, part: Part) -> Sums:
         """Return the vector of `totals` for examples that a model has predicted."""
         labels, outputs, weights, _ = part
-        first = slice(0, 1)
-        self._build(*(at(tree, first) for tree in (labels, outputs, weights)))
+        self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
         found: Sums = self._traced(labels, outputs, weights).numpy()
         return found
 
@@ -283,8 +295,13 @@ class Objective:
             found |= each.values(sums)
         return main_first(found, self.main_metric)
 
-    def of_each(self, state: State, part: Part) -> Sums:
-        """Return the state [n, size] of a metric that each example would have alone."""
+    def of_each(self, place: int, part: Part) -> Sums:
+        """Return the state [n, size] of a metric that each example would have alone.
+
+        `place` is that of the state in `states`.
+        """
+        self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
+        state = self.states[place]
         assert state.measured is not None
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:

@@ -1,6 +1,7 @@
 """What is taken of what is shown: clicks, purchases, answers that were relevant.
 
-    label     true or false, 0 or 1, or one of two named classes; the second one is "taken"
+    label     as of `binary_classification`; the positive class is "taken", and the second one where
+              none is named: that something is taken is not told by how rare it is
     outputs   scores [n, 1]: logits of "taken"
     loss      binary cross entropy: each example by itself, so that scores are calibrated
     metrics   those of `binary_classification`; where `data.group` names what belongs to one query
@@ -31,6 +32,7 @@ class Ranking(BinaryClassification):
     """See the module."""
 
     name = "ranking"
+    positive_by = "order"
     directions: ClassVar[Mapping[str, Direction]] = {
         **BinaryClassification.directions,
         **dict.fromkeys(BY_QUERY, "higher"),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from trainer import user_code
+from trainer.class_names import ClassIndex
 from trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
 from trainer.errors import ConfigError, nearest
 from trainer.statistics.statistics import Feature
 from trainer.tasks.base import Array, Target, Task
+from trainer.tasks.binary_classification import TWO, names_of
 from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.objective import Objective
 from trainer.tasks.task_loss import class_weights
@@ -51,14 +53,39 @@ class Dataset(Protocol):
     def target_moments(self) -> Mapping[str, Mapping[str, float]]:
         """Mean, std, min and max by target."""
 
+    def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> Self:
+        """Return it with names of a target's classes; `swap` reads them in the other order."""
+
+
+_Dataset = TypeVar("_Dataset", bound=Dataset)
+
+
+class _Output(NamedTuple):
+    """The task of one output, what is said of it, and the key where that is."""
+
+    kind: str
+    said: OutputConfig
+    key: str
+
 
 def create(config: TaskConfig, dataset: Dataset) -> Task:
-    """Return the task of a configuration for a dataset.
+    """Return the task of a configuration for a dataset; see `with_positive`.
 
     Raises:
         ConfigError: no such task, wrong arguments, or a target that it does not take.
     """
-    name, _ = chosen(config, dataset)
+    parts, weights = {}, {}
+    for label, (kind, said, key) in _outputs(config, dataset).items():
+        part = _one(kind, dataset, label, said.args, key)
+        if key == "task":
+            return part
+        parts[label], weights[label] = part, said.weight
+    return MultiOutput(parts, weights)
+
+
+def _outputs(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
+    """Return the output of each label."""
+    name = chosen(config, dataset).name
     if name == MULTI_OUTPUT:
         return _several(config, dataset)
     if config.outputs:
@@ -68,25 +95,92 @@ def create(config: TaskConfig, dataset: Dataset) -> Task:
             f"task.name: {name} takes one label, and there are {', '.join(dataset.targets)}; "
             f"set task.name to {MULTI_OUTPUT}, or name one of them in data.label"
         )
-    return _one(name, dataset, dataset.targets[0], config.args, "task")
+    said = OutputConfig(positive=config.positive, args=config.args)
+    return {dataset.targets[0]: _Output(name, said, "task")}
 
 
-def _several(config: TaskConfig, dataset: Dataset) -> Task:
-    if config.args:
-        raise ConfigError("task.args: each output has its own, in task.outputs")
+def _several(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
+    for key in ("args", "positive"):
+        if getattr(config, key):
+            raise ConfigError(f"task.{key}: each output has its own, in task.outputs")
     for name in config.outputs:
         if name not in dataset.targets:
             hint = nearest(name, dataset.targets) or f" (one of {', '.join(dataset.targets)})"
             raise ConfigError(f"task.outputs: there is no label {name!r}{hint}")
-    parts, weights = {}, {}
+    found = {}
     for name in dataset.targets:
         said = config.outputs.get(name, OutputConfig())
         if said.name == MULTI_OUTPUT:
             raise ConfigError(f"task.outputs.{name}.name: one output is not several")
         kind = automatic(dataset, name).name if said.name == AUTO else said.name
-        parts[name] = _one(kind, dataset, name, said.args, f"task.outputs.{name}")
-        weights[name] = said.weight
-    return MultiOutput(parts, weights)
+        found[name] = _Output(kind, said, f"task.outputs.{name}")
+    return found
+
+
+def with_positive(config: TaskConfig, dataset: _Dataset) -> _Dataset:
+    """Return a dataset as a task reads it: the positive one of two classes is the second one.
+
+    This is the one place that says which class is positive. Whatever reads, minimises, measures or
+    names labels of the dataset that is returned knows it by its number, 1.
+
+    Raises:
+        ConfigError: see `create`; `positive` names no class, or the task has none that is positive.
+    """
+    for label, (kind, said, key) in _outputs(config, dataset).items():
+        task, target = _class(kind), target_of(dataset, label)
+        names = names_of(target)
+        if said.positive and not task.positive_by:
+            raise ConfigError(
+                f"{key}.positive: {kind} of {target} has no positive class; leave it empty{_KEPT}"
+            )
+        # What is none of two classes the task itself refuses.
+        if task.positive_by and len(names) == TWO:
+            second = _positive(task, target, names, said.positive, key)
+            ordered = names if second else names[::-1]
+            dataset = dataset.with_classes(label, ordered, swap=not second)
+    return dataset
+
+
+# Of a pipeline whose model has a champion the first step sets the key.
+_KEPT = (
+    "; where it is empty it is that of the champion: a model of other classes needs another name"
+)
+
+
+def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: str, key: str) -> int:
+    if said:
+        if (number := ClassIndex(names).number(said)) < 0:
+            hint = nearest(said, names) or f" (the classes are {' and '.join(map(repr, names))})"
+            raise ConfigError(f"{key}.positive: {target.name!r} has no class {said!r}{hint}{_KEPT}")
+        return number
+    counts = target.counts.get("train", ())
+    return int(not (task.positive_by == "rarity" and len(counts) == TWO and counts[0] < counts[1]))
+
+
+def described(config: TaskConfig, dataset: Dataset) -> str:
+    """Return the task and the positive class in one line, of a dataset `with_positive`."""
+    name, why = chosen(config, dataset)
+    said = []
+    for label, output in _outputs(config, dataset).items():
+        task, target = _class(output.kind), target_of(dataset, label)
+        if task.positive_by and len(target.labels) == TWO:
+            of = f" of {label!r}" if name == MULTI_OUTPUT else ""
+            because = _why_positive(task, target, output.said.positive)
+            said.append(f"the positive class{of} is {target.labels[1]!r}, {because}")
+    return "; ".join([f"the task is {name}, since {why}", *said])
+
+
+def _why_positive(task: type[Task], target: Target, said: str) -> str:
+    if said:
+        return "as task.positive says"
+    counts = target.counts.get("train", ())
+    if task.positive_by == "order":
+        return "the second one"
+    if len(counts) != TWO:
+        return "or the other one where that is rarer in training"
+    if counts[0] == counts[1]:
+        return f"the second one of two with {counts[1]:,} training examples each"
+    return f"the rarer one, {counts[1]:,} of {sum(counts):,} training examples"
 
 
 def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: str) -> Task:
@@ -136,16 +230,15 @@ def chosen(config: TaskConfig, dataset: Dataset) -> Choice:
         choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")
     else:
         choice = automatic(dataset, dataset.targets[0])
-    _log.info("task: %s, since %s", *choice)
     return choice
 
 
 def automatic(dataset: Dataset, label: str) -> Choice:
     """Return the task that a label asks for.
 
-    Two named classes are `classification`, as any number of them; a logit less would make another
-    model of every configuration that has been trained as such. A whole number without names is a
-    class too: TFDS has labels of this kind, and says of no number that it is a quantity.
+    A whole number is a class: TFDS has labels of this kind, and says of none that it is a quantity.
+    Where it is not said how many classes there are, it is `classification` of as many as preparing
+    counts: the choice is the same before.
     """
     target = target_of(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
@@ -153,11 +246,15 @@ def automatic(dataset: Dataset, label: str) -> Choice:
         return Choice("regression", f"the label {target} is a quantity")
     if kind == "b" and not target.shape:
         return Choice("binary_classification", f"the label {target} is true or false")
-    if kind in {"i", "u"} and not target.shape:
-        return Choice("classification", f"the label {target} names a class")
-    # Not those of the target, which are counted where none are named: the choice is the same before
-    # the dataset is prepared.
+    # Not those of the target, which are counted where none are named.
     named = dataset.features[label].num_classes
+    if kind in {"i", "u"} and not target.shape:
+        if named == TWO:
+            return Choice("binary_classification", f"the label {target} has two classes")
+        why = f"the label {target} names a class"
+        if target.num_classes == TWO:
+            why += ", of which two were counted; binary_classification has to be said"
+        return Choice("classification", why)
     if kind in {"i", "u"} and (named or _is_by_place(dataset, target)):
         return Choice("sequence_labelling", f"the label {target} names a class for each place")
     if kind in {"b", "i", "u"} and len(target.shape) == 1:
@@ -183,6 +280,7 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         ConfigError: see `create`; a loss, a metric or a class that does not exist.
     """
     task = create(config.task, dataset)
+    _log.info("%s", described(config.task, dataset))
     champion, main_metric = config.gate.champion, config.task.main_metric
     return Objective(
         task,

@@ -35,6 +35,7 @@ from trainer.data.shards.shard_store import Streaming
 from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError, UserError, without_memory
 from trainer.evaluation import evaluate
+from trainer.evaluation.signature import positive_of
 from trainer.models.registry import freeze, refused_input
 from trainer.monitoring.metrics import exported
 from trainer.storage import Manifest
@@ -169,10 +170,13 @@ def hooks_of(  # noqa: PLR0913, PLR0917
 ) -> Hooks:
     """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
+    spec = tasks.with_positive(config.task, spec)
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
     dry_run.require_task(objective.task, spec.features)
+    checkpoints.positive = positive_of(objective.task)
+    checkpoints.require_fit = partial(evaluate.require_positive, objective.task, spec)
     make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
 

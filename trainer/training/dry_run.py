@@ -178,7 +178,7 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
 
     `uri` is empty before the dataset is prepared; `scratch` is removed. Raises `UserError`.
     """
-    dataset = dataset_of(config, scratch, uri)
+    dataset = tasks.with_positive(config.task, dataset_of(config, scratch, uri))
     require_slices(config, dataset.features, dataset.targets)
     if precision := config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")

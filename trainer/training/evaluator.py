@@ -95,6 +95,7 @@ def _log_files(job: Job) -> LogFiles:
 def _measure(job: Job) -> Measure:
     learnt = index.learnt_of_run(job.checkpoints, job.config.training, job.dataset)
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset), learnt)
+    spec = tasks.with_positive(job.config.task, spec)
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
     if precision := job.config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")

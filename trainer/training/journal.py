@@ -43,6 +43,7 @@ class Journal:
             "config_hash": config.digest(),
             "optimizer": config.training.optimizer.name,
             "freeze": list(config.training.freeze),
+            "positive": checkpoints.positive,
         }
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)

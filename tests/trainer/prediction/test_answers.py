@@ -20,8 +20,8 @@ LABELS = ["cat", "dog"]
 BOTH = np.array([[0.25, 0.75], [0.9, 0.1]], np.float32)
 
 
-def rows(kinds, labels, answers, lengths=None):
-    model = SimpleNamespace(kinds=kinds, labels=labels)
+def rows(kinds, labels, answers, lengths=None, thresholds=None):
+    model = SimpleNamespace(kinds=kinds, labels=labels, thresholds=thresholds or {})
     return pa.table(columns_of(model, answers, lengths)).to_pylist()
 
 
@@ -41,6 +41,18 @@ def test_two_classes_have_both_probabilities():
         ("dog", 0.75),
     ]
     assert found[1]["probabilities"] == {"cat": 0.25, "dog": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"), [(0.2, ["dog", "dog"]), (0.25, ["cat", "dog"]), (0.9, ["cat"] * 2)]
+)
+def test_of_two_classes_the_threshold_of_the_model_decides(threshold, expected):
+    second = np.array([0.25, 0.75], np.float32)
+    answers = {"logit": second, "probability": second}
+    for output, wide in (("", {}), ("pet", {"pet_logit": second, "pet_probability": second})):
+        kinds, labels = {output: "binary_classification"}, {output: LABELS}
+        found = rows(kinds, labels, wide or answers, thresholds={output: threshold})
+        assert [(row["pet"] if output else row)["prediction"] for row in found] == expected
 
 
 def test_several_classes_of_an_example_are_a_list():

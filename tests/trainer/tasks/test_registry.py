@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from trainer.config.load import parse_config
 from trainer.config.schema import TaskConfig
-from trainer.data.spec import FeatureSpec
+from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import ConfigError
 from trainer.tasks import registry
 
@@ -40,10 +41,10 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_task_is_chosen_by_what_the_label_is(name, caplog):
-    with caplog.at_level("INFO", logger="trainer"):
-        assert registry.create(TaskConfig(), dataset(**CHOICES[name])).name == name
-    assert f"task: {name}, since" in caplog.text
+def test_the_task_is_chosen_by_what_the_label_is(name):
+    found = dataset(**CHOICES[name])
+    assert registry.create(TaskConfig(), found).name == name
+    assert registry.described(TaskConfig(), found).startswith(f"the task is {name}, since")
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -70,8 +71,131 @@ def test_a_row_of_whole_numbers_goes_with_the_places_of_an_input():
     assert registry.create(TaskConfig(), bools).name == "multilabel_classification"
 
 
-def test_two_named_classes_are_a_classification_unless_the_configuration_says_otherwise():
-    assert registry.create(TaskConfig(), dataset(label=feature(classes=2))).name == "classification"
+COUNTS = {"train": [40, 60], "test": [4, 6]}
+MOMENTS = {"mean": 0.6, "std": 0.5, "min": 0.0, "max": 1.0}
+
+
+def two(names=(), dtype="int64", counts=COUNTS, classes=2):
+    label = FeatureSpec(shape=(), dtype=dtype, stored="raw", num_classes=classes, labels=names)
+    return DatasetSpec(
+        features={"x": feature("float32", (4,)), "label": label},
+        inputs=("x",),
+        targets=("label",),
+        shards={},
+        target_counts={"label": counts} if counts else {},
+        target_moments={"label": MOMENTS} if counts else {},
+    )
+
+
+def positive(found, **config):
+    """Return the positive class, whether labels are read the other way round, and all of it."""
+    found = registry.with_positive(TaskConfig(**config), found)
+    assert registry.with_positive(TaskConfig(**config), found) == found, "it is said once"
+    return registry.create(TaskConfig(**config), found).labels[1], bool(found.swapped), found
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "counts", "said", "expected"),
+    [
+        (("no", "yes"), "int64", [60, 40], "", "yes"),
+        (("no", "yes"), "int64", [40, 60], "", "no"),
+        (("no", "yes"), "int64", [50, 50], "", "yes"),
+        (("no", "yes"), "int64", [40, 60], "yes", "yes"),
+        (("no", "yes"), "int64", [60, 40], True, "yes"),
+        (("no", "yes"), "int64", [60, 40], "NO", "no"),
+        (("2", "7"), "int64", [60, 40], 2, "2"),
+        (("2", "7"), "int64", [60, 40], "2.0", "2"),
+        (("é", "z"), "int64", [60, 40], "e\u0301", "é"),
+        ((), "int64", [60, 40], 0, "0"),
+        ((), "bool", [40, 60], "", "false"),
+        ((), "bool", [40, 60], "1", "true"),
+    ],
+)
+def test_the_positive_class_is_the_named_one_else_the_rarer(names, dtype, counts, said, expected):
+    found = two(names, dtype, {"train": counts, "test": [3, 4]})
+    name, swapped, read = positive(found, positive=said)
+    assert name == expected
+    assert swapped == (
+        read.features["label"].labels[1]
+        != (names or {"bool": ("false", "true")}.get(dtype, ("0", "1")))[1]
+    )
+    assert read.target_counts["label"]["train"] == (counts[::-1] if swapped else counts)
+    assert read.target_moments["label"]["mean"] == pytest.approx(0.4 if swapped else 0.6)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        (two(("no", "yes")), "binary_classification"),
+        (two(), "binary_classification"),
+        (two(classes=0), "classification"),
+        (two(("a", "b", "c"), classes=3), "classification"),
+        (two(("a",), classes=1), "classification"),
+    ],
+)
+def test_two_classes_are_binary_before_and_after_a_dataset_is_prepared(label, name):
+    before = replace(label, target_counts={}, target_moments={})
+    assert {registry.chosen(TaskConfig(), each).name for each in (before, label)} == {name}
+
+
+def test_the_task_and_why_a_class_is_positive_are_one_line():
+    def said(found, **config):
+        config = TaskConfig(**config)
+        return registry.described(config, registry.with_positive(config, found))
+
+    begin = "the task is binary_classification, since the label 'label' (one int64 of 2 classes)"
+    assert said(two(("no", "yes"))) == (
+        f"{begin} has two classes; the positive class is 'no', the rarer one, 40 of 100 training "
+        "examples"
+    )
+    assert said(two(("no", "yes")), positive="yes").endswith("is 'yes', as task.positive says")
+    assert "or the other one where that is rarer" in said(two(counts={}))
+    assert "the second one of two with 5 training" in said(two(counts={"train": [5, 5]}))
+    assert said(two(), name="ranking").endswith("the positive class is '1', the second one")
+    assert "binary_classification has to be said" in said(two(classes=0))
+
+
+def test_what_is_taken_is_the_second_class_however_rare_it_is():
+    assert positive(two(("no", "yes")), name="ranking")[0] == "yes"
+    assert positive(two(("no", "yes")), name="ranking", positive="no")[0] == "no"
+    assert positive(two(("no", "yes")), name="classification")[:2] == ("yes", False)
+
+
+def test_each_of_several_labels_has_its_own_positive_class():
+    found = two(("no", "yes"))
+    other = replace(found.features["label"], labels=("a", "b"))
+    found = replace(
+        found,
+        features={**found.features, "other": other},
+        targets=("label", "other"),
+        target_counts={**found.target_counts, "other": {"train": [60, 40], "test": [1, 1]}},
+    )
+    config = TaskConfig(outputs={"other": {"positive": "a"}})
+    task = registry.create(config, registry.with_positive(config, found))
+    assert {name: part.labels[1] for name, part in task.parts.items()} == {
+        "label": "no",
+        "other": "a",
+    }
+    with pytest.raises(ConfigError, match=r"task\.positive: each output"):
+        registry.with_positive(TaskConfig(positive="a"), found)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"positive": "yse"}, "task.positive: 'label' has no class 'yse'; did you mean 'yes'?"),
+        ({"positive": "1.5"}, "has no class '1.5' (the classes are 'no' and 'yes'); where it is"),
+        (
+            {"positive": "yes", "name": "classification"},
+            "task.positive: classification of 'label' (one int64 of 2 classes) has no positive "
+            "class; leave it empty",
+        ),
+    ],
+)
+def test_a_positive_class_that_there_is_not_is_refused(config, words):
+    with pytest.raises(ConfigError) as caught:
+        registry.with_positive(TaskConfig(**config), two(("no", "yes")))
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

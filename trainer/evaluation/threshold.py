@@ -1,0 +1,110 @@
+"""Above which probability an example is taken as positive: chosen on the validation split.
+
+It is the one of the largest F1 of the positive class, by the weights of the examples; of several
+the one next to 0.5. Half of the way to the next lower probability, so that what rounds differently,
+as another form of the model does, decides the same. Examples of one probability cannot be told
+apart, and where there are no others, no positive ones or no examples at all, it stays 0.5.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.data.read import evaluation_batches, stage_shards
+from trainer.data.spec import DatasetSpec
+from trainer.evaluation.predictions import forward_of
+from trainer.evaluation.signature import by_output
+from trainer.tasks.base import Array, Floats
+from trainer.tasks.binary_classification import Threshold
+from trainer.tasks.objective import Objective
+
+SPLIT = "validation"
+# More would not move it: of a larger split only some batches are read.
+MOST_EXAMPLES = 1_000_000
+_EVEN = 0.5
+_CLOSE = 1e-12
+log = logging.getLogger(__name__)
+
+
+def thresholds_of(  # noqa: PLR0913, PLR0917
+    objective: Objective,
+    model: keras.Model,
+    spec: DatasetSpec,
+    dataset: str,
+    scratch: Path,
+    batch_size: int,
+) -> dict[str, Threshold]:
+    """Return the threshold of each output that has a positive class, by its name."""
+    parts = [name for name, part in objective.task.parts.items() if part.positive_by]
+    if not parts or not spec.examples(SPLIT):
+        if parts:
+            log.info("there is no %s split, and the threshold stays %g", SPLIT, _EVEN)
+        return {}
+    files = stage_shards(dataset, scratch / SPLIT, SPLIT)
+    every = -(-spec.examples(SPLIT) // MOST_EXAMPLES)
+    batches = evaluation_batches(spec, files, batch_size=batch_size, of=every)
+    forward = forward_of(objective, model)
+    found: dict[str, list[tuple[Array, Floats, Floats]]] = {name: [] for name in parts}
+    for batch in batches:
+        _, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        outputs = forward(batch[0])
+        for name, columns in found.items():
+            true, logits = (each[name] if name else each for each in (labels, outputs))
+            columns.append(_columns(true, logits, weights))
+    return {
+        name: _chosen(name, *map(np.concatenate, zip(*columns, strict=True)))
+        for name, columns in found.items()
+    }
+
+
+def _columns(labels: Any, outputs: Any, weights: Any) -> tuple[Array, Floats, Floats]:
+    sure = tf.sigmoid(outputs[:, 0]).numpy()
+    weighs = np.ones(len(sure)) if weights is None else np.asarray(weights, np.float64).ravel()
+    return np.asarray(labels).ravel() == 1, sure, weighs
+
+
+def _chosen(name: str, positive: Array, sure: Floats, weights: Floats) -> Threshold:
+    of = f" of {name!r}" if name else ""
+    value = best(positive, sure, weights)
+    if value is None:
+        log.info("no threshold%s tells %d %s examples apart: it is %g", of, len(sure), SPLIT, _EVEN)
+        return Threshold()
+    log.info("the threshold%s is %.4g, the best of %d %s examples", of, value, len(sure), SPLIT)
+    return Threshold(value=value, chosen_on=SPLIT, examples=len(sure))
+
+
+def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
+    """Return the probability above which F1 is largest; None where none is better than another.
+
+    Args:
+        positive: whether each example is.
+        sure: its probability, in the precision in which it is compared.
+        weights: what it counts.
+    """
+    counts = np.isfinite(sure) & (weights > 0)
+    order = np.argsort(-sure[counts], kind="stable")
+    sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
+    hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
+    # The last of equal ones; below the last of all nothing is told apart.
+    ends = np.flatnonzero(sure[:-1] != sure[1:])
+    if not len(ends) or not hits[-1]:
+        return None
+    f1 = 2 * hits[ends] / (hits[-1] + taken[ends])
+    above, below = sure[ends], sure[ends + 1]
+    half = above / 2 + below / 2
+    half = np.where((half < above) & (half >= below), half, below)
+    able = np.flatnonzero(f1 >= f1.max() - _CLOSE)
+    return float(half[able[np.argmin(np.abs(half[able] - _EVEN))]])
+
+
+def of_manifest(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
+    """Return the thresholds of outputs of an exported model; 0.5 for one of an earlier version."""
+    said = by_output(fields.get("threshold", {}))
+    return {name: Threshold(float(said.get(name, _EVEN))) for name in names}
