@@ -1,0 +1,199 @@
+"""Models that are worth nothing are refused and the reason is said; models that find little pass.
+
+Each is what a model would give for examples, through the real evaluation and the real gate.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.trainer.tasks.measuring import target
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.evaluation.champion import Champion, compared
+from trainer.evaluation.evaluate import summarized
+from trainer.evaluation.predictions import Predictions, unsound
+from trainer.promotion import gate
+from trainer.report.rules import CONSTANT
+from trainer.tasks.base import Part, Task, Whole
+from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.classification import Classification
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.multilabel_classification import MultilabelClassification
+from trainer.tasks.objective import Objective
+from trainer.tasks.ranking import Ranking
+from trainer.tasks.regression import Regression
+from trainer.tasks.retrieval.recommendation import Recommendation
+from trainer.tasks.sequences import SequenceLabelling
+
+DRAW = np.random.default_rng(17)
+COUNT, RARE_COUNT = 1200, 5600
+YES = (DRAW.random(COUNT) < 0.4).astype("int64")
+# 57 of 5600, as 1 % of 28,000 rows leave them to a test split of a fifth.
+RARE = np.zeros(RARE_COUNT, "int64")
+RARE[DRAW.permutation(RARE_COUNT)[:57]] = 1
+CLASS = DRAW.choice(4, COUNT, p=[0.4, 0.3, 0.2, 0.1])
+ROWS = (DRAW.random((COUNT, 3)) < [0.6, 0.3, 0.1]).astype("int64")
+SIZES = DRAW.gamma(2, 10, COUNT).astype("float32")
+PLACES = np.where(DRAW.random((COUNT, 6)) < 0.2, -1, DRAW.integers(0, 3, (COUNT, 6)))
+QUERIES = np.repeat(np.arange(COUNT // 8), 8)
+USERS, ITEMS = DRAW.integers(0, 100, COUNT), DRAW.integers(0, 40, COUNT)
+# Some items are taken by most users, and each user has a taste.
+LIKED = DRAW.normal(size=40)
+TASTE = DRAW.normal(size=(100, 40))
+TAKEN = (LIKED[ITEMS] + TASTE[USERS, ITEMS] > 0.5).astype("int64")
+
+
+class OwnTask(Regression):
+    """A task of the user's, which says nothing of constants."""
+
+    constants = Task.constants
+
+
+def noise(*shape, count=COUNT):
+    return np.random.default_rng(3).normal(size=(count, *shape)).astype("float32")
+
+
+def one_hot(classes, count):
+    return np.eye(count, dtype="float32")[classes]
+
+
+def logits(labels, strength, centre=0.0):
+    """Return logits of "yes" that know so much of it, in standard deviations."""
+    found = centre + noise(count=len(labels)) + strength * labels
+    return found[:, np.newaxis].astype("float32")
+
+
+BINARY = BinaryClassification(target(YES, num_classes=2))
+OF_RARE = BinaryClassification(target(RARE, num_classes=2))
+CLASSES = Classification(target(CLASS, num_classes=4))
+NUMBERS = Regression(target(SIZES))
+
+
+def recommender():
+    task = Recommendation(target(TAKEN, num_classes=2), group="user", item="item", k=[5])
+    items = np.repeat(np.arange(40), 200)
+    taken = (LIKED[items] + np.random.default_rng(4).normal(size=8000) > 0.5).astype("int64")
+    task.learn([{"item": items, task.target.name: taken}])
+    return task
+
+
+def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rules):
+    """Return the decision of the gate about outputs in memory."""
+    config = parse_config({"gate": rules})
+    objective = Objective(task)
+    own, other = (
+        None if given is None else Whole(Part(labels, given, None, columns or {}))
+        for given in (outputs, champion)
+    )
+    bad = tuple(0 if each is None else unsound(each) for each in (outputs, champion))
+    found = Predictions(own=own, champion=other, unsound=bad, worst=None)
+    summary = summarized(None, objective, found, ())
+    if champion is not None:
+        there = Champion(uri="file:///champion", answer=None, incomparable="")
+        summary["champion"] = compared(there, objective, found, config.gate.champion)
+    (folder / "measured").mkdir()
+    (folder / "measured" / "metrics.json").write_text(json.dumps(summary))
+    evaluation = storage.uri_of(folder / "evaluation")
+    storage.publish(folder / "measured", evaluation, kind="evaluation")
+    return gate.check(config, evaluation, storage.uri_of(folder / "decision"))
+
+
+def fitted_to_noise(labels):
+    """Return the logits of a model of as many inputs as it can learn by heart, on other rows."""
+    generator = np.random.default_rng(8)
+    inputs = generator.normal(size=(2, len(labels), 40))
+    weights, *_ = np.linalg.lstsq(inputs[0], generator.permutation(labels) - labels.mean())
+    return (inputs[1] @ weights)[:, np.newaxis].astype("float32")
+
+
+USELESS = {
+    "a constant class": (CLASSES, CLASS, one_hot(np.zeros(COUNT, int), 4)),
+    "the most frequent class, rarely another": (
+        CLASSES, CLASS, one_hot(np.where(np.arange(COUNT) % 50, 0, 2), 4),
+    ),
+    "never the rare class": (OF_RARE, RARE, np.full((RARE_COUNT, 1), -5, "float32")),
+    "inverted labels": (BINARY, YES, -logits(YES, 2)),
+    "trained on noise": (OF_RARE, RARE, fitted_to_noise(RARE)),
+    "trained on noise, of numbers": (NUMBERS, SIZES, SIZES.mean() + 5 * fitted_to_noise(SIZES)),
+    "probabilities all 0.5": (BINARY, YES, np.zeros((COUNT, 1), "float32")),
+    "shifted by one row": (BINARY, YES, np.roll(logits(YES, 5), 1, axis=0)),
+    "shifted by one row, of numbers": (NUMBERS, SIZES, np.roll(SIZES, 1)[:, np.newaxis]),
+    "the mean only": (NUMBERS, SIZES, np.full((COUNT, 1), SIZES.mean())),
+    "the median and a little noise": (NUMBERS, SIZES, np.median(SIZES) + noise(1) / 10),
+    "the shares of a row of classes": (
+        MultilabelClassification(target(ROWS)), ROWS, np.log([[1.5, 0.43, 0.11]]) + noise(3) / 10,
+    ),
+    "classes of places at random": (
+        SequenceLabelling(target(PLACES, num_classes=3)), PLACES, noise(6, 3),
+    ),
+    "a task of the user's, the mean": (OwnTask(target(SIZES)), SIZES, 30 + noise(1) / 100),
+    "scores at random": (
+        Ranking(target(YES, num_classes=2), group="query"), YES, noise(1), {"query": QUERIES},
+    ),
+    "popularity only": (
+        recommender(), TAKEN,
+        np.stack([LIKED[ITEMS], np.ones(COUNT), LIKED[ITEMS]], axis=1).astype("float32"),
+        {"user": USERS, "item": ITEMS},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USELESS)
+def test_what_finds_nothing_is_refused_for_it_does_not_beat_a_constant(tmp_path, name):
+    task, labels, outputs, *columns = USELESS[name]
+    decision = decided(tmp_path, task, labels, np.float32(outputs), columns=dict(*columns))
+    assert not decision.blessed
+    [rule] = decision.rules
+    assert rule.key == CONSTANT
+    assert "a constant" in decision.reasons[0]
+
+
+# The scores of a recommender that knows the tastes, of which half is chance.
+GUESSED = TASTE + np.random.default_rng(6).normal(size=TASTE.shape)
+WELL_KNOWN = LIKED[ITEMS] + GUESSED[USERS, ITEMS] / 2
+# Eight of 57 are found, all others are where chance has them.
+FEW_FOUND = 9 * (RARE * (np.cumsum(RARE) <= 8))[:, np.newaxis] + noise(1, count=RARE_COUNT)
+USEFUL = {
+    "a rare class, weakly": (OF_RARE, RARE, logits(RARE, 0.8, -5)),
+    "a rare class, a few at the top": (OF_RARE, RARE, FEW_FOUND),
+    "a frequent class, weakly": (BINARY, YES, logits(YES, 0.25)),
+    "classes": (CLASSES, CLASS, 0.7 * one_hot(CLASS, 4) + noise(4) + np.log([4, 3, 2, 1])),
+    "numbers": (NUMBERS, SIZES, 17 + (SIZES[:, np.newaxis] - 20) / 3 + 5 * noise(1)),
+    "rows of classes": (
+        MultilabelClassification(target(ROWS)), ROWS, 2 * ROWS + [[0.3, -0.8, -2]] + noise(3) / 3,
+    ),
+    "places": (
+        SequenceLabelling(target(PLACES, num_classes=3)), PLACES,
+        one_hot(PLACES, 3) / 3 + noise(6, 3),
+    ),
+    "a task of the user's": (OwnTask(target(SIZES)), SIZES, SIZES[:, np.newaxis] + 10 * noise(1)),
+    "scores": (
+        Ranking(target(YES, num_classes=2), group="query"), YES, logits(YES, 0.4),
+        {"query": QUERIES},
+    ),
+    "tastes besides popularity": (
+        recommender(), TAKEN,
+        np.stack([WELL_KNOWN, np.ones(COUNT), LIKED[ITEMS]], axis=1),
+        {"user": USERS, "item": ITEMS},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USEFUL)
+def test_what_finds_little_is_blessed(tmp_path, name):
+    task, labels, outputs, *columns = USEFUL[name]
+    decision = decided(tmp_path, task, labels, np.float32(outputs), columns=dict(*columns))
+    assert decision.blessed, decision.reasons
+
+
+def test_several_outputs_have_to_beat_their_constants_together(tmp_path):
+    task = MultiOutput({"kind": CLASSES, "size": NUMBERS}, {"kind": 1.0, "size": 0.01})
+    labels = {"kind": CLASS, "size": SIZES}
+    for name, strength, blessed in (("nothing", 0, False), ("little", 0.7, True)):
+        (tmp_path / name).mkdir()
+        kind = strength * one_hot(CLASS, 4) + np.log([4, 3, 2, 1], dtype="float32")
+        size = 20 + strength * (SIZES[:, np.newaxis] - 20)
+        decision = decided(tmp_path / name, task, labels, {"kind": kind, "size": size})
+        assert decision.blessed is blessed, decision.reasons
