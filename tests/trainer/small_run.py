@@ -164,7 +164,9 @@ def publish_checkpoint(folder: Path, model: keras.Model, step: int = GLOBAL_STEP
 
 def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") -> str:
     """Evaluate the run's checkpoint below `folder` and hold it against a threshold."""
-    config = run.config.model_copy(update={"gate": GateConfig(min={"accuracy": accuracy})})
+    config = run.config.model_copy(
+        update={"gate": GateConfig(min={"accuracy": accuracy}, constant="reported")}
+    )
     folder.mkdir(parents=True, exist_ok=True)
     evaluation, decision = (storage.uri_of(folder / name) for name in ("evaluation", "decision"))
     scratch = folder / "scratch"

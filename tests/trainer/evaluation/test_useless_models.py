@@ -79,7 +79,7 @@ def recommender():
     return task
 
 
-def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rules):
+def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rules):  # noqa: PLR0913
     """Return the decision of the gate about outputs in memory."""
     config = parse_config({"gate": rules})
     objective = Objective(task)
@@ -129,9 +129,6 @@ USELESS = {
         SequenceLabelling(target(PLACES, num_classes=3)), PLACES, noise(6, 3),
     ),
     "a task of the user's, the mean": (OwnTask(target(SIZES)), SIZES, 30 + noise(1) / 100),
-    "scores at random": (
-        Ranking(target(YES, num_classes=2), group="query"), YES, noise(1), {"query": QUERIES},
-    ),
     "popularity only": (
         recommender(), TAKEN,
         np.stack([LIKED[ITEMS], np.ones(COUNT), LIKED[ITEMS]], axis=1).astype("float32"),

@@ -145,8 +145,8 @@ def test_only_the_forms_that_were_asked_for_leave(run, blessed, tmp_path):
 def test_a_refused_model_does_not_leave(run, tmp_path):
     refused = small_run.decide(run, tmp_path, accuracy=0.999)
     message = small_run.refused_export(run, refused, tmp_path)
-    assert message.startswith("nothing is exported: the gate refused the model (accuracy 0.")
-    assert "gate.min 0.999" in message
+    assert message.startswith("nothing is exported: the gate refused the model (Accuracy is 0.")
+    assert "at least 0.999 (gate.min)" in message
 
 
 def test_a_model_without_a_decision_does_not_leave(run, tmp_path):
