@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,10 @@ class ExportedModel:
     inputs: tuple[RecordedInput, ...]
     kinds: Mapping[str, str]
     labels: Mapping[str, Sequence[str]]
-    thresholds: Mapping[str, float]
     dataset: str
     signature: Any
     names: Mapping[str, str]
+    thresholds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def varying_answers(self) -> frozenset[str]:
