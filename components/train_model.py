@@ -15,6 +15,7 @@ from trainer.checkpoints.index import require_first_weights
 from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
 from trainer.code.bundle import configured
+from trainer.config.main_metric import VALIDATION_LOSS
 
 
 @component
@@ -66,7 +67,7 @@ def work(step: Step) -> str:
     launchers.launch(job, PodDefaults(image=step.image, store_secret=step.store_secret))
     found = handed_on(job.checkpoints, settings.training.hand_on)
     metrics = _metrics(found)
-    step.output.done(found.uri, metrics)
+    step.output.done(found.uri, metrics, found.best.by if found.best else None)
     descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})
     return found.uri
 
@@ -78,9 +79,13 @@ def _metrics(found: HandedOn) -> dict[str, Any]:
         "handed_on_step": found.global_step,
         "handed_on_as": found.why,
         **found.fields["metrics"],
+        # That of an evaluator is not in the manifest.
+        **found.validation,
     }
     begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}
     metrics |= {name: value for name, value in begun.items() if value}
     if best := found.best:
-        metrics |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
+        names = dict.fromkeys((VALIDATION_LOSS, best.by.column))
+        metrics["best_global_step"] = best.global_step
+        metrics |= {f"best_{name}": best.validation[name] for name in names}
     return metrics

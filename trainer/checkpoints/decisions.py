@@ -58,23 +58,33 @@ class SaveInterval(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay: the newest, the best, and of those without a loss the newest."""
+    """Which checkpoints stay: the newest, the best, and the newest of those not measured yet."""
 
     newest: int
     unmeasured: int = 0
 
     def outdated(self, found: Sequence[IndexEntry]) -> list[str]:
         """Return the URIs of those that may be deleted, of all that are published, oldest first."""
-        unmeasured = [each for each in found if each.loss is None] if self.unmeasured else []
+        unmeasured = [each for each in found if not each.validation] if self.unmeasured else []
         kept = [*found[-self.newest :], *best_first(found)[:1], *unmeasured[-self.unmeasured :]]
         stay = {each.uri for each in kept}
         return [each.uri for each in found if each.uri not in stay]
 
 
 def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
-    """Return the entries that have a validation loss, the lowest first, the earlier of two."""
-    measured = [(each.loss, each) for each in found if each.loss is not None]
-    return [each for _, each in sorted(measured, key=lambda pair: pair[0])]
+    """Return the entries that were measured, the best first: see `MainMetric.order`.
+
+    Of two that are equal in all the earlier one is first.
+    """
+    measured = [each for each in found if each.validation]
+    return sorted(measured, key=lambda each: each.main.order(each.validation))
+
+
+def _best_by(best: IndexEntry) -> tuple[str, str]:
+    """Return by what the best one was selected, and why not by the main metric, or nothing."""
+    by, main = best.by, best.main
+    why = "" if by == main else f": a validation does not measure {main.name}"
+    return f"best by validation {by.name}", why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +95,8 @@ class HandedOn:
         trained: the global step of the last checkpoint.
         why: a few words.
         fields: of its manifest.
-        best: the best by validation loss, valid or not; None where none was measured.
+        validation: what a validation measured of it.
+        best: the best by validation, valid or not; None where none was measured.
     """
 
     uri: str
@@ -93,15 +104,16 @@ class HandedOn:
     trained: int
     why: str
     fields: Mapping[str, Any]
+    validation: Mapping[str, float]
     best: IndexEntry | None
 
 
 def handed_on(uri: str, choice: str) -> HandedOn:
     """Return the checkpoint below `uri` that training hands on, and emit which one it is.
 
-    With `choice` "best" it is the best by validation loss that is not damaged; else, or where none
-    was measured after training began, the last. Raises `UserError` where there is none, or a last
-    one that is damaged.
+    With `choice` "best" it is the best by the validation's main metric that is not damaged; else,
+    or where none was measured after training began, the last. Raises `UserError` where there is
+    none, or a last one that is damaged.
     """
     found = index_of(uri)
     if not found:
@@ -110,14 +122,15 @@ def handed_on(uri: str, choice: str) -> HandedOn:
     # An evaluator that fell behind may have measured only the weights of before training.
     if found[-1].global_step and not any(each.global_step for each in ranked):
         ranked = []
-    why = "best by validation loss"
+    damaged = ""
     for entry in ranked:
+        by, instead = _best_by(entry)
         try:
-            return _handed_on(entry, found, why)
+            return _handed_on(entry, found, f"{by}{damaged}{instead}")
         except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
             log.warning("passed over %s: %s", entry.uri, error)
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
-            why = "best by validation loss that is not damaged"
+            damaged = " that is not damaged"
     reason = "none that was validated is whole" if ranked else "none was validated"
     why = f"the last: {reason if choice == 'best' else 'training.hand_on'}"
     return _handed_on(found[-1], found, why)
@@ -135,5 +148,6 @@ def _handed_on(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> Hand
         trained=trained,
         why=why,
         fields=fields,
+        validation=entry.validation,
         best=next(iter(best_first(found)), None),
     )

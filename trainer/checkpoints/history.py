@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer import storage
+from trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from trainer.json_records import is_number, parse_mapping
 from trainer.storage import Manifest
 
 HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
-# What the names of the metrics of a validation begin with in a row.
-VALIDATION = "validation_"
-VALIDATION_LOSS = f"{VALIDATION}loss"
 SEGMENT_BYTES = 1 << 20
 _SUFFIX = ".jsonl"
 # So many bad lines are named in one warning.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer import storage
-from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
+from trainer.checkpoints.history import read_validations
+from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.model import CHAMPION, KERAS, initial_weights
 from trainer.config.schema import TrainingConfig
 from trainer.errors import UserError
@@ -86,24 +87,50 @@ def none_below(uri: str) -> UserError:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """One published checkpoint, and its validation loss where it was measured."""
+    """One published checkpoint, and what a validation measured of it, empty where none did.
+
+    Attributes:
+        main: the metric by which the run selects.
+    """
 
     uri: str
     global_step: int
-    loss: float | None
+    validation: Mapping[str, float] = field(default_factory=dict)
+    main: MainMetric = BY_LOSS
+
+    @property
+    def loss(self) -> float | None:
+        """The validation loss; None where it was not measured."""
+        return self.validation.get(VALIDATION_LOSS)
+
+    @property
+    def by(self) -> MainMetric:
+        """The metric by which it is compared with others: the loss without the main one."""
+        return self.main if self.main.column in self.validation else BY_LOSS
 
 
 def index_of(uri: str) -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first."""
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
+    there = _readable(uri)
+    said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
+    # A run may have been resumed with another one, or by the first version that says it.
+    main = MainMetric.of(said[-1]) if said else BY_LOSS
     found = []
-    for at, step, manifest in _readable(uri):
+    for at, step, manifest in there:
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
-        loss = measured.get(VALIDATION_LOSS) if isinstance(measured, dict) else None
-        # What nobody reads is not the best one, in place of which retention would delete another.
-        loss = loss if is_number(loss) and "base" not in manifest.fields else None
-        found.append(IndexEntry(uri=at, global_step=step, loss=loss))
+        validation = _validation(measured) if "base" not in manifest.fields else {}
+        found.append(IndexEntry(uri=at, global_step=step, validation=validation, main=main))
     return found
+
+
+def _validation(measured: Any) -> dict[str, float]:
+    """Return the finite numbers of a validation; none where its loss is no such number."""
+    row = measured if isinstance(measured, dict) else {}
+    found = {name: value for name, value in row.items() if name.startswith(VALIDATION)}
+    # What nobody reads is not the best one, in place of which retention would delete another.
+    finite = {name: value for name, value in found.items() if is_number(value)}
+    return finite if VALIDATION_LOSS in finite else {}
 
 
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:

@@ -40,6 +40,11 @@ class MainMetric:
         known = directions.get(name) if isinstance(directions, Mapping) else None
         return cls(name=name, better=known or ("lower" if name == LOSS else "higher"))
 
+    @property
+    def column(self) -> str:
+        """Its name in the row of a validation."""
+        return f"{VALIDATION}{self.name}"
+
     def rank(self, value: float) -> float:
         """Return a number that is lower for a better value."""
         return value if self.better == "lower" else -value
@@ -49,9 +54,13 @@ class MainMetric:
 
         Equal ones go by their loss, and so do those that do not measure it, after all others.
         """
-        value, loss = (_number(validation, f"{VALIDATION}{name}") for name in (self.name, LOSS))
+        value, loss = (_number(validation, name) for name in (self.column, VALIDATION_LOSS))
         rank = math.inf if value is None else self.rank(value)
         return value is None, rank, math.inf if loss is None else loss
+
+
+#: Of what was written before the main metric was, and where a validation does not measure it.
+BY_LOSS = MainMetric()
 
 
 def main_first(metrics: Mapping[str, _Value], name: str) -> dict[str, _Value]:

@@ -19,7 +19,6 @@ import tensorflow as tf
 from trainer import events, storage, user_code
 from trainer.checkpoints import index
 from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
 from trainer.checkpoints.servers import PartServers
 from trainer.cluster import completion, loopback, signals
@@ -28,6 +27,7 @@ from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
 from trainer.cluster.supervisor import EVALUATION_SECONDS
 from trainer.config.data import DYNAMIC
+from trainer.config.main_metric import MainMetric
 from trainer.config.schema import Config
 from trainer.data.random_access import by_number
 from trainer.data.read import evaluation_batches, training_batches
@@ -188,7 +188,8 @@ def hooks_of(  # noqa: PLR0913, PLR0917
         make_problem=make_problem,
         validate=partial(_validate, objective, make_problem(0)) if validates else None,
         should_stop=should_stop,
-        should_stop_early=partial(_evaluator_sees_no_gain, config, checkpoints),
+        should_stop_early=partial(_evaluator_sees_no_gain, config, checkpoints, objective),
+        judged_by=lambda: objective.judged_by,
         watch_steps=watch.stepping,
     )
 
@@ -294,8 +295,8 @@ def _validate(objective: Objective, problem: Problem, strategy: Strategy) -> dic
     return objective.means(strategy.totals(problem))
 
 
-def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints) -> bool:
-    early_stopping = EarlyStopping(patience=config.training.patience)
-    asks = config.cluster.evaluator and early_stopping.patience
-    rows = checkpoints.measured() if asks else []
-    return any(early_stopping.update(row[VALIDATION_LOSS]) for row in rows)
+def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints, objective: Objective) -> bool:
+    patience = config.training.patience
+    rows = checkpoints.measured() if config.cluster.evaluator and patience else []
+    stopping = EarlyStopping(patience=patience, main=MainMetric.of(objective.judged_by))
+    return any(stopping.update(row) for row in rows)

@@ -16,8 +16,9 @@ import tensorflow as tf
 from trainer import events
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.checkpoints.contents import RECOVERED
-from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS, History
+from trainer.checkpoints.history import History
 from trainer.cluster.launcher import run_of
+from trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from trainer.config.schema import Config
 from trainer.strategies.strategy import Problem
 from trainer.strategies.visits import Stream
@@ -69,9 +70,9 @@ class Journal:
         """Return the URI of the newest checkpoint, or an empty text."""
         return self._checkpoints.last
 
-    def begin(self, start: int, begun: Mapping[str, str], saved: int = -1) -> None:
-        """Emit that an attempt begins, with which weights, and when its checkpoint was saved."""
-        self._fields |= begun
+    def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
+        """Emit that an attempt begins, with fields of its checkpoints; the newest is `saved`."""
+        self._fields |= fields
         events.emit(
             events.AttemptBegin(
                 global_step=start,
@@ -130,7 +131,7 @@ class Journal:
 class UnpublishedJournal(Journal):
     """The journal of a task that does not publish: nothing is written or emitted."""
 
-    def begin(self, start: int, begun: Mapping[str, str], saved: int = -1) -> None:
+    def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
         """Emit nothing."""
 
     def progress(self, row: Mapping[str, Any]) -> None:

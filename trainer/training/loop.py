@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, NoReturn
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.checkpoints.decisions import Interval, SaveInterval
-from trainer.checkpoints.history import VALIDATION, VALIDATION_LOSS
 from trainer.cluster.signals import ending_at_once
+from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
 from trainer.strategies.strategy import Problem, Report, Strategy
@@ -62,6 +62,8 @@ class Hooks:
             raise, as where the lease of the checkpoints is lost.
         should_stop_early: called after each checkpoint; true where the validations of another task
             (the evaluator) no longer improve.
+        judged_by: called once the model is built; what checkpoints say of the metric by which
+            validations are compared, as `MainMetric.of` reads it.
         watch_steps: entered around each inner loop, to see that its steps make progress.
     """
 
@@ -69,6 +71,7 @@ class Hooks:
     validate: Callable[[Strategy], dict[str, float]] | None = None
     should_stop: Callable[[], bool] = lambda: False
     should_stop_early: Callable[[], bool] = lambda: False
+    judged_by: Callable[[], Mapping[str, Any]] = dict
     watch_steps: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -97,16 +100,18 @@ class Pace:
 
 @dataclass(kw_only=True)
 class EarlyStopping:
-    """Whether the validation loss has not improved `patience` times in a row; 0 never stops."""
+    """Whether no validation was better than the best `patience` times in a row; 0 never stops."""
 
     patience: int
-    best: float = math.inf
+    main: MainMetric = BY_LOSS
+    best: tuple[bool, float, float] = (True, math.inf, math.inf)
     without_gain: int = 0
 
-    def update(self, loss: float) -> bool:
-        """Record one validation loss, and return whether training should end."""
-        self.without_gain = 0 if loss < self.best else self.without_gain + 1
-        self.best = min(self.best, loss)
+    def update(self, row: Mapping[str, Any]) -> bool:
+        """Take the row of one validation, and return whether training should end."""
+        order = self.main.order(row)
+        self.without_gain = 0 if order < self.best else self.without_gain + 1
+        self.best = min(self.best, order)
         return 0 < self.patience <= self.without_gain
 
 
@@ -157,9 +162,11 @@ def _begun(  # noqa: PLR0913, PLR0917
         strategy.restored()
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
-    journal.begin(strategy.global_step(), begun, start)
+    judged_by = hooks.judged_by()
+    journal.begin(strategy.global_step(), {**begun, **judged_by}, start)
+    stopping = EarlyStopping(patience=config.training.patience, main=MainMetric.of(judged_by))
     max_loss = DIVERGED * problem.chance_loss
-    loop = _OuterLoop(config.training, strategy, journal, hooks, recovery, max_loss)
+    loop = _OuterLoop(config.training, strategy, journal, hooks, recovery, stopping, max_loss)
     if not found:
         loop.save()
     return loop
@@ -192,6 +199,7 @@ class _OuterLoop:
         journal: Journal,
         hooks: Hooks,
         recovery: Recovery,
+        early_stopping: EarlyStopping,
         max_loss: float,
     ) -> None:
         self._training, self._strategy, self._journal = training, strategy, journal
@@ -200,8 +208,8 @@ class _OuterLoop:
         self._pace = Pace(training=training)
         self._saves = SaveInterval.of(training)
         self._validations = Interval(steps=training.validate_every, last_step=training.steps)
-        self._early_stopping = EarlyStopping(patience=training.patience)
-        self._stop_early = False
+        self._early_stopping = early_stopping
+        self._stop_early = self._goes_by_loss = False
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
@@ -374,11 +382,15 @@ class _OuterLoop:
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)
         self._journal.validated(step, metrics)
+        main = self._early_stopping.main
+        if main.name not in metrics and not self._goes_by_loss:
+            self._goes_by_loss = True
+            log.info("validations are compared by loss: they do not measure %s", main.name)
         return {f"{VALIDATION}{name}": value for name, value in metrics.items()}
 
     def _note_validation(self, row: dict[str, Any]) -> None:
         if VALIDATION_LOSS in row:
-            self._stop_early = self._early_stopping.update(row[VALIDATION_LOSS])
+            self._stop_early = self._early_stopping.update(row)
 
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         last, at_once = self._journal.last_checkpoint, not self._journal.rows

@@ -6,6 +6,7 @@ from tests.trainer.checkpoints.test_index import publish
 from trainer import events, storage
 from trainer.checkpoints.decisions import Interval, Retention, SaveInterval, handed_on
 from trainer.checkpoints.index import IndexEntry
+from trainer.config.main_metric import MainMetric
 from trainer.config.schema import TrainingConfig
 from trainer.errors import UserError
 
@@ -34,8 +35,13 @@ def test_a_save_may_be_late(every, seconds, late):
     assert SaveInterval.of(training).is_late(seconds) is late
 
 
-def row(step, loss=None):
-    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss)
+AUC = MainMetric(name="auc", better="higher")
+
+
+def row(step, loss=None, auc=None):
+    named = {"validation_loss": loss, "validation_auc": auc}
+    validation = {name: value for name, value in named.items() if value is not None}
+    return IndexEntry(uri=f"file:///step-{step}", global_step=step, validation=validation, main=AUC)
 
 
 def left(found, newest=1, unmeasured=0):
@@ -58,6 +64,12 @@ def test_the_newest_and_the_best_stay(losses, keep, expected):
     assert left([row(step, loss) for step, loss in losses.items()], keep) == expected
 
 
+def test_the_best_by_the_main_metric_stays_whatever_its_loss():
+    found = [row(10, 0.2, 0.6), row(20, 0.9, 0.8), row(30, 0.8, 0.8), row(40, 0.1), row(50)]
+    assert left(found) == [30, 50]
+    assert left(found[3:]) == [40, 50]
+
+
 def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
     found = [row(0, 0.5), row(1, 0.6), *(row(step) for step in range(2, 20))]
     assert left(found, unmeasured=7) == [0, *range(13, 20)]
@@ -70,13 +82,14 @@ class TestHandedOn:
         """Return a function that publishes checkpoints with these losses, and what it emitted."""
         monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
-        def published(losses, damaged=()):
+        def published(losses, damaged=(), areas=(), **fields):
             for step, loss in losses.items():
                 weights = tmp_path / f"source-{step}"
                 weights.mkdir()
                 (weights / "variables.index").write_text(str(step), encoding="utf-8")
                 metrics = {} if loss is None else {"validation_loss": loss}
-                publish(tmp_path / "checkpoints", step, metrics=metrics)
+                metrics |= {"validation_auc": areas[step]} if step in areas else {}
+                publish(tmp_path / "checkpoints", step, metrics=metrics, **fields)
             for step in damaged:
                 file = tmp_path / "checkpoints" / f"step-{step:08d}" / "variables.index"
                 file.write_text("other", encoding="utf-8")
@@ -109,6 +122,41 @@ class TestHandedOn:
         assert event == events.HandedOn(
             uri=found.uri, global_step=step, trained=max(losses), why=why
         )
+
+    @pytest.mark.parametrize(
+        ("main_metric", "direction", "areas", "expected"),
+        [
+            ("auc", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (20, "best by validation auc")),
+            ("auc", "lower", {10: 0.6, 20: 0.9, 30: 0.7}, (10, "best by validation auc")),
+            # The lower loss of two that are equal.
+            ("auc", "higher", {10: 0.9, 20: 0.9, 30: 0.9}, (30, "best by validation auc")),
+            # What a validation could not define is worse than any.
+            ("auc", "higher", {20: 0.4}, (20, "best by validation auc")),
+            (
+                "ndcg", "higher", {10: 0.6, 20: 0.9, 30: 0.7},
+                (30, "best by validation loss: a validation does not measure ndcg"),
+            ),
+            # That of an earlier version says none.
+            ("", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (30, "best by validation loss")),
+        ],
+    )  # fmt: skip
+    def test_the_best_is_that_of_the_main_metric(
+        self, run, main_metric, direction, areas, expected
+    ):
+        said = {"main_metric": main_metric, "directions": {main_metric: direction}}
+        found = handed_on(
+            run({10: 0.3, 20: 0.5, 30: 0.1}, areas=areas, **said if main_metric else {}), "best"
+        )
+        assert (found.global_step, found.why) == expected
+        assert found.validation["validation_loss"] == {10: 0.3, 20: 0.5, 30: 0.1}[expected[0]]
+
+    def test_a_run_that_goes_on_with_another_main_metric_selects_by_that_one(self, run):
+        losses, areas = {10: 0.3, 20: 0.5}, {10: 0.4, 20: 0.9}
+        uri = run(losses, areas=areas)
+        assert handed_on(uri, "best").global_step == 10
+        more = {"main_metric": "auc", "directions": {"auc": "higher"}}
+        run({30: 0.4}, areas={30: 0.5}, **more)
+        assert handed_on(uri, "best").global_step == 20
 
     def test_a_damaged_one_makes_room_for_the_next_best_and_is_named(self, run, tmp_path, caplog):
         uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])

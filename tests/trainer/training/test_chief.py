@@ -101,7 +101,9 @@ def hooks():
 
     def build(*, validation=1, evaluator=False, patience=0, losses=()):
         checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
-        checkpoints.measured.return_value = [{"validation_loss": loss} for loss in losses]
+        checkpoints.measured.return_value = [
+            {"validation_loss": -loss, "validation_accuracy": -loss} for loss in losses
+        ]
         config = parse_config(
             {
                 "cluster": {"evaluator": evaluator},

@@ -168,6 +168,37 @@ def test_training_stops_early_when_validation_gains_no_more(run, patience, value
     assert run.weight(reached) == 0.5 * reached
 
 
+def areas(values, loss=lambda step: 1 / step):
+    """A validation that gives these areas at 10, 20, ... steps, with a loss that goes down."""
+    return lambda strategy: {
+        "loss": loss(strategy.global_step()),
+        **({"auc": value} if (value := values[strategy.global_step() // 10 - 1]) else {}),
+    }
+
+
+AUC = {"main_metric": "auc", "directions": {"auc": "higher"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "reached", "kept"),
+    [
+        ([0.5, 0.9, 0.6, 0.7, 0.95], AUC, 40, 20),
+        # Equal ones gain as long as the loss goes down.
+        ([0.5, 0.9, 0.9, 0.9, 0.8], AUC, 50, 40),
+        # It is not defined on what is validated.
+        ([None] * 5, AUC, 50, 50),
+        ([None, None, 0.2, 0.1, 0.1], AUC, 50, 30),
+        ([0.9, 0.8, 0.7, 0.6, 0.5], {**AUC, "directions": {"auc": "lower"}}, 50, 50),
+        ([0.9, 0.8, 0.7, 0.6, 0.5], {}, 50, 50),
+    ],
+)
+def test_validations_are_compared_by_the_main_metric(run, values, said, reached, kept):
+    given = {"patience": 2, "validate": areas(values), "judged_by": lambda: said}
+    assert run.train(steps=50, keep=1, **given) == reached
+    assert run.steps() == sorted({kept, reached})
+    assert run.fields(reached).get("main_metric") == said.get("main_metric")
+
+
 def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
     # A portion whose worker dies is run again as a whole.
     assert run.train(Counting(beyond=3), steps=30, keep=100, validate=measured) == 33
