@@ -19,6 +19,7 @@ from typing import Any
 from components.records.run_store import CONFIG, STEPS, file_of
 from components.table import EXIT_STEP
 from trainer import storage
+from trainer.config.main_metric import MainMetric
 from trainer.errors import FAILED
 from trainer.events import (
     Interrupted,
@@ -77,6 +78,13 @@ class StepRecord(StepResult):
     displays: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     incidents: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def main(self) -> MainMetric | None:
+        """The metric by which models are compared, where the step says one."""
+        if not self.main_metric:
+            return None
+        return MainMetric(name=self.main_metric, better=self.better)
 
     @property
     def tries(self) -> int:

@@ -8,7 +8,7 @@ from components.sweeps import run_trial
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.json_records import record_in
-from trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, ranked
+from trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, compared_by, ranked
 
 
 @component
@@ -48,12 +48,13 @@ def work(step: Step) -> Chosen:
     if best is None:
         error = next((each.error for each in every if each.error), "none has ended")
         raise UserError(f"all {len(every)} trials failed; the first: {error}")
-    order = [each for each in ranked(every, step.rung, plan.objective) if each.status == DONE]
+    objective = compared_by(every, plan.objective)
+    order = [each for each in ranked(every, step.rung, objective) if each.status == DONE]
     going = max(1, len(order) // REDUCTION)
     run_trial.go_on(step.root, step.run_id, step.rung + 1, [each.number for each in order[:going]])
     step.output.metrics = {
         "best": best.number,
-        plan.objective.metric: best.last.value if best.last else None,
+        objective.metric: best.last.value if best.last else None,
         "trials": len(here),
         "failed": sum(bool(each.error) for each in here.values()),
         **best.settings,

@@ -13,13 +13,13 @@ from components import train_model
 from components.image import component
 from components.records.record import run
 from components.records.run_store import TRIALS, file_of
-from components.records.step_record import published_records
+from components.records.step_record import StepRecord, published_records
 from components.table import maker_of
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import INTERRUPTED, ConfigError
 from trainer.json_records import parse, record_in, tree_of
-from trainer.sweeps.sweep import FAILED, Sweep, Trial, value_of
+from trainer.sweeps.sweep import FAILED, Sweep, Trial
 
 #: What the step of a place without a trial returns.
 EMPTY = "{}"
@@ -65,18 +65,19 @@ def run_step(call: Mapping[str, Any]) -> str:
         training = {name: each for name, each in call.items() if name not in _OWN}
         of_trial = {"config": settings.model_dump_json(), "run_id": trial.run_id}
         uri = run(train_model.work, {**training, **of_trial})
-        metrics = _record_of(root, trial.run_id).get("metrics") or {}
-        trial = replace(trial, metrics=metrics, checkpoint=uri)
-        value = value_of(metrics, plan.objective)
-        trial = plan.reached(trial, rung, settings.training.steps, value)
+        record = _record_of(root, trial.run_id)
+        trial = replace(trial, metrics=dict(record.metrics) if record else {}, checkpoint=uri)
+        main = record.main if record else None
+        trial = plan.reached(trial, rung, settings.training.steps, main)
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
         # It has written its own line; the run as a whole was asked to end.
         if ended.code == INTERRUPTED:
             raise
-        why = str(_record_of(root, trial.run_id).get("error") or "see the log of its step")
-        trial = replace(trial, status=FAILED, error=why)
+        record = _record_of(root, trial.run_id)
+        why = record.error if record else ""
+        trial = replace(trial, status=FAILED, error=why or "see the log of its step")
     trial = replace(trial, seconds=trial.seconds + time.monotonic() - began)
     text = json.dumps(tree_of(trial))
     storage.write_bytes(_uri(root, run_id, trial.number), text.encode())
@@ -123,7 +124,6 @@ def _rung(root: str, run_id: str, rung: int) -> str:
     return file_of(storage.join(root, run_id), TRIALS, f"rung-{rung}")
 
 
-def _record_of(root: str, run_id: str) -> dict[str, Any]:
+def _record_of(root: str, run_id: str) -> StepRecord | None:
     records = published_records(storage.join(root, run_id))
-    found = next((each for each in records if each.step == maker_of("checkpoint").name), None)
-    return {"metrics": dict(found.metrics), "error": found.error} if found else {}
+    return next((each for each in records if each.step == maker_of("checkpoint").name), None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pipelines.runs.outcome import RunResult
     from pipelines.sweeps.plan import SweepOptions
-    from trainer.sweeps.sweep import Sweep, Trial
+    from trainer.sweeps.sweep import Result, Sweep, Trial
 
 Searched = Annotated[
     list[str] | None,
@@ -42,7 +42,8 @@ Halving = Annotated[
     typer.Option("--asha", help="Train all a little, and go on with the best third, repeatedly."),
 ]
 Metric = Annotated[
-    str, typer.Option(metavar="NAME", help="Of validation, to choose by; the loss when left out.")
+    str,
+    typer.Option(metavar="NAME", help="Of validation, to choose by; else the main one."),
 ]
 Better = Annotated[
     str, typer.Option(metavar="WORD", help="Which value of --metric is: higher or lower.")
@@ -158,17 +159,20 @@ def _line(sweep: Sweep, trial: Trial) -> str:
     if trial.status == "running":
         return f"{begin} ...{steps}"
     if trial.status == "done" and trial.last:
-        value = f"{sweep.objective.metric} {trial.last.value:.4g}"
+        value = _value(sweep, trial.last)
         return f"{begin} done{steps}: {value} after {trial.seconds:.1f} s"
     return f"{begin} {trial.status}{f': {trial.error}' if trial.error else ''}"
+
+
+def _value(sweep: Sweep, result: Result) -> str:
+    return f"{result.by.metric or sweep.objective.metric} {result.value:.4g}"
 
 
 def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
     best = sweep.chosen
     lines = [f"trial {each.number} failed: {each.error}" for each in sweep.trials if each.error]
     if best and best.last:
-        value = f"{sweep.objective.metric} {best.last.value:.4g}"
-        lines.append(f"best: trial {best.number} ({value}), run {best.run_id}")
+        lines.append(f"best: trial {best.number} ({_value(sweep, best.last)}), run {best.run_id}")
         lines.append(f"the same again: {sweep.command()}")
     if result.status not in ("blessed", "done"):
         message = result.message

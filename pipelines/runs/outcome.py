@@ -67,8 +67,7 @@ class RunResult:
         step = self.step_of("evaluation")
         if not step or not step.metrics:
             return None
-        said = {"main_metric": step.main_metric, "directions": {step.main_metric: step.better}}
-        return MainMetric.of({**said, "metrics": step.metrics})
+        return step.main or MainMetric.of({"metrics": step.metrics})
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from pipelines.runs import local, local_status
 from pipelines.runs.outcome import RunResult
 from pipelines.sweeps.plan import SweepOptions, planned
 from trainer.cluster.signals import on_interrupt
+from trainer.config.main_metric import MainMetric
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, ConfigError, UserError, nearest
 from trainer.events import Event, StepEnd
 from trainer.sweeps import sweep as trials
 from trainer.sweeps.study import FILE, OLD_FILE, Study
-from trainer.sweeps.sweep import Sweep, Trial, best_of, config_of, value_of
+from trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of
 
 OnTrial = Callable[[Sweep, Trial], None]
 # How long a request to stop may wait until it is passed on.
@@ -180,7 +181,8 @@ class _Workers:
             self._pass_on()
 
     def _end(self, trial: Trial, result: RunResult) -> None:
-        metrics = result.metrics_of("checkpoint")
+        step = result.step_of("checkpoint")
+        metrics = dict(step.metrics) if step else {}
         known = replace(
             trial,
             seconds=trial.seconds + sum(each.seconds for each in result.steps),
@@ -189,7 +191,7 @@ class _Workers:
             error=result.message,
         )
         if result.status == "done":
-            self._reached(known)
+            self._reached(known, step.main if step else None)
         elif result.status == "interrupted" and self._requests:
             self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
@@ -197,11 +199,11 @@ class _Workers:
             error = known.error or f"its run ended as {result.status}"
             self._keep(replace(known, status=trials.FAILED, error=error))
 
-    def _reached(self, trial: Trial) -> None:
+    def _reached(self, trial: Trial, main: MainMetric | None) -> None:
         """Keep what a trial has reached on its rung; let it go on where it may."""
-        value = value_of(trial.metrics, self._sweep.objective)
         steps = self._sweep.config_on(trial, trial.rung, self._sweep.base).training.steps
-        trial = self._sweep.reached(trial, trial.rung, steps, value)
+        trial = self._sweep.reached(trial, trial.rung, steps, main)
+        compared_by([*self._begun.sweep.trials, trial], self._sweep.objective)
         self._keep(trial)
         if trial.last and self._begun.goes_on(trial, trial.last):
             self._going_on.append(replace(trial, rung=trial.rung + 1))

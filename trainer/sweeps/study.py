@@ -103,15 +103,20 @@ class Study:
         with self._kept():
             self._asked[trial.number].set_user_attr(_TRIAL, tree_of(trial))
 
+    def _directed(self, result: Result) -> float:
+        """Return a value that is better in the direction of the study."""
+        is_higher = self._study.direction == StudyDirection.MAXIMIZE
+        return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
+
     def goes_on(self, trial: Trial, result: Result) -> bool:
         """Report what a trial has reached; return whether it goes on, else it has ended."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
         with self._kept():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values
             if result.steps not in known:
-                asked.report(result.value, result.steps)
+                asked.report(self._directed(result), result.steps)
             if is_last:
-                self._study.tell(asked, result.value)
+                self._study.tell(asked, self._directed(result))
             elif asked.should_prune():
                 self._study.tell(asked, state=TrialState.PRUNED)
             else:
@@ -188,8 +193,9 @@ def read(folder: Path) -> Sweep:
 
 
 def _created(storage: JournalStorage, plan: Sweep) -> optuna.Study:
-    is_lower = plan.objective.better == "lower"
-    direction = StudyDirection.MINIMIZE if is_lower else StudyDirection.MAXIMIZE
+    # Of the main metric of the trials the direction is not known yet.
+    is_higher = plan.objective.better == "higher"
+    direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)
     study.set_user_attr(_PLAN, tree_of(plan))
     space = {key: json_to_distribution(each) for key, each in plan.space.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.config.load import override, parse_config
+from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.schema import Config
 from trainer.config.thresholds import SHARES
 from trainer.errors import ConfigError
@@ -21,10 +22,9 @@ Settings = Mapping[str, str]
 REDUCTION = 3
 #: Fewer steps than these say nothing about a trial.
 LEAST_STEPS = 10
-LOSS = "validation_loss"
-_VALIDATION = "validation_"
-# Whatever changes what the loss is.
+# Whatever changes what the loss is, and by which metric trials are compared.
 _OF_LOSS = ("task", "training.class_weights")
+_OF_METRIC = ("task.main_metric", "task.name", "task.outputs", "task.positive")
 # A measure that ends like this is better when it is higher.
 _HIGHER = (*SHARES, "ndcg", "mrr", "r2", "iou")
 _LOWER = ("loss", "error", "mae", "mse", "rmse")
@@ -33,23 +33,30 @@ WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The metric of validation by which trials are compared; `higher` or `lower` is better."""
+    """The metric of validation by which trials are compared; `higher` or `lower` is better.
 
-    metric: str
-    better: str
+    Without a name it is the main one, which the records of the trials say.
+    """
+
+    metric: str = ""
+    better: str = ""
 
     def rank(self, value: float) -> float:
         """Return a number that is lower for a better value."""
         return value if self.better == "lower" else -value
 
 
+_NOT_SAID, _LOSS = Objective(), Objective(metric=BY_LOSS.column, better=BY_LOSS.better)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a trial has reached on one rung: the metric of the sweep after so many global steps."""
+    """What a trial has reached on one rung: a metric of validation after so many global steps."""
 
     rung: int
     steps: int
     value: float
+    by: Objective = _NOT_SAID
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +132,11 @@ class Sweep:
         return parse_config(self.config)
 
     @property
+    def compared_by(self) -> Objective:
+        """The metric that was chosen, or that of the trials so far; raises `ConfigError`."""
+        return compared_by(self.trials, self.objective)
+
+    @property
     def chosen(self) -> Trial | None:
         """The best trial, once it was chosen."""
         return next((each for each in self.trials if each.number == self.best), None)
@@ -137,10 +149,19 @@ class Sweep:
         training = config.training.model_copy(update={"steps": self.rungs[rung]})
         return config.model_copy(update={"training": training})
 
-    def reached(self, trial: Trial, rung: int, steps: int, value: float) -> Trial:
-        """Return a trial with what it reached on a rung."""
+    def reached(self, trial: Trial, rung: int, steps: int, main: MainMetric | None) -> Trial:
+        """Return a trial with what its metrics say that it reached on a rung.
+
+        `main` is the metric by which its training has selected; None where it does not say so.
+        Raises `ConfigError` where the metric was not measured.
+        """
+        by = self.objective
+        if not by.metric:
+            by = Objective(metric=main.column, better=main.better) if main else _LOSS
+            _require_same_loss(by.metric, self.keys)
+        value = value_of(trial.metrics, by)
         before = tuple(each for each in trial.results if each.rung != rung)
-        result = Result(rung=rung, steps=steps, value=value)
+        result = Result(rung=rung, steps=steps, value=value, by=by)
         return replace(trial, status=DONE, error="", rung=rung, results=(*before, result))
 
     def command(self) -> str:
@@ -166,7 +187,7 @@ def assignments_of(settings: Settings) -> list[str]:
 def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
     """Return the objective of a sweep; raises `ConfigError`.
 
-    `metric` is of validation, empty for the loss; `better` is empty where its name says it.
+    `metric` is of validation, empty for the main one; `better` is empty where its name says it.
     """
     training = config.training
     if not config.data.validation and not config.data.source:
@@ -175,13 +196,17 @@ def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) 
         )
     if not training.validate_every and not config.cluster.evaluator:
         raise ConfigError("a sweep chooses by validation: set training.validate_every")
-    name = f"{_VALIDATION}{metric.strip().removeprefix(_VALIDATION)}" if metric else LOSS
-    searched = [key for key in keys if key.startswith(_OF_LOSS)]
-    if name == LOSS and searched:
-        raise ConfigError(
-            f"{searched[0]} changes what the loss is, by which trials would be compared: choose "
-            "another metric by --metric, such as --metric accuracy"
-        )
+    if not metric:
+        if searched := [key for key in keys if key.startswith(_OF_METRIC)]:
+            raise ConfigError(
+                f"{searched[0]} changes by which metric trials would be compared: choose one by "
+                "--metric, such as --metric accuracy"
+            )
+        if better:
+            raise ConfigError(f"--better {better}: name the metric, by --metric")
+        return Objective()
+    name = f"{VALIDATION}{metric.strip().removeprefix(VALIDATION)}"
+    _require_same_loss(name, keys)
     if better == "lower" or (not better and name.endswith(_LOWER)):
         return Objective(metric=name, better="lower")
     if better == "higher" or name.endswith(_HIGHER):
@@ -189,22 +214,39 @@ def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) 
     raise ConfigError(f"--metric {metric}: say by --better which value is better: higher or lower")
 
 
+def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
+    searched = [key for key in keys if key.startswith(_OF_LOSS)]
+    if metric == VALIDATION_LOSS and searched:
+        raise ConfigError(
+            f"{searched[0]} changes what the loss is, by which trials would be compared: choose "
+            "another metric by --metric, such as --metric accuracy"
+        )
+
+
+def compared_by(trials: Iterable[Trial], objective: Objective) -> Objective:
+    """Return the objective, or that of the trials where it names none; raises `ConfigError`."""
+    results = (result for each in trials for result in each.results if result.by.metric)
+    found = dict.fromkeys(each.by for each in results)
+    if len(found) > 1:
+        first, other, *_ = (each.metric.removeprefix(VALIDATION) for each in found)
+        raise ConfigError(
+            f"one trial goes by {first} and another by {other}: choose a metric for all by --metric"
+        )
+    return objective if objective.metric else next(iter(found), _LOSS)
+
+
 def value_of(metrics: Mapping[str, Any], objective: Objective) -> float:
     """Return the value of a trial; raises `ConfigError` where it was not measured."""
-    # An evaluator measures apart from training, and of it the best loss is known.
-    known = {LOSS: metrics.get("best_validation_loss"), **metrics}
-    value = known.get(objective.metric)
+    # An evaluator may not have measured the last checkpoint, where that is handed on.
+    value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
         return float(value)  # type: ignore[arg-type]
-    measured = sorted(name.removeprefix(_VALIDATION) for name in known if _is_measure(known, name))
+    named = [name for name in metrics if name.startswith(VALIDATION) and is_number(metrics[name])]
+    measured = sorted(name.removeprefix(VALIDATION) for name in named)
     raise ConfigError(
         f"training measured no {objective.metric}: it has "
         f"{', '.join(measured) or 'nothing'} of validation; choose one by --metric"
     )
-
-
-def _is_measure(known: Mapping[str, Any], name: str) -> bool:
-    return name.startswith(_VALIDATION) and is_number(known[name])
 
 
 def rungs_of(
@@ -250,7 +292,11 @@ def ranked(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Tri
 
 
 def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
-    """Return the best trial of the highest rung that one has ended; None where all failed."""
+    """Return the best trial of the highest rung that one has ended; None where all failed.
+
+    Raises `ConfigError` where they were compared by several metrics.
+    """
+    objective = compared_by(trials, objective)
     ended = [each for each in trials if each.status == DONE and each.last]
     top = max((each.last.rung for each in ended if each.last), default=0)
     return next(iter(ranked(ended, top, objective)), None)
@@ -258,7 +304,7 @@ def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
 
 def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the trials, the best and the highest rungs first."""
-    objective = sweep.objective
+    objective = sweep.compared_by
 
     def order(trial: Trial) -> tuple[int, float, int]:
         value = objective.rank(trial.last.value) if trial.last else math.inf

@@ -64,15 +64,14 @@ class Objective:
         main_metric: str = "",
         better: Direction | None = None,
     ) -> None:
-        """Measure nothing yet; metrics are made when the first model is measured.
+        """Measure nothing yet.
 
         Args:
             task: says what is predicted, and all that is not said otherwise.
             loss: by name, in place of that of the task and of a compiled model.
             metrics: further ones of every output, by name.
             outputs: loss and metrics by name, of those of several outputs that say them.
-            weights: of each class in training, by output as in `Task.parts`; those that have none
-                are not in it.
+            weights: of each class in training, by output as in `Task.parts`, where it has some.
             main_metric: in place of that of the task.
             better: its direction, where neither the task nor Keras knows it.
         """

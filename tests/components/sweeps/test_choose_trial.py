@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from components.sweeps import choose_trial, run_trial
-from tests.trainer.sweeps.test_sweep import a_sweep
+from tests.trainer.sweeps.test_sweep import a_sweep, reached
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.json_records import tree_of
 
 SWEEP = a_sweep()
 TRIALS = [
-    replace(SWEEP.reached(trial, 0, 30, value), checkpoint=f"file:///c{trial.number}")
+    replace(reached(SWEEP, trial, 0, value), checkpoint=f"file:///c{trial.number}")
     for trial, value in zip(SWEEP.trials, (0.5, 0.25), strict=True)
 ]
 

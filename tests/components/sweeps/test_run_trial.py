@@ -61,7 +61,8 @@ def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
     assert config.training.optimizer.learning_rate == 0.003
     assert found["status"] == "done"
     assert found["checkpoint"] == "file:///checkpoint"
-    assert found["results"] == [{"rung": 0, "steps": 30, "value": 0.5}]
+    by = {"metric": "validation_loss", "better": "lower"}
+    assert found["results"] == [{"rung": 0, "steps": 30, "value": 0.5, "by": by}]
 
 
 def test_the_next_rung_continues_the_same_run_and_keeps_what_was_reached(trained, root):

@@ -31,6 +31,7 @@ class Machine:
         self.begun = []
         self.ends = {}
         self.values = {}
+        self.main_metric = ""
         self.promotion = RunResult(status="blessed", exit_code=0, message="", steps=())
 
     def __call__(self, run, pipeline, _extra, _on_event=None):
@@ -42,13 +43,16 @@ class Machine:
         end = self.ends.get(number)
         if ended := end(run) if callable(end) else end:
             return ended
-        metrics = {"validation_loss": self.values.get(number, float(number))}
+        value = self.values.get(number, float(number))
+        metrics = {"validation_loss": value, f"validation_{self.main_metric}": value}
         step = StepRecord(
             step="train_model",
             status="done",
             began=0.0,
             ended=1.0,
             metrics=metrics,
+            main_metric=self.main_metric,
+            better="higher" if self.main_metric else "",
             uri="file:///c",
         )
         return RunResult(status="done", exit_code=0, message="", steps=(step,))
@@ -95,6 +99,15 @@ def test_of_nine_trials_the_best_alone_is_promoted_once(machine, tmp_path, paral
     kept = study.read(tmp_path / result.sweep.sweep_id)
     assert (kept.best, kept.verdict) == (5, "blessed")
     assert kept == result.sweep
+
+
+def test_trials_are_compared_by_the_main_metric_of_their_data(machine, tmp_path):
+    machine.main_metric, machine.values = "auc", {5: 0.5, 3: 30.0}
+    result = swept(tmp_path, halving=True, settings=("training.steps=900", *NINE))
+    steps = [steps for pipeline, number, steps in machine.begun if number == 3]
+    assert steps == [100, 300, 900, 900]
+    assert (result.sweep.best, result.sweep.compared_by.better) == (3, "higher")
+    assert result.sweep.chosen.last.value == 30.0
 
 
 @pytest.mark.slow

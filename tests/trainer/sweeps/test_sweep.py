@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.config.load import parse_config
+from trainer.config.main_metric import BY_LOSS, MainMetric
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.sweeps.sweep import (
@@ -106,8 +107,15 @@ def test_halving_that_is_not_possible_is_refused(tree, settings, count, message)
         rungs_of(parse_config({"training": tree}), [settings] * count, count, halving=True)
 
 
+def reached(sweep, trial, rung, value, main=None):
+    """Return a trial that has this value of the metric by which it selects."""
+    trial = replace(trial, metrics={(main or BY_LOSS).column: value})
+    return sweep.reached(trial, rung, RUNGS[rung], main)
+
+
 def test_the_objective_is_of_validation():
-    assert objective_of(Config(), [], "", "") == LOSS
+    assert objective_of(Config(), [], "", "") == Objective()
+    assert objective_of(Config(), ["task.loss"], "", "") == Objective()
     assert objective_of(Config(), [], "validation_accuracy", "").better == "higher"
     assert objective_of(Config(), [], "mine", "lower").metric == "validation_mine"
 
@@ -117,7 +125,9 @@ def test_the_objective_is_of_validation():
     [
         ({"data": {"validation": 0}}, [], "", "data.validation"),
         ({"training": {"validate_every": 0}}, [], "", "training.validate_every"),
-        ({}, ["task.loss"], "", "changes what the loss is"),
+        ({}, ["task.loss"], "loss", "changes what the loss is"),
+        ({}, ["task.name"], "", "changes by which metric"),
+        ({}, ["task.main_metric"], "", "changes by which metric"),
         ({}, [], "mine", "--better"),
     ],
 )
@@ -137,10 +147,45 @@ def test_a_metric_that_is_absent_is_named_with_those_there_are():
 def trained():
     sweep = a_sweep(best=2, verdict="blessed")
     first, second = (
-        sweep.reached(trial, 0, 30, value)
+        reached(sweep, trial, 0, value)
         for trial, value in zip(sweep.trials, (0.5, 0.25), strict=True)
     )
-    return replace(sweep, trials=(first, sweep.reached(second, 1, 90, 0.2)))
+    return replace(sweep, trials=(first, reached(sweep, second, 1, 0.2)))
+
+
+AUC = MainMetric(name="auc", better="higher")
+
+
+@pytest.mark.parametrize(
+    ("main", "best"), [(AUC, 1), (replace(AUC, better="lower"), 2), (BY_LOSS, 2), (None, 2)]
+)
+def test_without_a_choice_trials_are_compared_by_their_main_metric(main, best):
+    sweep = a_sweep(objective=Objective())
+    trials = tuple(
+        reached(sweep, each, 0, value, main)
+        for each, value in zip(sweep.trials, (0.9, 0.8), strict=True)
+    )
+    assert best_of(trials, sweep.objective).number == best
+    heads, rows = table_of(replace(sweep, trials=trials))
+    assert heads[2] == f"validation {(main or BY_LOSS).name}"
+    assert [row[0] for row in rows] == [str(best), str(3 - best)]
+
+
+def test_trials_of_several_main_metrics_are_not_compared():
+    sweep = a_sweep(objective=Objective())
+    trials = [
+        reached(sweep, each, 0, 0.5, main)
+        for each, main in zip(sweep.trials, (AUC, BY_LOSS), strict=True)
+    ]
+    with pytest.raises(ConfigError, match="goes by auc and another by loss: choose a metric"):
+        best_of(trials, sweep.objective)
+
+
+def test_a_main_metric_that_is_the_loss_is_refused_where_the_loss_is_searched():
+    sweep = a_sweep(objective=Objective(), keys=("task.loss",))
+    assert reached(sweep, sweep.trials[0], 0, 0.5, AUC).last.value == 0.5
+    with pytest.raises(ConfigError, match=r"task\.loss changes what the loss is"):
+        reached(sweep, sweep.trials[0], 0, 0.5, BY_LOSS)
 
 
 def test_the_table_has_the_best_first():
