@@ -240,7 +240,7 @@ def value_of(metrics: Mapping[str, Any], objective: Objective) -> float:
     # An evaluator may not have measured the last checkpoint, where that is handed on.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     named = [name for name in metrics if name.startswith(VALIDATION) and is_number(metrics[name])]
     measured = sorted(name.removeprefix(VALIDATION) for name in named)
     raise ConfigError(

@@ -44,7 +44,7 @@ class Machine:
         if ended := end(run) if callable(end) else end:
             return ended
         value = self.values.get(number, float(number))
-        metrics = {"validation_loss": value, f"validation_{self.main_metric}": value}
+        metrics = {"validation_loss": value, f"validation_{self.main_metric or 'loss'}": value}
         step = StepRecord(
             step="train_model",
             status="done",
