@@ -194,8 +194,10 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     # A model of an earlier version says none of the last three: its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
-    if not changed and registry.labels_in(champion.uri) != registry.labels_in(model):
-        changed = ["labels"]
+    there, here = registry.labels_in(champion.uri), registry.labels_in(model)
+    if not changed and there != here:
+        pairs = [f"{a!r} is {b!r} now" for a, b in zip(there, here, strict=False) if a != b]
+        changed = ["labels" + f" ({', '.join(pairs[:3])})" * bool(pairs)]
     return f"{', '.join(changed)} {since}; give this model another name" if changed else ""
 
 
