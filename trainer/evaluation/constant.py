@@ -18,16 +18,30 @@ one of two tests:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 from scipy import stats
 
+from trainer import user_code
 from trainer.config.thresholds import ChampionRule
 from trainer.evaluation.comparison import Opponents, compare
-from trainer.tasks.base import Constant, Examples, Part, Remade, Whole, drawn, mean_of, weights_of
+from trainer.tasks.base import (
+    Array,
+    Constant,
+    Examples,
+    Part,
+    Remade,
+    Whole,
+    drawn,
+    mean_of,
+    weights_of,
+)
 from trainer.tasks.objective import Objective, at
 
 #: Of the test that a model beats the constant: of 200 that find nothing one does.
@@ -40,6 +54,7 @@ _POWER = 0.9
 # As far as a count of examples says something.
 _MOST_NEEDED = 1e9
 _BUILT_IN = "trainer.tasks."
+_log = logging.getLogger(__name__)
 
 
 def compared(
@@ -95,12 +110,14 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
 def _mean(own: Examples) -> Constant:
     """Return the mean of the model's outputs: of a convex loss nothing else of it is better."""
 
-    def mean(name: Any) -> Any:
-        return mean_of(own, lambda part: part.outputs if name is None else part.outputs[name])
+    def output(part: Part, place: int) -> Array:
+        found: Array = tf.nest.flatten(part.outputs)[place]
+        return found
 
     some = next(iter(own.parts())).outputs
-    rows = {name: mean(name) for name in some} if isinstance(some, Mapping) else mean(None)
-    return Constant("always the mean of its answers", rows)
+    places = range(len(tf.nest.flatten(some)))
+    rows = [mean_of(own, partial(output, place=each)) for each in places]
+    return Constant("always the mean of its answers", tf.nest.pack_sequence_as(some, rows))
 
 
 def _condensed(objective: Objective, own: Examples) -> Examples:
@@ -109,12 +126,11 @@ def _condensed(objective: Objective, own: Examples) -> Examples:
     A constant answers all examples of a label alike.
     """
     some = next(iter(own.parts()))
-    task = objective.task
     weigh = all(each.measured.weighted for each in objective.states if each.measured)
     if (
-        task.columns
+        objective.task.columns
         or not weigh
-        or not type(task).__module__.startswith(_BUILT_IN)
+        or not _is_built_in(objective)
         or isinstance(some.labels, Mapping)
         or some.labels.ndim != 1
         or some.labels.dtype.kind not in "iub"
@@ -138,8 +154,18 @@ def _measured(objective: Objective, examples: Examples) -> dict[str, float | Non
         tally.add(part)
     found: dict[str, float | None] = tally.result()["metrics"]
     if objective.task.directions.keys() - found.keys():
-        found = {**objective.task.details(examples).get("metrics", {}), **found}
+        try:
+            return {**objective.task.details(examples).get("metrics", {}), **found}
+        except Exception as error:
+            if _is_built_in(objective):
+                raise
+            # A task of the user's may not expect the same answer for all examples.
+            _log.warning("of a constant: %s", user_code.line_of(error))
     return found
+
+
+def _is_built_in(objective: Objective) -> bool:
+    return type(objective.task).__module__.startswith(_BUILT_IN)
 
 
 def _shuffled(
@@ -147,11 +173,11 @@ def _shuffled(
 ) -> dict[str, Any]:
     """Return the comparison by shuffled outputs; nothing of what is compared by example."""
     task, part = objective.task, drawn(own, _MOST_SHUFFLED)
-    if (found := task.tested_by(metric, part)) is None:
+    if (tested := task.tested_by(metric, part)) is None:
         return {}
-    generator, count = np.random.default_rng(0), len(part.outputs)
-    orders = (generator.permutation(count) for _ in range(_SHUFFLES))
-    shuffled = [task.tested_by(metric, part._replace(outputs=part.outputs[o])) for o in orders]
+    generator, count = np.random.default_rng(0), len(weights_of(part))
+    found = tested(np.arange(count))
+    shuffled = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(shuffled, np.float64), axis=0).T
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > values.std() / 5:

@@ -87,6 +87,10 @@ class Examples(Protocol):
         """Read all of them in parts that fit into memory; may be called again."""
 
 
+#: Returns a metric, and what tests that it is not by chance, of outputs with labels in an order.
+Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
+
+
 class Constant(NamedTuple):
     """What a model can answer without the inputs: `answer` says it, `outputs` are of one example.
 
@@ -350,8 +354,8 @@ class Task(ABC):
         del examples
         return []
 
-    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
-        """Return a metric of few examples and what tests that it is not by chance, both fast.
+    def tested_by(self, metric: str, part: Part) -> Tested | None:
+        """Return what measures a metric of few examples again and again.
 
         None of a metric that is compared with a constant by example.
         """

@@ -29,6 +29,7 @@ from trainer.tasks.base import (
     Part,
     Shape,
     Target,
+    Tested,
     drawn,
     mean_of,
     weights_of,
@@ -169,25 +170,22 @@ class BinaryClassification(Sigmoid):
             Constant(f"{share:.3g} for {self.labels[1]!r}", logit_of(share[np.newaxis])),
         ]
 
-    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
-        """Return an area; the average precision is tested by the logarithms of the ranks.
+    def tested_by(self, metric: str, part: Part) -> Tested | None:
+        """Test the average precision by the logarithms of the ranks.
 
         One true example that is the first by chance is most of an average precision of few.
         """
         if metric not in Areas._fields:
             return None
-        found, _ = ranked(part.labels.ravel(), part.outputs[:, 0], weights_of(part))
-        value = float(getattr(found.areas(), metric))
-        return value, value if metric == "auc" else found.log_rank()
+        labels, weights = part.labels.ravel(), weights_of(part)
+        found, place = ranked(labels, part.outputs[:, 0], weights)
 
-    def check_output(self, output: Any, last: Any) -> None:
-        """Refuse what is not one logit; of two, say how such a model is trained."""
-        if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
-            raise ConfigError(
-                f"its output has two columns, and {self.name} of {self.target} takes one logit, of "
-                f"{self.labels[1]!r}: end it by Dense(1), or set task.name: classification"
-            )
-        super().check_output(output, last)
+        def tested(order: Array) -> tuple[float, float]:
+            again = found.of(place, labels[order], weights[order])
+            value = float(getattr(again.areas(), metric))
+            return value, value if metric == "auc" else again.log_rank()
+
+        return tested
 
     def check(self) -> None:
         """Refuse a split in which only one of both occurs: it cannot be told how well they part."""

@@ -20,6 +20,7 @@ from trainer.tasks.base import (
     Shape,
     Tally,
     Target,
+    Tested,
     drawn,
     refuse_labels,
     weights_of,
@@ -176,13 +177,12 @@ class Classification(Softmax):
             Constant("each class as often as it occurs", np.log(np.maximum(shares, np.exp(-SURE)))),
         ]
 
-    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
-        """Return a mean over the classes."""
+    def tested_by(self, metric: str, part: Part) -> Tested | None:
+        """Test a mean over the classes by itself."""
         if metric not in metrics.AVERAGES:
             return None
         labels, logits, weights = _arrays(part)
-        cells = metrics.confusion(labels, logits.argmax(axis=1), self.num_classes, weights)
-        return (metrics.averages(*metrics.by_class(cells))[metric],) * 2
+        return metrics.tested_average(metric, labels, logits.argmax(axis=1), weights)
 
     def tally(self) -> Tally:
         """Return what gathers the metrics that are worth it for a slice."""

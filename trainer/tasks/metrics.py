@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from trainer.tasks.base import Tested
+
 TOP = 3
 BINS = 15
 CURVE_POINTS = 100
@@ -474,6 +476,22 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
     found = [float(values[occurs].mean()) for values in each]
     found += [float(np.average(values, weights=support)) for values in each]
     return dict(zip(AVERAGES, found, strict=True))
+
+
+def tested_average(metric: str, labels: Labels, guess: Labels, weights: Floats) -> Tested:
+    """Return what makes one of `AVERAGES` of the guesses and the labels of other examples.
+
+    Labels below zero are none. Labels and guesses [n] or [n, places] have weights [n] or [n, 1].
+    """
+    size = int(max(labels.max(), guess.max())) + 1
+
+    def tested(order: Labels) -> tuple[float, float]:
+        own = labels[order]
+        known, each = own >= 0, np.broadcast_to(weights[order], own.shape)
+        cells = confusion(own[known], guess[known], size, each[known])
+        return (averages(*by_class(cells))[metric],) * 2
+
+    return tested
 
 
 def intervals_of_averages(cells: Counts, examples: float) -> dict[str, Interval]:

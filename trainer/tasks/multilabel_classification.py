@@ -20,12 +20,14 @@ import numpy as np
 from trainer.errors import ConfigError
 from trainer.tasks import metrics
 from trainer.tasks.base import (
+    Array,
     Constant,
     Direction,
     Examples,
     Part,
     Shape,
     Target,
+    Tested,
     drawn,
     mean_of,
     weights_of,
@@ -120,13 +122,18 @@ class MultilabelClassification(Sigmoid):
             Constant("always the most frequent row", SURE * (2.0 * rows[counts.argmax()] - 1)),
         ]
 
-    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
-        """Return the mean of F1 over the classes."""
+    def tested_by(self, metric: str, part: Part) -> Tested | None:
+        """Test the mean of F1 over the classes by itself."""
         if metric != "macro_f1":
             return None
-        true, given = part.labels.astype(bool), part.outputs > 0
-        hits, both = (weights_of(part) @ each for each in (true & given, true * 1.0 + given))
-        return (float(np.mean(2 * hits / np.maximum(both, 1e-12))),) * 2
+        true, given, weights = part.labels.astype(bool), part.outputs > 0, weights_of(part)
+
+        def tested(order: Array) -> tuple[float, float]:
+            own, weight = true[order], weights[order]
+            both = np.maximum(weight @ own + weight @ given, 1e-12)
+            return (float(np.mean(2 * (weight @ (own & given)) / both)),) * 2
+
+        return tested
 
     def check(self) -> None:
         """Refuse other values than 0 and 1."""

@@ -35,6 +35,7 @@ from trainer.tasks.base import (
     Part,
     Shape,
     Target,
+    Tested,
     refuse_labels,
     weights_of,
 )
@@ -221,17 +222,13 @@ class SequenceLabelling(Softmax):
             for answer, row in rows.items()
         ]
 
-    def tested_by(self, metric: str, part: Part) -> tuple[float, float] | None:
-        """Return the mean of F1 over the classes."""
+    def tested_by(self, metric: str, part: Part) -> Tested | None:
+        """Test the mean of F1 over the classes by itself."""
         if metric != "macro_f1":
             return None
-        true, weights = part.labels.astype(np.int64), weights_of(part)
-        found = part.outputs.argmax(axis=-1).reshape(len(true), -1)
-        true = true.reshape(found.shape)
-        each = np.broadcast_to(weights[:, np.newaxis], found.shape)[true >= 0]
-        pair = true[true >= 0], found[true >= 0]
-        cells = metrics.confusion(*pair, self.num_classes, each)
-        return (metrics.averages(*metrics.by_class(cells))[metric],) * 2
+        found = part.outputs.argmax(axis=-1).reshape(len(part.labels), -1)
+        labels = part.labels.reshape(found.shape).astype(np.int64)
+        return metrics.tested_average(metric, labels, found, weights_of(part)[:, np.newaxis])
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the confusion matrix of places, and precision, recall and F1 of each class."""

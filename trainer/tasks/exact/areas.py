@@ -43,6 +43,14 @@ class Ranked(NamedTuple):
     true: Doubles
     false: Doubles
 
+    def of(self, place: Any, labels: Any, weights: Floats) -> Ranked:
+        """Return the same scores with other labels of the examples, whose scores have a place."""
+        yes, size = np.asarray(labels).astype(bool), len(self.scores)
+        true, false = (
+            np.bincount(place, weights * each, size).astype(np.float64) for each in (yes, ~yes)
+        )
+        return self._replace(true=true, false=false)
+
     def areas(self) -> Areas:
         """Return both areas."""
         hits, misses = np.cumsum(self.true), np.cumsum(self.false)
