@@ -1,9 +1,12 @@
 """Simple models of any table, text or recommendation: what they learn, and what never fails."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from trainer import storage
+from trainer.baselines import baselines
 from trainer.baselines.baselines import baselines_of
 from trainer.baselines.rows import Splits
 from trainer.data.preparation.shards import ShardWriter
@@ -11,6 +14,11 @@ from trainer.data.records import encode
 from trainer.data.spec import SCHEMA, DatasetSpec, FeatureSpec
 from trainer.tasks.base import Target
 from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.classification import Classification
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.multilabel_classification import MultilabelClassification
+from trainer.tasks.regression import Regression
+from trainer.tasks.retrieval.recommendation import Recommendation
 
 RANDOM = np.random.default_rng(7)
 ROWS, TEST = 400, 120
@@ -60,9 +68,9 @@ def published(folder, columns, targets=("label",), *, test=TEST, classes=None, *
     return Splits(spec=spec, uri=uri, test=files, scratch=folder / "scratch")
 
 
-def in_order(values):
+def in_order(values, test=TEST):
     """Return values of the test rows as shards have them: they are dealt out in turn."""
-    return np.concatenate([values[:TEST][shard::2] for shard in range(2)])
+    return np.concatenate([values[:test][shard::2] for shard in range(2)])
 
 
 def numbers(rows=ROWS):
@@ -98,3 +106,206 @@ def test_without_time_nothing_is_fitted(tmp_path, seconds):
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
     (found,) = baselines_of(BinaryClassification(target()), splits, seconds)
     assert (found.name, found.skipped) == ("baseline", "it found no time")
+
+
+def test_a_class_that_training_has_not_seen_is_not_impossible(tmp_path):
+    label = np.concatenate([np.arange(TEST) % 4, np.arange(ROWS - TEST) % 3])
+    splits = published(tmp_path, {"x": label + 0.1 * numbers(), "label": label})
+    for each in baselines_of(Classification(target(num_classes=5)), splits):
+        assert each.skipped == ""
+        assert each.outputs.shape == (TEST, 5)
+        assert np.isfinite(each.outputs).all()
+        sure = np.exp(each.outputs)
+        np.testing.assert_allclose(sure.sum(axis=1), 1, atol=1e-4)
+        assert (sure[:, 3:] < 1e-5).all()
+
+
+def test_numbers_keep_their_units(tmp_path):
+    x = numbers()
+    label = (3e12 + 1e12 * x).astype("float32")
+    splits = published(tmp_path, {"x": x, "label": label})
+    for standardize in (False, True):
+        moments = {"mean": 3e12, "std": 1e12, "min": 0.0, "max": 6e12}
+        task = Regression(target(dtype="float32", moments=moments), standardize=standardize)
+        for each in baselines_of(task, splits):
+            assert (each.skipped, each.outputs.shape) == ("", (TEST, 1))
+            error = np.asarray(task.predictions(each.outputs))[:, 0] - in_order(label)
+            assert np.abs(error).mean() < 1e11
+
+
+def test_several_labels_are_learnt_one_by_one(tmp_path):
+    x, y = numbers(), numbers()
+    row = np.stack([x > 0, y > 0, x > y], axis=1).astype("int64")
+    columns = {"x": x, "y": y, "row": row, "sum": x + y}
+    splits = published(tmp_path, columns, ("row", "sum"))
+    tasks = {
+        "row": MultilabelClassification(target("row", shape=(3,))),
+        "sum": Regression(target("sum", "float32")),
+    }
+    for each in baselines_of(MultiOutput(tasks, dict.fromkeys(tasks, 1.0)), splits):
+        assert each.skipped == ""
+        assert ((each.outputs["row"] > 0) == in_order(row)).mean() > 0.9
+        assert np.abs(each.outputs["sum"][:, 0] - in_order(x + y)).mean() < 0.5
+
+
+WORDS = {
+    "latin": (b"a good and lovely film", b"a bad and boring film"),
+    "chinese": (
+        "\u8fd9\u90e8\u7535\u5f71\u5f88\u597d".encode(),
+        "\u8fd9\u90e8\u7535\u5f71\u4e0d\u597d".encode(),
+    ),
+    "japanese": (
+        "\u7d20\u6674\u3089\u3057\u3044\u6620\u753b".encode(),
+        "\u3064\u307e\u3089\u306a\u3044\u6620\u753b".encode(),
+    ),
+    "long": (b"yes " + b"x" * 1_000_000, b"no " + b"x" * 1_000_000),
+    "bytes": (b"\xff\xfe good", b"\xff\xfe bad"),
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_texts(tmp_path, kind):
+    rows, test = (30, 8) if kind == "long" else (ROWS, TEST)
+    label = np.arange(rows) % 2
+    texts = [b"%d " % number + WORDS[kind][each] for number, each in enumerate(label)]
+    columns = {"text": np.array(texts, object), "label": label}
+    splits = published(tmp_path, columns, test=test)
+    (found,) = baselines_of(BinaryClassification(target()), splits)
+    assert (found.name, found.skipped) == ("TF-IDF, linear", "")
+    assert found.made_by == "scikit-learn LogisticRegression of TF-IDF"
+    assert ((found.outputs[:, 0] > 0) == in_order(label, test)).all()
+
+
+def test_a_table_with_a_text_leaves_it_out_of_the_trees(tmp_path):
+    x, label = numbers(), np.arange(ROWS) % 2
+    texts = np.array([b"word%d is %d" % (n, each) for n, each in enumerate(label)], object)
+    splits = published(tmp_path, {"x": x, "note": texts, "label": label})
+    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    assert list(found) == ["linear", "gradient boosting"]
+    assert found["gradient boosting"].made_by.endswith("Classifier, without note")
+    assert ((found["linear"].outputs[:, 0] > 0) == in_order(label)).all()
+
+
+COLUMNS = {
+    "constant": lambda: np.zeros(ROWS, "float32"),
+    "missing": lambda: np.full(ROWS, np.nan, "float32"),
+    "infinite": lambda: np.where(numbers() > 0, np.inf, -np.inf).astype("float32"),
+    "huge": lambda: (numbers() * 1e38).astype("float32"),
+    "huge doubles": lambda: numbers().astype("float64") * 1e300,
+    "ids": lambda: RANDOM.integers(-(2**62), 2**62, ROWS),
+    "unsigned": lambda: RANDOM.integers(0, 2**63, ROWS).astype("uint64"),
+    "truth": lambda: numbers() > 0,
+    "empty texts": lambda: np.array([b""] * ROWS, object),
+    "own texts": lambda: np.array([b"%d" % n for n in range(ROWS)], object),
+    "vector": lambda: RANDOM.normal(size=(ROWS, 600)).astype("float32"),
+    "picture": lambda: RANDOM.integers(0, 255, (ROWS, 8, 8, 1)).astype("uint8"),
+    "halves": lambda: numbers().astype("float16"),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_no_column_fails_it(tmp_path, kind, alone):
+    x = numbers()
+    columns = {"odd": COLUMNS[kind](), "label": (x > 0).astype("int64")}
+    splits = published(tmp_path, columns if alone else {"x": x, **columns})
+    for each in baselines_of(BinaryClassification(target()), splits):
+        assert each.skipped == ""
+        assert np.isfinite(each.outputs).all()
+        # Of 600 columns of noise a linear model of 280 rows knows less.
+        if not alone and (each.name, kind) != ("linear", "vector"):
+            assert ((each.outputs[:, 0] > 0) == in_order(columns["label"])).mean() > 0.8
+
+
+@pytest.mark.parametrize("rows", [1, 2, 20])
+def test_few_rows(tmp_path, rows):
+    x = numbers(TEST + rows)
+    splits = published(tmp_path, {"x": x, "label": x})
+    for each in baselines_of(Regression(target(dtype="float32")), splits):
+        assert each.skipped == ""
+        assert each.outputs.shape == (TEST, 1)
+
+
+def test_one_class_in_training_is_said(tmp_path):
+    label = np.where(np.arange(ROWS) < TEST, np.arange(ROWS) % 2, 1)
+    splits = published(tmp_path, {"x": numbers(), "label": label})
+    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    assert "class" in found["linear"].skipped
+
+
+def test_examples_without_weight_are_none(tmp_path):
+    x = numbers()
+    label, weight = (x > 0).astype("int64"), np.ones(ROWS, "float32")
+    label[ROWS // 2 :], weight[ROWS // 2 :] = 1 - label[ROWS // 2 :], 0
+    columns = {"x": x, "label": label, "weight": weight}
+    splits = published(tmp_path, columns, weight="weight")
+    for each in baselines_of(BinaryClassification(target()), splits):
+        assert (each.rows, each.of_rows) == (ROWS // 2 - TEST, ROWS - TEST)
+        assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.9
+    splits = published(tmp_path / "none", {**columns, "weight": weight * 0}, weight="weight")
+    (found,) = baselines_of(BinaryClassification(target()), splits)
+    assert found.skipped == "no training example weighs anything"
+
+
+def test_a_sample_is_drawn_and_only_the_first_ones_are_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(baselines, "MOST_ROWS", 100)
+    x = numbers()
+    splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
+    monkeypatch.setattr(baselines, "_FEWEST_ROWS", 10)
+    for each in baselines_of(BinaryClassification(target()), splits):
+        assert (each.rows, each.of_rows) == (100, ROWS - TEST)
+        assert len(each.outputs) == 100
+        assert ((each.outputs[:, 0] > 0) == in_order(x > 0)[:100]).mean() > 0.9
+
+
+def test_recommendations(tmp_path):
+    users, items = 60, 30
+    user, item = (each.ravel() for each in np.meshgrid(range(users), range(items), indexing="ij"))
+    # Users of one half take what the others do not.
+    label = ((user % 2 == item % 2) & (RANDOM.random(len(user)) < 0.8)).astype("int64")
+    order = RANDOM.permutation(len(user))
+    columns = {
+        "user": np.array([b"u%d" % each for each in user], object)[order],
+        "item": item.astype("int64")[order],
+        "label": label[order],
+    }
+    splits = published(tmp_path, columns, group="user")
+    splits = replace(splits, spec=replace(splits.spec, inputs=("user", "item")))
+    task = Recommendation(target(), group="user", item="item", k=[5])
+    found = by_name(baselines_of(task, splits))
+    assert list(found) == ["popularity", "item-item"]
+    assert [each.skipped for each in found.values()] == ["", ""]
+    outputs = found["item-item"].outputs
+    size = (outputs.shape[1] - 1) // 2
+    fits = np.sum(outputs[:, 1 : 1 + size] * outputs[:, 1 + size :], axis=1)
+    taken = in_order(columns["label"]).astype(bool)
+    assert fits[taken].min() > np.median(fits[~taken])
+    assert outputs[taken, 0].mean() > outputs[~taken, 0].mean() + 1
+    assert found["popularity"].outputs.shape == (TEST, 3)
+
+
+class Own(Classification):
+    """A task of somebody."""
+
+
+def test_what_no_baseline_is_for(tmp_path):
+    columns = {"x": numbers(), "label": np.arange(ROWS) % 2}
+    splits = published(tmp_path, columns)
+    (found,) = baselines_of(Own(target(num_classes=2)), splits)
+    assert (found.name, found.skipped) == ("baseline", "the task is your own")
+    picture = RANDOM.integers(0, 255, (ROWS, 20, 20, 3)).astype("uint8")
+    splits = published(tmp_path / "picture", {"picture": picture, "label": columns["label"]})
+    (found,) = baselines_of(BinaryClassification(target()), splits)
+    assert found.skipped == "no input is a number, a class or a text"
+
+
+def test_a_failure_is_one_line(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise MemoryError("no\nmemory")
+
+    x = numbers()
+    splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
+    monkeypatch.setattr("sklearn.linear_model.LogisticRegression.fit", fails)
+    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    assert found["linear"].skipped.startswith("MemoryError: no (")
+    assert found["gradient boosting"].skipped == ""

@@ -114,12 +114,32 @@ class Columns:
         """Whether there are other ones."""
         return bool(self._numbers or self._categories)
 
-    def trees(self, rows: Rows) -> tuple[Floats, list[int]]:
-        """Return numbers [n, columns], NaN where one is missing, and which are categories."""
+    def learn_trees(self, rows: Rows) -> Matrix:
+        """Learn the steps of numbers; return the matrix of the rows."""
         numbers = self._all_numbers(rows)
+        steps = np.linspace(0, 1, self.bins)[1:-1]
+        # By scikit-learn the quantiles of weighted rows take a minute.
+        self._steps = [
+            np.unique(np.quantile(known, steps, method="lower")) if len(known) else None
+            for known in (column[~np.isnan(column)] for column in numbers.T)
+        ]
+        return self.trees(rows)
+
+    def trees(self, rows: Rows) -> Matrix:
+        """Return numbers by their steps [n, columns], NaN where one is missing, then categories."""
+        numbers = self._all_numbers(rows).T
+        found = [
+            np.where(np.isnan(column), np.nan, np.searchsorted(steps, column))
+            for steps, column in zip(self._steps, numbers, strict=True)
+            # A column of nothing is none.
+            if steps is not None
+        ]
         codes = [each.of_each(rows.columns[name]) for name, each in self._categories.items()]
-        whole = np.column_stack([numbers, *codes]) if codes else numbers
-        return whole, [*range(numbers.shape[1], whole.shape[1])]
+        return np.column_stack([np.zeros(rows.count), *found, *codes])
+
+    def are_categories(self, columns: int) -> Array:
+        """Say of each column of `trees` whether it is a category: the last ones are."""
+        return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:
         flat = [rows.columns[name].reshape(rows.count, -1) for name in self._numbers]

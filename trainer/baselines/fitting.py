@@ -53,7 +53,7 @@ class Label(NamedTuple):
     """What is predicted: values [n] that are numbers, or from 0 on classes; and weights [n]."""
 
     values: Array
-    weights: Floats
+    weights: Floats | None
     is_class: bool
 
 
@@ -65,18 +65,17 @@ class Boosting:
     def __init__(self, columns: Columns) -> None:
         """Take columns."""
         self._columns = columns
-        self._categories: list[int] = []
 
     def known(self, rows: Rows, clock: Clock) -> Matrix:
         """Return the numbers and the categories."""
-        found, self._categories = self._columns.trees(rows)
+        found = self._columns.learn_trees(rows)
         clock.check()
         return found
 
     def matrix(self, rows: Rows, clock: Clock) -> Matrix:
         """Return the numbers and the categories."""
         clock.check()
-        return self._columns.trees(rows)[0]
+        return self._columns.trees(rows)
 
     def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
         """Return the trees that there was time for."""
@@ -90,7 +89,7 @@ class Boosting:
         model = getattr(ensemble, f"HistGradientBoosting{kind}")(
             warm_start=True,
             random_state=0,
-            categorical_features=self._categories or None,
+            categorical_features=self._columns.are_categories(x.shape[1]),
             max_bins=self._columns.bins,
             max_leaf_nodes=_LEAVES if is_large and self._columns.is_narrow else _LEAVES // 2,
             # Each class needs some rows on both sides.
@@ -187,11 +186,14 @@ def fitted(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, in
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]
+    equal = bool((weights == weights[0]).all())
     left = labels_of(task)
 
     def one(values: Array, *, is_class: bool) -> Any:
         nonlocal left
-        found = kind.fitted(x, Label(values[:count], weights, is_class), clock.share(1 / left))
+        found = kind.fitted(
+            x, Label(values[:count], None if equal else weights, is_class), clock.share(1 / left)
+        )
         left -= 1
         return found
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer import storage
-from trainer.data.records import parse
+from trainer.data.read import values_of
 from trainer.data.spec import DatasetSpec
 from trainer.tasks.base import Array, Floats
 
@@ -122,8 +122,7 @@ def batches(
     spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
 ) -> Iterator[Rows]:
     """Read features `names`, labels and weights of those records of files that are drawn."""
-    roles = filter(None, [*names, *spec.targets, spec.weight])
-    features = {name: spec.features[name] for name in roles}
+    roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
     records = tf.data.TFRecordDataset([str(path) for path in files])
     marked = tf.data.Dataset.zip(records, tf.data.Dataset.from_tensor_slices(drawn))
     records = marked.filter(lambda _, mark: mark).map(lambda record, _: record)
@@ -131,7 +130,7 @@ def batches(
     at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // max(size, 1)))
 
     def parsed(batch: tf.Tensor) -> dict[str, tf.Tensor]:
-        found = parse(features, batch)
+        found = values_of(spec, roles, batch)
         return {
             name: tf.strings.substr(each, 0, TEXT_BYTES) if each.dtype == tf.string else each
             for name, each in found.items()

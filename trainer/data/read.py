@@ -133,9 +133,8 @@ def columns_of(
     spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
 ) -> Iterator[dict[str, Any]]:
     """Yield some columns alone of all examples, in the order of the files."""
-    features = {name: spec.features[name] for name in columns}
     records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
-    yield from records.map(partial(parse, features)).as_numpy_iterator()
+    yield from records.map(partial(values_of, spec, columns)).as_numpy_iterator()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -151,7 +150,7 @@ def labelled_columns(
     spec = lengths.at_full_length(spec, found)
 
     def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
-        return example_of(spec, records), _values(spec, columns, records)
+        return example_of(spec, records), values_of(spec, columns, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
     batches = records.batch(batch_size).map(with_columns, num_parallel_calls=_parallel(spec))
@@ -236,14 +235,15 @@ def example_of(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
 
     Several inputs or labels are mappings by feature name. Weights are float32.
     """
-    values = _values(spec, spec.roles, records)
+    values = values_of(spec, spec.roles, records)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
     if not spec.weight:
         return inputs, labels
     return inputs, labels, tf.cast(values[spec.weight], tf.float32)
 
 
-def _values(spec: DatasetSpec, names: Sequence[str], records: tf.Tensor) -> dict[str, tf.Tensor]:
+def values_of(spec: DatasetSpec, names: Sequence[str], records: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return some features of records; of two classes 1 is the positive one."""
     values = parse({name: spec.features[name] for name in names}, records)
     return {name: _swapped(v) if name in spec.swapped else v for name, v in values.items()}
 

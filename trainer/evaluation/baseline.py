@@ -43,7 +43,10 @@ class _First:
 
 
 def judged_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
-    """Return the baselines of a task, each with its metrics, and the model compared with it."""
+    """Return the baselines of a task, each with its metrics, and the model compared with it.
+
+    `beats` is whether the baseline is better than the model by more than the interval.
+    """
     return [_judged(objective, own, each) for each in baselines_of(objective.task, splits)]
 
 
@@ -56,6 +59,7 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
         "seconds": baseline.seconds,
         "metrics": {},
         "paired": {},
+        "beats": False,
         "skipped": baseline.skipped,
     }
     if baseline.skipped:
@@ -65,28 +69,22 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
     other = _First(examples=own, count=count, outputs=baseline.outputs)
     try:
         metrics = measured(objective, other)["metrics"]
-        return {**found, "metrics": metrics, "paired": _paired(objective, model, other)}
+        paired = _paired(objective, model, other)
+        return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
     # As few users or items as a sample has may define no metric.
     except UserError as error:
         return {**found, "skipped": str(error)}
 
 
 def _paired(objective: Objective, model: Examples, other: Examples) -> dict[str, Any]:
-    """Return what `compare` does of the model, with `interval` and `verdict`.
-
-    The difference is the model's value less that of the baseline. The verdict is "better" or
-    "worse" where 0 is outside of the interval, else "equal".
-    """
+    """Return what `compare` does of the model, with the `interval` of the difference."""
     first = compare(Opponents(objective=objective, own=model, other=other), _RULE)
     turned = compare(Opponents(objective=objective, own=other, other=model), _RULE)
     bounds = first["bound"], turned["bound"]
-    if None in bounds:
-        return {**first, "interval": None, "verdict": "equal"}
-    low, high = sorted((bounds[0], -bounds[1]))
-    sign = 1 if first["better"] == "higher" else -1
-    verdict = "better" if min(sign * low, sign * high) > 0 else "worse"
-    return {
-        **first,
-        "interval": [low, high],
-        "verdict": "equal" if low <= 0 <= high else verdict,
-    }
+    return {**first, "interval": None if None in bounds else sorted((bounds[0], -bounds[1]))}
+
+
+def _is_worse(paired: dict[str, Any]) -> bool:
+    """Say whether all of the interval of the difference is on the side of the baseline."""
+    low, high = paired["interval"] or (0.0, 0.0)
+    return high < 0 if paired["better"] == "higher" else low > 0

@@ -26,9 +26,9 @@ def judged(monkeypatch, own, *found):
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "verdict"), [(0.1, 3.0, "better"), (3.0, 0.1, "worse"), (0.5, 0.5, "equal")]
+    ("own", "other", "beats"), [(0.1, 3.0, False), (3.0, 0.1, True), (0.5, 0.5, False)]
 )
-def test_the_model_is_compared_with_it_on_the_same_examples(monkeypatch, own, other, verdict):
+def test_the_model_is_compared_with_it_on_the_same_examples(monkeypatch, own, other, beats):
     model, simple = noisy(own), noisy(other)
     (found,) = judged(monkeypatch, model, Baseline(name="linear", rows=9, outputs=simple))
     means = [(each.argmax(axis=1) == CLASS).mean() for each in (model, simple)]
@@ -38,7 +38,7 @@ def test_the_model_is_compared_with_it_on_the_same_examples(monkeypatch, own, ot
     assert paired["difference"] == pytest.approx(means[0] - means[1])
     low, high = paired["interval"]
     assert low < paired["difference"] < high
-    assert paired["verdict"] == verdict
+    assert found["beats"] == beats
 
 
 def test_one_that_answers_fewer_is_compared_on_those(monkeypatch):
