@@ -49,10 +49,12 @@ CONFIDENCE = 0.995
 # The second best of these is the quantile at that confidence.
 _SHUFFLES = 399
 _MOST_SHUFFLED = 20_000
+# Standard deviations, above which a mean is no chance.
+_FAR = 3
 # Nine of ten models of the same gain pass then.
 _POWER = 0.9
-# As far as a count of examples says something.
-_MOST_NEEDED = 1e9
+# A gain that would take so many times the examples is as well by chance.
+_MOST_TIMES = 100
 _BUILT_IN = "trainer.tasks."
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ def compared(
         other = Remade(own, constant.answered)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
     paired["needed"] = _needed(paired)
+    values[metric] = paired["constant"]
     return {"answer": paired.pop("answer"), "metrics": values, "paired": paired}
 
 
@@ -180,10 +183,10 @@ def _shuffled(
     shuffled = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(shuffled, np.float64), axis=0).T
     more: dict[str, Any] = {"constant": constant}
-    if values.mean() - constant > values.std() / 5:
-        # Classes at random have a higher mean of F1 than one of them, and few true examples in a
-        # random order more average precision than their share.
+    if values.mean() - constant > _FAR * values.std():
+        # Classes at random have a higher mean of F1 than any one of them.
         more = {"constant": float(values.mean()), "answer": "its answers given to other examples"}
+    # Few true examples in a random order have more average precision than their share.
     gain = mine - max(constant, float(values.mean()))
     # Of more examples the differences by chance are smaller.
     by_chance, critical = (
@@ -216,5 +219,9 @@ def _needed(paired: Mapping[str, Any]) -> int | None:
     if not bound <= 0 < gain:
         return None
     sure, power = (float(stats.norm.ppf(each)) for each in (paired["confidence"], _POWER))
-    needed = paired["examples"] * ((sure + power) / sure * (gain - bound) / gain) ** 2
-    return math.ceil(needed) if needed < _MOST_NEEDED else None
+    times = ((sure + power) / sure * (gain - bound) / gain) ** 2
+    if times > _MOST_TIMES:
+        return None
+    # It is about as many: two digits of it.
+    needed = times * paired["examples"]
+    return int(round(needed, 1 - math.floor(math.log10(needed))))
