@@ -140,8 +140,9 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "tries": [to_tree(each) for each in tries],
         "metrics": evaluation.get("metrics", {}),
         "validation": validation,
-        "rules": decision.get("rules", []),
+        "rules": decision.get("rules"),
         "reasons": decision.get("reasons", []),
+        "notes": decision.get("notes", []),
         "history": _history(root, run_id),
         "incidents": [to_tree(each) for each in known.incidents]
         or [dict(each) for step in steps for each in step.incidents],
@@ -159,6 +160,8 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
 
 def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str, str]:
     found = {published_by(each.step) or each.step: each.uri for each in steps if each.uri}
+    if "validation" in found:
+        found["data page"] = storage.join(found["validation"], "page.html")
     if root and "checkpoint" in found:
         found["TensorBoard logs"] = storage.join(root, run_id, "checkpoints", "logs")
     return found
@@ -319,6 +322,7 @@ class _Published:
     decision: str = ""
     rules: tuple[Mapping[str, Any], ...] = ()
     reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     findings: tuple[Mapping[str, Any], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -62,25 +62,32 @@ def main_value(found: Facts) -> str:
     """Return the main metric with its value: `average precision 0.41`; empty without one."""
     if not found.get("metric"):
         return ""
-    value = number(found.get("value"))
-    text = "not defined" if value is None else rounded(value, found.get("interval"))
+    text = "not defined" if number(found.get("value")) is None else _values(found)[0]
     return f"{spoken(found['metric'])} {text}"
+
+
+def _values(found: Facts) -> list[str]:
+    """Return the value, and that of the constant, as far as they are known."""
+    known = [number(found.get(name)) for name in ("value", "constant")]
+    return apart(*(each for each in known if each is not None), interval=found.get("interval"))
 
 
 def in_words(found: Facts) -> str:
     """Return the main metric, its difference to the champion, and what a constant reaches."""
-    parts = [main_value(found)]
-    value, interval = number(found.get("value")), found.get("interval")
-    champion, constant = number(found.get("champion")), number(found.get("constant"))
+    return ", ".join(filter(None, [main_value(found), *beside(found)]))
+
+
+def beside(found: Facts) -> list[str]:
+    """Return what is said next to a value: the difference to the champion, and the constant's."""
+    value, champion, constant = (
+        number(found.get(name)) for name in ("value", "champion", "constant")
+    )
+    parts = []
     if value is not None and champion is not None:
         parts.append(_difference(found, value - champion))
     if constant is not None:
-        text = rounded(constant, interval)
-        if value is not None:
-            own, text = apart(value, constant, interval=interval)
-            parts[0] = f"{spoken(found['metric'])} {own}"
-        parts.append(f"constant {text}")
-    return ", ".join(filter(None, parts))
+        parts.append(f"constant {_values(found)[-1]}")
+    return parts
 
 
 def difference(value: float, interval: object) -> str:
@@ -101,7 +108,9 @@ def _difference(found: Facts, value: float) -> str:
 def _ending(facts: Facts) -> str:
     verdict = str(facts.get("verdict") or "unknown")
     rules, step = facts.get("rules"), named(facts["step"]) if facts.get("step") else ""
-    if verdict == "refused" and (broken := [each for each in rules or () if not each["passed"]]):
+    if verdict == "refused" and (
+        broken := [each for each in rules or () if not each.get("passed")]
+    ):
         more = f", and {len(broken) - 1} more" if broken[1:] else ""
         return f"refused: {because(broken[0])}{more}"
     if verdict in ("blessed", "promoted"):
@@ -118,7 +127,8 @@ def _finite(value: object) -> float | None:
 
 def has_bound(rules: Iterable[Facts]) -> bool:
     """Say whether a model was held against anything besides a constant."""
-    return any(str(rule.get("key", "")) in ("gate.min", "gate.max", MARGIN) for rule in rules)
+    keys = (rule.get("key") or f"gate.{rule.get('bound')}" for rule in rules)
+    return any(key in ("gate.min", "gate.max", MARGIN) for key in keys)
 
 
 def notes_of(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
@@ -129,6 +139,7 @@ def notes_of(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
         *_unbound(found, rules),
         *_reported(evaluation, rules),
         *_beaten(evaluation),
+        *map(str, evaluation.get("remarks") or ()),
         *map(str, champion.get("remarks") or ()),
         *_unjudged(champion),
     ]
@@ -167,16 +178,16 @@ def _asks_constant(rules: Sequence[Facts]) -> bool:
 
 
 def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Say that a model does not beat a constant, where that does not refuse it."""
-    paired = (evaluation.get("constant") or {}).get("paired") or {}
-    bound = number(paired.get("bound"))
-    if _asks_constant(rules) or bound is None:
-        return []
-    gain = -bound if paired.get("better") == "lower" else bound
-    if gain > 0:
-        return []
-    metric = spoken(paired.get("metric"))
-    return [f"The model does not beat a constant in {metric}; {CONSTANT} is set to reported."]
+    """Say that a model or the champion does not beat a constant, where no rule says it."""
+    constant = evaluation.get("constant") or {}
+    paired, notes = constant.get("paired") or {}, []
+    bound, metric = number(paired.get("bound")), spoken(paired.get("metric"))
+    gain = 1.0 if bound is None else -bound if paired.get("better") == "lower" else bound
+    if gain <= 0 and not _asks_constant(rules):
+        notes = [f"The model does not beat a constant in {metric}; {CONSTANT} is set to reported."]
+    if constant.get("champion") is False:
+        notes.append(f"The champion does not beat a constant in {metric} on these examples.")
+    return notes
 
 
 def _beaten(evaluation: Facts) -> list[str]:
@@ -185,7 +196,7 @@ def _beaten(evaluation: Facts) -> list[str]:
         f"A simple model is better: {named(each.get('name'))} ({named(each.get('made_by'))})"
         f"{_scored(evaluation, each)}."
         for each in evaluation.get("baselines") or ()
-        if each.get("beats") is True
+        if (each.get("paired") or {}).get("verdict") == "worse"
     ]
 
 

@@ -8,7 +8,7 @@ import jinja2
 
 from trainer.masking import printable
 from trainer.report.rules import sentence
-from trainer.report.wording import duration, formatted, interval_text, rounded, titled
+from trainer.report.wording import duration, formatted, interval_text, rounded, spoken, titled
 
 _OWN = Path(__file__).parent
 
@@ -30,6 +30,7 @@ def environment(folder: Path = _OWN) -> jinja2.Environment:
         interval=interval_text,
         rounded=rounded,
         sentence=sentence,
+        spoken=spoken,
         titled=titled,
         words=lambda name: str(name).replace("_", " "),
     )

@@ -13,7 +13,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
-    reasons     [text] of the gate
+    reasons     [text] of the gate, and `notes`: what a person has to know, whatever it decided
     history     [{"global_step", "loss", "validation_loss", "validation_<metric>", ...}]
     incidents   [{"event", "time": seconds since 1970, ...}]
     checkpoints [{"event", "time", ...}]
@@ -44,7 +44,7 @@ import yaml
 from trainer import storage
 from trainer.config.main_metric import MainMetric
 from trainer.masking import masked, one_line
-from trainer.report import heading, pages, views
+from trainer.report import heading, headline, pages, views
 from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
 from trainer.report.rules import sentence
 from trainer.report.wording import duration, formatted, rounded, titled
@@ -56,15 +56,6 @@ _CHARTS = (
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
-HEADLINES = {
-    "blessed": "The model keeps to every rule.",
-    "refused": "It was refused; the champion stays as it was.",
-    "unchanged": "There is nothing new; an earlier run has done the same.",
-    "done": "Every step of the run is done.",
-    "failed": "The run failed.",
-    "running": "The run is tried again after its end; this page was written while it was going on.",
-    "interrupted": "The run was interrupted; what was published before is kept.",
-}
 _SIZE = {
     "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT,
     "top": TOP, "bottom": HEIGHT - BOTTOM,
@@ -96,13 +87,15 @@ def render(facts: Facts) -> str:
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
-        headline=HEADLINES.get(verdict, "How the run ended is not known."),
+        headline=headline_of(facts),
+        notes=facts.get("notes") or (),
         reasons=reasons_of(facts),
         cause=heading.cause(steps) if verdict == "failed" else {},
         commands=heading.commands(facts),
         particulars=heading.particulars(facts),
         use=heading.use(facts),
         artifacts=heading.links(facts.get("artifacts") or {}),
+        data_page=(facts.get("artifacts") or {}).get("data page"),
         warnings=warnings_of(facts),
         metrics=metrics,
         tiles=views.tiles(evaluation, metrics),
@@ -120,6 +113,28 @@ def render(facts: Facts) -> str:
         cost=_cost(facts.get("cost") or {}),
         registered=registered,
         **_measured(evaluation, facts),
+    )
+
+
+def headline_of(facts: Facts) -> str:
+    """Return the sentence of a run."""
+    verdict, registered = facts.get("verdict"), facts.get("registered") or {}
+    ill = [each for each in _rows(facts, "steps") if each.get("status") == verdict != "done"]
+    step = ill[0].get("step") if ill else ""
+    if verdict == "refused" and (facts.get("validation") or {}).get("decision") == "refused":
+        step = "validate_data"
+    if verdict == "blessed" and registered.get("decision") == "promoted":
+        verdict = "promoted"
+    return headline.headline(
+        {
+            "name": (facts.get("config") or {}).get("name") or facts.get("run_id"),
+            "version": registered.get("version"),
+            "verdict": verdict,
+            "measured": headline.measured(facts.get("evaluation") or {}),
+            # A decision that cannot be read is not one without rules.
+            "rules": None if facts.get("rules") is None else rules_of(facts),
+            "step": step,
+        }
     )
 
 
@@ -177,6 +192,8 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
     outputs = evaluation.get("outputs") or {}
     return {
         "champion": evaluation.get("champion") or {},
+        "opponents": views.opponents(evaluation),
+        "remarks": views.remarks(evaluation),
         "placed": _PLACED,
         "examples": evaluation.get("examples"),
         "classified": [
@@ -298,13 +315,20 @@ _LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 def as_markdown(facts: Facts, report: str) -> bytes:
     """Return the summary of a run, escaped; `report` is the URI of the whole report, or empty."""
     verdict = str(facts.get("verdict") or "unknown")
-    cost = facts.get("cost") or {}
+    cost, notes = facts.get("cost") or {}, facts.get("notes") or ()
+    evaluation = facts.get("evaluation") or {}
+    intervals, opponents = (
+        evaluation.get("intervals") or {},
+        map(plain, views.opponents(evaluation)),
+    )
+    rows = views.metric_rows(evaluation, facts.get("metrics") or {})
     blocks = [
         [f"# {plain(facts.get('run_id') or 'run')}: {plain(verdict)}"],
-        [HEADLINES.get(verdict, "How the run ended is not known.")],
-        [f"- {plain(each)}" for each in [*reasons_of(facts), *warnings_of(facts)][:_MOST]],
-        table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
-        table(("rule", "asked", "found", ""), [_rule(each) for each in rules_of(facts)[:_MOST]]),
+        [f"**{plain(headline_of(facts))}**"],
+        [f"- {plain(each)}" for each in reasons_of(facts)[:_MOST]],
+        [f"- ⚠ {plain(each)}" for each in [*notes, *warnings_of(facts)][:_MOST]],
+        table(("metric", "model", *opponents), [_row(each) for each in rows[:_MOST]]),
+        table(("rule", ""), [_rule(each, intervals) for each in rules_of(facts)[:_MOST]]),
         table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
         table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
         table(("from", "what"), _lineage(facts)),
@@ -314,12 +338,12 @@ def as_markdown(facts: Facts, report: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def _rule(rule: Facts) -> tuple[object, ...]:
-    sign = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
-    asked = f"{sign} {formatted(rule.get('threshold'))}".strip()
-    return (
-        rule.get("metric", ""), asked, rule.get("value"), "kept" if rule.get("passed") else "broken"
-    )  # fmt: skip
+def _row(row: Facts) -> tuple[object, ...]:
+    return (titled(row["name"]), *(each["text"] for each in row["cells"]))
+
+
+def _rule(rule: Facts, intervals: Facts) -> tuple[object, ...]:
+    return (sentence(rule, intervals), "kept" if rule.get("passed") else "broken")
 
 
 def _step(step: Facts) -> tuple[object, ...]:

@@ -64,14 +64,14 @@ def interval_text(interval: object, between: str = " to ") -> str:
     return between.join(rounded(end, interval) for end in ends) if ends else ""
 
 
-def apart(*values: float, interval: object = None) -> list[str]:
-    """Return numbers with so many digits that a reader sees which one is larger."""
+def apart(*values: float, interval: object = None, most: int = _MOST_DIGITS) -> list[str]:
+    """Return numbers with so many digits, up to `most`, that a reader sees which one is larger."""
     texts = [rounded(each, interval) for each in values]
-    for digits in range(2, _MOST_DIGITS + 1):
+    for digits in range(2, most + 1):
         if _tells(texts, values):
             return texts
         texts = [f"{each:.{digits}g}" for each in values]
-    return texts if _tells(texts, values) else [repr(each) for each in values]
+    return texts if most < _MOST_DIGITS else [repr(each) for each in values]
 
 
 def spoken(name: object) -> str:

@@ -40,7 +40,7 @@ BLESSED = {
 def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
     words = Page(report.render(FAILED)).words
     assert words[2:12] == [
-        "The run failed.", "train_model: my_model: 0", "Where in your code",
+        "digits: failed in train_model", "train_model: my_model: 0", "Where in your code",
         "/home/me/my_model.py:6", "in", "build", 'return layers(spec, "<script>")',
         "What to do next", "See it fail on this machine, in a debugger:",
         "flotilla replay --workdir '/my runs' digits-1 train_model --pdb",

@@ -144,11 +144,14 @@ def test_without_a_bound_one_is_proposed(evaluation: dict[str, Any], proposed: s
 
 def test_notes_say_what_no_rule_refuses() -> None:
     evaluation = evaluated(
-        constant={"paired": {"metric": "accuracy", "better": "higher", "bound": -0.01}},
+        constant={
+            "paired": {"metric": "accuracy", "better": "higher", "bound": -0.01}, "champion": False,
+        },
+        remarks=["The model was trained on 3 of the 360 test examples."],
         baselines=[
             {"name": "gradient boosting", "made_by": "scikit-learn", "metrics": {"accuracy": 0.98},
-             "beats": True},
-            {"name": "linear", "beats": False},
+             "paired": {"verdict": "worse"}},
+            {"name": "linear", "paired": {"verdict": "better"}},
         ],
         champion={
             "remarks": ["The champion was trained on 12 of the 360 test examples."],
@@ -157,8 +160,10 @@ def test_notes_say_what_no_rule_refuses() -> None:
     )  # fmt: skip
     assert headline.notes_of(evaluation, [NOT_WORSE]) == [
         "The model does not beat a constant in accuracy; gate.constant is set to reported.",
+        "The champion does not beat a constant in accuracy on these examples.",
         "A simple model is better: gradient boosting (scikit-learn) reaches accuracy 0.980, this "
         "model 0.970.",
+        "The model was trained on 3 of the 360 test examples.",
         "The champion was trained on 12 of the 360 test examples.",
         "Too few test examples to say whether the model has lost a class: c0 (0), c1 (1), c2 (2), "
         "c3 (3), c4 (4) and 2 more.",

@@ -152,7 +152,7 @@ def test_a_champion_by_a_metric_that_no_example_is_right_by(facts: dict[str, Any
     page = Page(
         report.render({**facts, "evaluation": {**facts["evaluation"], "champion": champion}})
     )
-    assert "By paired bootstrap-t; higher is better." in page.words
+    assert ", by paired bootstrap-t; of pinball higher is better." in page.text
     assert "Who is right" not in page.words
 
 
