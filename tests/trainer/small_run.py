@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -155,11 +156,13 @@ def template_model(config: Config, images: np.ndarray, labels: np.ndarray) -> ke
     return model
 
 
-def publish_checkpoint(folder: Path, model: keras.Model, step: int = GLOBAL_STEP) -> str:
+def publish_checkpoint(
+    folder: Path, model: keras.Model, step: int = GLOBAL_STEP, **fields: Any
+) -> str:
     variables = {f"model/{variable.path}": variable.value for variable in model.variables}
     variables["global_step"] = tf.Variable(step, dtype=tf.int64)
     saved = Checkpoints(storage.uri_of(folder), keep=9, scratch=folder.with_name("saving"))
-    return saved.save(variables, io_device=None, fields={"metrics": {}})
+    return saved.save(variables, io_device=None, fields={"metrics": {}, **fields})
 
 
 def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") -> str:

@@ -1,0 +1,114 @@
+"""A run of two classes whose model knows them more or less: dataset, checkpoint, evaluation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.trainer.small_run import publish_checkpoint
+from trainer import storage
+from trainer.checkpoints import index
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.data.prepare import prepare
+from trainer.data.spec import DatasetSpec
+from trainer.evaluation.evaluate import build_model, evaluate
+from trainer.evaluation.signature import described
+from trainer.export.export import export
+from trainer.export.formats import FORMATS, Subject
+from trainer.promotion import gate
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
+
+ROWS = 600
+
+
+def source(folder: Path, names: tuple[str, str] = ("stays", "leaves"), share: float = 0.2) -> Path:
+    """Write customers, of whom a share leaves: those who call more often, and weigh less."""
+    random = np.random.default_rng(0)
+    leaves = random.random(ROWS) < share
+    calls = random.normal(leaves * 1.5, 1)
+    lines = [f"{c:.4f},{2 - int(v)},{names[int(v)]}" for c, v in zip(calls, leaves, strict=True)]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "customers.csv"
+    path.write_text("\n".join(["calls,weight,status", *lines]) + "\n", encoding="utf-8")
+    return path
+
+
+@dataclass
+class TwoClasses:
+    """A run below a folder; a logit is `slope * calls - 1.5` of normalized calls."""
+
+    root: Path
+    config: Config
+    dataset: str
+
+    @classmethod
+    def of(cls, root: Path, path: Path, **sections: Any) -> TwoClasses:
+        """Prepare the dataset of a file."""
+        tree = {
+            "name": "leavers",
+            "data": {"source": str(path), "label": "status", "shards": 2, "weight": "weight"},
+            "model": {"name": "tabular", "args": {"hidden_units": []}},
+            "evaluation": {"baseline": "none"},
+            "gate": {"constant": "reported"},
+            **sections,
+        }
+        config = parse_config(tree)
+        root.mkdir(parents=True, exist_ok=True)
+        uri = prepare(config.data, storage.uri_of(root / "data"), root).uri
+        return cls(root=root, config=config, dataset=uri)
+
+    def built(self) -> tuple[DatasetSpec, Objective, keras.Model]:
+        """Return the dataset as the task reads it, its objective, and a model."""
+        manifest = storage.read_manifest(self.dataset)
+        known = DatasetSpec.from_manifest(manifest, index.learnt_of_dataset(self.dataset))
+        spec = tasks.with_positive(self.config.task, known)
+        objective = tasks.objective_of(self.config, spec)
+        return spec, objective, build_model(self.config, spec, objective)
+
+    def checkpoint(self, slope: float = 1.0) -> str:
+        """Return the checkpoint of the model, which is published once."""
+        known = index.list_checkpoints(storage.uri_of(self.root / f"checkpoints-{slope}"))
+        if known:
+            return known[0][0]
+        _, objective, model = self.built()
+        for variable in model.trainable_variables:
+            is_kernel = variable.path.endswith("kernel")
+            variable.assign(tf.fill(variable.shape, slope if is_kernel else -1.5))
+        at = self.root / f"checkpoints-{slope}"
+        return publish_checkpoint(at, model, positive=objective.task.labels[1])
+
+    def evaluation(self, checkpoint: str, champion: str = "") -> tuple[str, dict[str, Any]]:
+        """Evaluate a checkpoint; return the URI and `metrics.json`."""
+        uri = storage.uri_of(self.root / f"evaluation-{abs(hash((checkpoint, champion)))}")
+        evaluate(self.config, self.dataset, checkpoint, uri, self.root / "scratch", champion)
+        return uri, json.loads(storage.read_file(uri, "metrics.json"))
+
+    def model(self, checkpoint: str) -> str:
+        """Export what the gate blesses; return the URI."""
+        evaluation, _ = self.evaluation(checkpoint)
+        decision = gate.check(self.config, evaluation, f"{evaluation}-decision")
+        uri = f"{evaluation}-model"
+        export(self.config, self.dataset, checkpoint, decision.uri, uri, self.root / "scratch")
+        return uri
+
+    def model_of_before(self, weights: list[Any]) -> str:
+        """Publish a model with these weights as an earlier version did; return its URI."""
+        spec, objective, model = self.built()
+        for variable, value in zip(model.trainable_variables, weights, strict=True):
+            variable.assign(value)
+        folder, task = self.root / "before", objective.task
+        subject = Subject(model=model, task=task, spec=spec)
+        FORMATS["saved_model"].write(subject, folder / "serving", None)
+        (folder / "labels.txt").write_text("\n".join(task.labels))
+        fields = {"inputs": described(spec), "task": task.name, "saved_model": "serving"}
+        uri = storage.uri_of(self.root / "model")
+        storage.publish(folder, uri, kind="model", fields=fields)
+        return uri
