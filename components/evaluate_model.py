@@ -1,6 +1,8 @@
 """Measure a checkpoint, and the champion, on the test split."""
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,24 @@ def work(step: Step) -> str:
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
         result = evaluated(settings, step.root, step.run_id, inputs, scratch)
         measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-        step.output.done(result.uri, result.metrics, MainMetric.of(measured))
-        descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(result.metrics))
+        metrics = {**result.metrics, **_of_baselines(measured)}
+        step.output.done(result.uri, metrics, MainMetric.of(measured))
+        descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(metrics))
         matrix = measured.get("confusion_matrix", ())
         descriptor.log_confusion(step.confusion_matrix, measured.get("labels", ()), matrix)
         descriptor.log_roc(step.roc_curve, measured.get("roc", ()))
         return result.uri
+
+
+def _of_baselines(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Return the main metric of each baseline, as `baseline_gradient_boosting_auc`."""
+    main = measured["main_metric"]
+    values = {each["name"]: each["metrics"].get(main) for each in measured.get("baselines", ())}
+    return {
+        f"baseline_{re.sub(r'[^a-z]+', '_', name.lower())}_{main}": value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The bodies of the steps between the first one and the exit step, but for training."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +31,9 @@ from tests.trainer import small_run
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES
 from trainer import events, storage
 from trainer.config.data import DataConfig
+from trainer.config.schema import EvaluationConfig
 from trainer.data.embedded.scikit import Digits
-from trainer.events import NewestVersion, StepBegin
+from trainer.events import NewestVersion, StepBegin, StepEnd
 from trainer.promotion import registry
 
 
@@ -129,6 +131,23 @@ def test_it_fills_what_the_ui_shows(run, root, emitted, tmp_path):
         for each in points
     ] == written["roc"]
     assert (points[0]["recall"], points[-1]["recall"]) == (0, 1)
+
+
+@pytest.mark.usefixtures("emitted")
+def test_baselines_are_metrics_next_to_those_of_the_model(run, root, emitted, tmp_path):
+    with_baselines = run.config.model_copy(update={"evaluation": EvaluationConfig()})
+    uri, metrics, *_ = evaluated(replace(run, config=with_baselines), root, tmp_path)
+    assert uri != evaluated(run, root, tmp_path)[0]
+    written = json.loads(storage.read_file(uri, "metrics.json"))
+    names = ("baseline_linear_accuracy", "baseline_gradient_boosting_accuracy")
+    found = [each["metrics"]["accuracy"] for each in written["baselines"]]
+    assert found == [metrics.metadata[name] for name in names]
+    assert found[0] > 0.5
+    ends = [each for each in emitted() if isinstance(each, StepEnd)]
+    assert [ends[0].metrics[name] for name in names] == found
+    assert not {*names} & {*ends[1].metrics, *written["metrics"]}
+    fields = storage.read_manifest(uri).fields
+    assert not {*names} & {*fields["metrics"]}
 
 
 @pytest.mark.usefixtures("emitted")

@@ -15,7 +15,12 @@ from trainer.events import AttemptBegin
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-FEW = setting(training__steps=200, training__checkpoint_every=50, gate__min__accuracy=0.5)
+FEW = setting(
+    training__steps=200,
+    training__checkpoint_every=50,
+    gate__min__accuracy=0.5,
+    evaluation__baseline="none",
+)
 # Another machine: nothing but the store and the URIs.
 READ_ALL = """
 import json, sys

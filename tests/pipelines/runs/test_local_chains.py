@@ -46,7 +46,7 @@ from trainer.tasks.registry import objective_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 
-FEW = setting(training__checkpoint_every=100, gate__min__accuracy=0.5)
+FEW = setting(training__checkpoint_every=100, gate__min__accuracy=0.5, evaluation__baseline="none")
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +370,12 @@ def test_a_run_that_the_store_refuses_writes_no_secret(planted, tmp_path):
 
 
 CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
-SIGNED_FEW = ["training.strategy=single", "training.steps=200", "gate.min.accuracy=0.5"]
+SIGNED_FEW = [
+    "training.strategy=single",
+    "training.steps=200",
+    "gate.min.accuracy=0.5",
+    "evaluation.baseline=none",
+]
 
 
 def change(folder, name):
