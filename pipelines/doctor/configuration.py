@@ -98,5 +98,5 @@ def _said(config: Config, found: dict[str, Any]) -> str:
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (
         f"{config.model.name} takes {takes} of {config.data.name} for {found['task']} of "
-        f"{gives}: {found['parameters']} parameters"
+        f"{gives}: {found['parameters']} parameters; {found['why']}"
     )

@@ -1,5 +1,7 @@
 """The first step: run parameters in, and the checked configuration for the other steps out."""
 
+from typing import Any
+
 import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
@@ -10,6 +12,7 @@ from tests.components.called_steps import RUN, artifact_in, refused
 from trainer import storage
 from trainer.cluster import fitting
 from trainer.config.data import DataConfig
+from trainer.config.load import parse_config
 from trainer.config.run_parameters import run_parameters, to_parameters
 from trainer.config.schema import Config
 from trainer.data.embedded.scikit import Digits
@@ -213,3 +216,31 @@ class TestResolveConfig:
         code, line = refused(resolve_config.run_step, given, capsys=capsys)
         assert code == 2
         assert line.startswith("data.source: in/*.csv is a path, and there are no files of yours")
+
+
+@pytest.mark.parametrize(
+    ("task", "label", "found", "expected"),
+    [
+        ({}, ["churn"], {"": "yes"}, {"positive": "yes"}),
+        ({"positive": "no"}, ["churn"], {"": "yes"}, {"positive": "no"}),
+        ({"name": "classification"}, ["churn"], {"": "yes"}, {"name": "classification"}),
+        ({"name": "ranking"}, [], {"": "yes"}, {"name": "ranking", "positive": "yes"}),
+        ({}, [], {}, {}),
+        # What is of one output is of no other.
+        ({}, ["a", "b"], {"": "yes"}, {}),
+        ({}, ["a"], {"a": "yes"}, {}),
+        (
+            {"outputs": {"b": {"positive": "no", "weight": 2.0}}},
+            ["a", "b"],
+            {"a": "yes", "b": "yes"},
+            {"outputs": {"a": {"positive": "yes"}, "b": {"positive": "no", "weight": 2.0}}},
+        ),
+    ],
+)
+def test_the_positive_class_is_the_champions_where_none_is_named(
+    task, label, found, expected, monkeypatch
+):
+    monkeypatch.setattr(resolve_config, "champion_positive", lambda *_: found)
+    tree: dict[str, Any] = {"task": task, "data": {"label": label}}
+    made = resolve_config.with_positive(parse_config(tree), "file:///r")
+    assert made == parse_config({**tree, "task": expected})

@@ -176,6 +176,8 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     objective = tasks.objective_of(config, spec)
     dry_run.require_task(objective.task, spec.features)
     checkpoints.positive = positive_of(objective.task)
+    if checkpoints.positive:
+        events.emit(events.DataNote(text=tasks.described(config.task, spec)))
     checkpoints.require_fit = partial(evaluate.require_positive, objective.task, spec)
     make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator

@@ -71,11 +71,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits: the features of one example, the task, and the numbers in all variables."""
+    """What fits: the features of one example, the task, why that, and the numbers in variables."""
 
     inputs: dict[str, str]
     targets: dict[str, str]
     task: str
+    why: str
     parameters: int
 
 
@@ -194,6 +195,7 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
     return Fit(
         inputs={name: described(dataset.features[name]) for name in dataset.inputs},
         task=objective.task.name,
+        why=tasks.described(config.task, dataset),
         targets={name: described(dataset.features[name]) for name in dataset.targets},
         parameters=parameters,
     )

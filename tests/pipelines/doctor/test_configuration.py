@@ -43,7 +43,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
             {"model": {"name": "mlp"}},
             "ok",
             "mlp takes image (uint8 [8, 8, 1]) of digits for classification of "
-            "label (int64 [] of 10 classes): 7510 parameters",
+            "label (int64 [] of 10 classes): 7510 parameters; the task is classification, since "
+            "the label 'label' (one int64 of 10 classes) names a class",
         ),
         (
             {"model": {"name": "two_tower"}},
@@ -61,7 +62,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
             {"model": {"name": "blocks:table"}},
             "ok",
             "blocks:table takes image (uint8 [8, 8, 1]) of digits for classification of "
-            "label (int64 [] of 10 classes): 1600000000170 parameters",
+            "label (int64 [] of 10 classes): 1600000000170 parameters; the task is classification, "
+            "since the label 'label' (one int64 of 10 classes) names a class",
         ),
     ],
 )

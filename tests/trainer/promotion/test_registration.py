@@ -70,6 +70,7 @@ class Run:
             "saved_model": "serving/digits/7", "decision": decision, "global_step": number,
             "num_labels": changed.get("num_labels", 10), "inputs": changed.get("inputs", INPUTS),
             "task": changed.get("task", "classification"),
+            **({"positive": changed["positive"]} if "positive" in changed else {}),
         }  # fmt: skip
         uri = storage.uri_of(self.folder / f"model-{number}")
         storage.publish(source, uri, kind="model", fields=fields)
@@ -299,6 +300,50 @@ def test_another_signature_is_refused(run: Run, changed: dict[str, Any], words: 
     assert champion
     reason = refused(run.register(run.exported(2, champion=champion.uri, **changed)))
     assert f"{words} changed since {champion.uri}; give this model" in reason
+
+
+BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "yes"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        (
+            {**BINARY, "positive": "yes"},
+            {**BINARY, "labels": ["yes", "no"], "positive": "no"},
+            "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
+        ),
+        # Of an earlier version it was the second one.
+        (
+            BINARY,
+            {**BINARY, "labels": ["yes", "no"], "positive": "no"},
+            "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
+        ),
+        (
+            {"num_labels": 2, "labels": ["no", "yes"]},
+            {**BINARY, "positive": "yes"},
+            "the task changed since {uri}, of which the answers are an output for each class; set "
+            "task.name: classification, or give this model another name",
+        ),
+    ],
+)
+def test_another_meaning_of_the_probability_is_refused(
+    run: Run, before: dict[str, Any], now: dict[str, Any], words: str
+) -> None:
+    run.register(run.exported(1, **before))
+    champion = run.champion()
+    assert champion
+    reason = refused(run.register(run.exported(2, champion=champion.uri, **now)))
+    assert words.format(uri=champion.uri) in reason
+
+
+def test_the_same_positive_class_in_another_spelling_is_the_same(run: Run) -> None:
+    run.register(run.exported(1, **BINARY))
+    champion = run.champion()
+    assert champion
+    assert registry.champion_positive(run.root, "digits") == {"": "yes"}
+    found = run.register(run.exported(2, champion=champion.uri, **BINARY, positive="Yes "))
+    assert found.promoted, found.reasons
 
 
 def test_limits(run: Run) -> None:
