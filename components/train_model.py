@@ -15,7 +15,7 @@ from trainer.checkpoints.index import require_first_weights
 from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
 from trainer.code.bundle import configured
-from trainer.config.main_metric import VALIDATION_LOSS
+from trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
 
 
 @component
@@ -74,9 +74,11 @@ def work(step: Step) -> str:
 
 def _metrics(found: HandedOn) -> dict[str, Any]:
     """Return what training has reached, and the metrics of the checkpoint that is handed on."""
+    by = found.best.by if found.best else BY_LOSS
     metrics = {
         "global_step": found.trained,
         "handed_on_step": found.global_step,
+        **{name: value for name, value in found.validation.items() if name == by.column},
         "handed_on_as": found.why,
         **found.fields["metrics"],
         # That of an evaluator is not in the manifest.
@@ -85,7 +87,7 @@ def _metrics(found: HandedOn) -> dict[str, Any]:
     begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}
     metrics |= {name: value for name, value in begun.items() if value}
     if best := found.best:
-        names = dict.fromkeys((VALIDATION_LOSS, best.by.column))
+        names = dict.fromkeys((VALIDATION_LOSS, by.column))
         metrics["best_global_step"] = best.global_step
         metrics |= {f"best_{name}": best.validation[name] for name in names}
     return metrics

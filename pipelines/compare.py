@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,26 @@ from typing import Any
 from components.records import gather_report
 from pipelines.runs.local import check_run_id
 from trainer import storage
+from trainer.config.main_metric import BY_LOSS, MainMetric, main_first
 from trainer.errors import ConfigError
+from trainer.json_records import is_number
 
 _FEWEST = 2
-_PROGRESS = ("global_step", "loss", "validation_loss", "steps_per_second", "seconds")
+_PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs side by side: by group and name one value of each run, None where it has none."""
+    """Runs side by side: by group and name one value of each run, None where it has none.
+
+    `best` are the runs of the best value of the main metric; none where their tasks compare models
+    by several metrics.
+    """
 
     runs: tuple[str, ...]
     groups: Mapping[str, Mapping[str, list[Any]]]
+    main_metric: str = ""
+    best: tuple[str, ...] = ()
 
 
 def compare(runs: Sequence[str], workdir: Path) -> Comparison:
@@ -31,14 +40,26 @@ def compare(runs: Sequence[str], workdir: Path) -> Comparison:
     for run in runs:
         check_run_id(workdir, run)
     facts = [_facts(workdir, run) for run in runs]
+    mains = dict.fromkeys(MainMetric.of(e) for each in facts if (e := each["evaluation"]))
+    main = next(iter(mains), BY_LOSS)
+    test = _rows([main_first(each["metrics"], main.name) for each in facts])
+    values = test.get(main.name, []) if len(mains) == 1 else []
     groups = {
         "verdict": {"verdict": [each["verdict"] for each in facts]},
-        "test": _rows([each["metrics"] for each in facts]),
-        "training": _rows([_progress(each) for each in facts]),
+        "test": test,
+        "training": _rows([_progress(each, main) for each in facts]),
         "cost": _rows([each["cost"] for each in facts]),
         "settings": _differing([_flat(each["config"]) for each in facts]),
     }
-    return Comparison(runs=tuple(runs), groups=groups)
+    ranks = [main.rank(value) if is_number(value) else math.inf for value in values]
+    return Comparison(
+        runs=tuple(runs),
+        groups=groups,
+        main_metric=main.name if values else "",
+        best=tuple(
+            run for run, rank in zip(runs, ranks, strict=False) if rank == min(ranks) < math.inf
+        ),
+    )
 
 
 def _facts(workdir: Path, run: str) -> dict[str, Any]:
@@ -48,9 +69,10 @@ def _facts(workdir: Path, run: str) -> dict[str, Any]:
     return gather_report.gathered("", root, run, folder) if root else found
 
 
-def _progress(facts: dict[str, Any]) -> dict[str, Any]:
+def _progress(facts: dict[str, Any], main: MainMetric) -> dict[str, Any]:
     last = facts["history"][-1] if facts["history"] else {}
-    return {name: last[name] for name in _PROGRESS if name in last}
+    names = dict.fromkeys(("global_step", main.column, *_PROGRESS))
+    return {name: last[name] for name in names if name in last}
 
 
 def _rows(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -27,6 +27,7 @@ class ModelVersion:
     version: int
     champion: bool
     main_metric: str
+    better: str
     metrics: Mapping[str, Any]
     global_step: int
     created: str
@@ -118,6 +119,7 @@ def _version(name: str, version: registry.Version, champion: int) -> ModelVersio
         version=version.number,
         champion=champion == version.number,
         main_metric=main.name,
+        better=main.better,
         metrics=metrics,
         global_step=fields.get("global_step", 0),
         created=version.manifest.created,

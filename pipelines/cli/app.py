@@ -43,7 +43,7 @@ app = typer.Typer(
 
 ENDED = (
     "--json adds `steps` while the run is running, `global_step` and `handed_on_step` when it has "
-    "ended."
+    "ended, `main_metric` and `better` where a model was evaluated."
 )
 COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
 # Commands that are gone, and what is used in their place.
@@ -124,7 +124,10 @@ def compile_(
     return Answer(artifacts=written)
 
 
-@app.command(epilog="--json adds `runs`, and `comparison`: by group and name a value of each run.")
+@app.command(
+    epilog="--json adds `runs`, `comparison` (by group and name a value of each run), and "
+    "`main_metric` with the `best` of them."
+)
 @answers
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of the runs.")],
@@ -137,7 +140,8 @@ def compare(
     found = compare_runs(runs, workdir)
     with output():
         Terminal().print(_comparison_table(found))
-    return Answer(more={"runs": found.runs, "comparison": found.groups})
+    more = {"runs": found.runs, "comparison": found.groups}
+    return Answer(more={**more, "main_metric": found.main_metric, "best": found.best})
 
 
 def _comparison_table(found: Comparison) -> Table:
@@ -154,7 +158,13 @@ def _comparison_table(found: Comparison) -> Table:
         # Loss is measured in training and on the test split.
         before = f"{group}: " if group in ("test", "training") else ""
         for name, row in rows.items():
-            table.add_row(escape(f"{before}{name}"), *(escape(formatted(each)) for each in row))
+            cells = [escape(formatted(each)) for each in row]
+            if group == "test" and name == found.main_metric:
+                cells = [
+                    f"[bold green]{cell} best[/]" if run in found.best else cell
+                    for run, cell in zip(found.runs, cells, strict=True)
+                ]
+            table.add_row(escape(f"{before}{name}"), *cells)
         table.add_section()
     return table
 

@@ -70,6 +70,7 @@ def train(
 def answer_of(result: RunResult) -> Answer:
     """Return the answer of a command that ends with a run."""
     steps = {"global_step": result.global_step, "handed_on_step": result.handed_on_step}
+    main = result.main_metric
     return Answer(
         status=result.status,
         code=result.exit_code,
@@ -80,6 +81,7 @@ def answer_of(result: RunResult) -> Answer:
         more={
             "headline": result.headline,
             "notes": result.notes,
+            **({"main_metric": main.name, "better": main.better} if main else {}),
             **{name: step for name, step in steps.items() if step is not None},
         },
     )

@@ -54,6 +54,7 @@ def _row(run: RunResult) -> dict[str, Any]:
         "model": model_of(run),
         "created": moment.isoformat() if moment else "",
         "seconds": None if seconds is None else round(seconds, 1),
+        "main_metric": run.main_metric.name if run.main_metric else "",
         "metrics": run.metrics,
     }
 

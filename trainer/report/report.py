@@ -141,7 +141,11 @@ def headline_of(facts: Facts) -> str:
 def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
     history = _rows(facts, "history")
     flags = views.flags(incidents, _rows(facts, "checkpoints"))
-    drawn = {titled(name): series for name, series in views.training(history).items()}
+    evaluation = facts.get("evaluation") or {}
+    # Where nothing was evaluated, training says by which one it selects.
+    said = next((e for e in (evaluation, *_rows(facts, "steps")) if e.get("main_metric")), {})
+    metrics = views.training(history, MainMetric.of(said or evaluation).name)
+    drawn = {titled(name): series for name, series in metrics.items()}
     charts, constant = [], []
     for title, series in {**drawn, **dict(_CHARTS)}.items():
         value = (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config.main_metric import VALIDATION, MainMetric, main_first
+from trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
 from trainer.masking import one_line
 from trainer.report import headline
 from trainer.report.charts import Chart, line_chart, number
@@ -185,11 +185,11 @@ def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
     return [*main_first(named, main.name).values()][:_MOST_TILES]
 
 
-def training(history: Sequence[Facts]) -> dict[str, dict[str, str]]:
+def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
     """Return the metrics of a history: by name its columns, with what they were measured on."""
     columns = dict.fromkeys(name for row in history for name in row)
     names = [name.removeprefix(VALIDATION) for name in columns if name.startswith(VALIDATION)]
-    names = ["loss", *(name for name in names if name != "loss")][:_MOST_PARTS]
+    names = [*main_first(dict.fromkeys([LOSS, *names]), main)][:_MOST_PARTS]
     return {name: {name: "training", f"{VALIDATION}{name}": "validation"} for name in names}
 
 

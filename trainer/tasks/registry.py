@@ -280,9 +280,8 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         ConfigError: see `create`; a loss, a metric or a class that does not exist.
     """
     task = create(config.task, dataset)
-    _log.info("%s", described(config.task, dataset))
     champion, main_metric = config.gate.champion, config.task.main_metric
-    return Objective(
+    made = Objective(
         task,
         loss=config.task.loss,
         metrics=config.task.metrics,
@@ -291,6 +290,9 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         main_metric=main_metric,
         better=(champion.better or None) if champion.metric in ("", main_metric) else None,
     )
+    compared = f"models are compared by {made.main_metric}"
+    _log.info("%s; %s", described(config.task, dataset), compared)
+    return made
 
 
 def _class_weights(config: Config, task: Task) -> dict[str, Array]:

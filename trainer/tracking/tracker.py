@@ -101,6 +101,8 @@ class Reader:
         pending.tags |= {
             f"flotilla.{event.step}.{name}": _tag(str(text)) for name, text in tags.items() if text
         }
+        if event.main_metric:
+            pending.tags["flotilla.main_metric"] = event.main_metric
         if event.error:
             pending.tags["flotilla.error"] = _tag(f"{event.step}: {event.error}")
 

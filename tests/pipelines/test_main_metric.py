@@ -1,0 +1,156 @@
+"""The main metric is the same word with the same value wherever a run is looked at.
+
+The models of these runs have an accuracy as well, which every place could name.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from components import descriptor
+from pipelines.cli import app, display
+from pipelines.cli.run import answer_of
+from pipelines.runs.outcome import outcome_of
+from tests.pipelines.step_events import done, write
+from trainer import storage
+from trainer.checkpoints.decisions import handed_on
+from trainer.cluster.event_lines import LogLines
+from trainer.config.main_metric import main_first
+from trainer.config.schema import Config
+from trainer.events import Validation, read
+from trainer.promotion import registry
+from trainer.report import views
+from trainer.report.wording import spoken
+from trainer.run_state import state_of
+from trainer.tracking.tracker import Reader
+
+RUN, OTHER = "churn-20260101-000000-aaaa", "churn-20260102-000000-bbbb"
+NAMES = {"auc": "higher", "log_loss": "lower"}
+# Of each run the value on the test split, and of its two checkpoints on the validation split.
+VALUES = {"higher": {RUN: 0.75, OTHER: 0.5}, "lower": {RUN: 0.5, OTHER: 0.75}}
+STEPS = {"higher": {10: 0.75, 20: 0.5}, "lower": {10: 0.5, 20: 0.75}}
+
+
+def measured(name, value, accuracy=0.9):
+    return main_first({"loss": 0.25, "accuracy": accuracy, name: value}, name)
+
+
+def publish_run(folder, name, better, value):
+    """Write what a run leaves that was trained and evaluated; its second checkpoint is worse."""
+    said = {
+        "main_metric": name,
+        "directions": {"loss": "lower", "accuracy": "higher", name: better},
+    }
+    source, metrics = folder / "made", measured(name, value)
+    source.mkdir(parents=True)
+    (folder / "config.json").write_text(Config().model_dump_json())
+    evaluation = {**said, "task": "any", "examples": 9, "metrics": metrics, "slices": {}}
+    (source / "metrics.json").write_text(json.dumps(evaluation))
+    uri = storage.uri_of(folder / "evaluation" / "step-1")
+    storage.publish(source, uri, kind="evaluation")
+    by = {"main_metric": name, "better": better}
+    trained = done("train_model", metrics={"global_step": 20}, **by)
+    evaluated = done("evaluate_model", uri=uri, output="evaluation", metrics=metrics, **by)
+    write(folder, [*trained, *evaluated])
+    for step, each in STEPS[better].items():
+        row = {f"validation_{key}": n for key, n in measured(name, each, accuracy=step).items()}
+        uri = storage.uri_of(folder / "checkpoints" / f"step-{step:08d}")
+        fields = {"global_step": step, "metrics": row, **said}
+        storage.publish(source, uri, kind="checkpoint", fields=fields)
+    return evaluation
+
+
+@pytest.fixture(params=NAMES)
+def made(request, tmp_path, capsys):
+    """Return a run, with the one next to it, and what commands answer by JSON."""
+    name, workdir = request.param, tmp_path / "runs"
+    better = NAMES[name]
+    evaluation, _ = (
+        publish_run(workdir / run, name, better, value) for run, value in VALUES[better].items()
+    )
+
+    def answer(*words):
+        assert app.called([*words, "--workdir", str(workdir), "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    events = [*read(workdir / RUN / "events.jsonl")]
+    return SimpleNamespace(
+        name=name, root=storage.uri_of(workdir), folder=workdir / RUN, answer=answer,
+        evaluation=evaluation, metrics=evaluation["metrics"], events=events,
+        checkpoints=storage.uri_of(workdir / RUN / "checkpoints"),
+        result=outcome_of(state_of(events), 0, interrupted=False),
+    )  # fmt: skip
+
+
+def in_live_view(made):
+    on_terminal = display.Display()
+    on_terminal._validation = Validation(global_step=9, metrics=made.metrics)
+    return on_terminal._measured()[-1].split()[1]
+
+
+def in_closing_table(made):
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(display.closing_table(made.result))
+    return capture.get().split("evaluate_model")[1].split()[2].partition("=")[0]
+
+
+def in_registry(made, *words):
+    source = made.folder / "source"
+    (source / "serving" / "m" / "1").mkdir(parents=True)
+    (source / "serving" / "m" / "1" / "saved_model.pb").write_text("x")
+    said = {key: made.evaluation[key] for key in ("main_metric", "directions")}
+    fields = {"saved_model": "serving/m/1", "global_step": 20, **said}
+    uri = storage.uri_of(made.folder / "model")
+    storage.publish(source, uri, kind="model", fields=fields)
+    lineage = {"run_id": RUN, "metrics": made.metrics}
+    registry.register(made.root, "churn", uri, lineage=lineage, scratch=made.folder)
+    return made.answer("models", *words)
+
+
+def in_report(made):
+    rows = views.metric_rows(made.evaluation, made.metrics)
+    return views.tiles(made.evaluation, rows)[0]["name"]
+
+
+def in_curves(made):
+    history = [{f"validation_{each}": 1 for each in ("loss", "accuracy", made.name)}]
+    return next(iter(views.training(history, made.name)))
+
+
+def in_tracker(made):
+    reader, tags = Reader(), {}
+    for event in made.events:
+        tags |= reader.read(event).tags
+    return tags["flotilla.main_metric"]
+
+
+PLACES = {
+    "live view": in_live_view,
+    "log": lambda made: LogLines().take(Validation(global_step=9, metrics=made.metrics)).split()[5],
+    "headline": lambda made: spoken(made.name) in made.result.headline and made.name,
+    "answer of a run": lambda made: answer_of(made.result).more["main_metric"],
+    "closing table": in_closing_table,
+    "runs": lambda made: made.answer("runs")["runs"][0]["main_metric"],
+    "status": lambda made: made.answer("status", RUN)["main_metric"],
+    "compare": lambda made: next(iter(made.answer("compare", RUN, OTHER)["comparison"]["test"])),
+    "models list": lambda made: in_registry(made, "list")["models"][0]["main_metric"],
+    "models show": lambda made: in_registry(made, "show", "churn", "1")["model"]["main_metric"],
+    "tiles of the report": in_report,
+    "curves of the report": in_curves,
+    "tracker": in_tracker,
+    "scalars of KFP": lambda made: next(iter(descriptor.scalars(made.metrics))),
+    "checkpoint": lambda made: handed_on(made.checkpoints, "best").why.rpartition(" ")[2],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_names_the_main_metric(made, place):
+    assert PLACES[place](made) == made.name
+
+
+def test_the_best_run_and_the_best_checkpoint_are_those_of_the_main_metric(made):
+    assert made.answer("compare", OTHER, RUN)["best"] == [RUN]
+    assert handed_on(made.checkpoints, "best").global_step == 10
