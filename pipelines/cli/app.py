@@ -189,7 +189,7 @@ def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
 app.command(epilog="--json adds `version`; `newest` in it: whether `submit` takes it by itself.")(
     upload
 )
-app.command(epilog=f"{TRAINED} Both only when the run was waited for.")(submit)
+app.command(epilog=f"{TRAINED} All only when the run was waited for.")(submit)
 app.command(epilog="--json adds `schedule`.")(schedule)
 app.command(epilog="--json adds `schedule`.")(unschedule)
 app.command("runs", epilog="--json adds `runs`, an object each.")(list_runs)
