@@ -86,14 +86,27 @@ class ChampionRule(Section):
         raise ValueError("write a number such as 0.02, or a share such as 2%")
 
     def compared_by(self) -> str:
-        """Return all that an evaluation depends on: the margin is the gate's."""
-        return f"{self.metric} {self.better} {self.confidence!r}"
+        """Return all that an evaluation depends on: a margin that is a number is the gate's."""
+        return f"{self.metric} {self.better} {self.confidence!r} {self.share!r} {self.class_margin}"
 
-    def margin_of(self, champion: float) -> float:
-        """Return the margin in units of the metric, of which the champion has this value."""
-        if isinstance(self.margin, str):
-            return float(self.margin.removesuffix("%")) / 100 * abs(champion)
-        return self.margin
+    @property
+    def share(self) -> float:
+        """The share of the champion's gain that may be lost; 0 where the margin is a number."""
+        return _share(self.margin) if isinstance(self.margin, str) else 0.0
+
+    def margin_of(self, gain: float) -> float:
+        """Return the margin in units of the metric, in which the champion gains so much."""
+        return self.margin if not isinstance(self.margin, str) else self.share * max(gain, 0.0)
+
+    def class_margins_of(self, recalls: Any) -> Any:
+        """Return how much of the champion's recalls of classes may be lost, each of an array."""
+        if isinstance(self.class_margin, str):
+            return _share(self.class_margin) * recalls
+        return self.class_margin + 0 * recalls
+
+
+def _share(text: str) -> float:
+    return float(text.removesuffix("%")) / 100
 
 
 _OLD_KEYS = "write champion: {margin: 0.02, confidence: 0.95}; a margin below 0 is a required gain"

@@ -18,7 +18,7 @@ from trainer.tasks.base import Examples, Part
 from trainer.tasks.objective import Objective, at
 
 # Of each of both bounds: what is between them is the interval of 95 %.
-_RULE = ChampionRule(confidence=0.975)
+_RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from trainer.class_names import are_same
 from trainer.config.thresholds import ChampionRule
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
+from trainer.evaluation.classes import compare_classes
 from trainer.evaluation.comparison import Opponents, compare
 from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Answer, Predictions, measured
@@ -118,6 +119,7 @@ def compared(
         "incomparable": "",
         "metrics": metrics,
         "paired": paired,
+        **compare_classes(opponents, rule),
         **(judges.of_champion(champion.uri, paired["metric"], metrics) if judges else {}),
     }
 

@@ -78,7 +78,7 @@ def compared(
     elif shuffled := _shuffled(objective, own, metric, mine, value):
         paired |= shuffled
     else:
-        rule = ChampionRule(metric=metric, confidence=CONFIDENCE)
+        rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
         other = Remade(own, constant.answered)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
     paired["needed"] = _needed(paired)

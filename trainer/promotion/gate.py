@@ -27,16 +27,19 @@ from typing import Any, Literal
 
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.config.thresholds import GateConfig, called_now, split_rule
+from trainer.config.thresholds import ChampionRule, GateConfig, called_now, split_rule
 from trainer.errors import UserError, nearest
 from trainer.report import headline
-from trainer.report.rules import CONSTANT, DIFFERENCE, MARGIN, sentence
+from trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
+from trainer.report.wording import named
 
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
 #: The one of the rule that there can be a comparison.
 COMPARABLE = "the champion"
+# Classes that are lost, of which a rule says more than the number.
+_FEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +241,9 @@ def _against_champion(
             metric="comparable", bound="min", threshold=1, value=0, key=COMPARABLE, note=note
         )
         return
-    paired, rule = champion["paired"], config.champion
+    paired = champion["paired"]
     metric, value = paired["metric"], champion["metrics"].get(paired["metric"])
-    margin = rule.margin_of(float(value)) if value is not None else 0.0
+    margin, note = _margin(config.champion, paired, value, measured.get("constant") or {})
     higher, bound = paired["better"] == "higher", None if value is None else paired["bound"]
     yield Rule(
         metric=f"{metric}{DIFFERENCE}",
@@ -248,11 +251,56 @@ def _against_champion(
         threshold=-margin if higher else margin,
         value=math.nan if bound is None else bound,
         key=MARGIN,
+        note=note,
         found={
             **{name: paired[name] for name in ("metric", "difference", "confidence", "examples")},
             "own": measured["metrics"].get(metric),
             "other": value,
             "needed": needed(paired, margin),
+        },
+    )
+    yield from _of_classes(champion, paired["confidence"])
+
+
+def _margin(
+    rule: ChampionRule, paired: Mapping[str, Any], value: Any, constant: Mapping[str, Any]
+) -> tuple[float, str]:
+    """Return the margin in units of the metric, and what has to be said of it."""
+    if not rule.share or value is None:
+        return rule.margin_of(0.0), ""
+    metric = paired["metric"]
+    best = (constant.get("metrics") or {}).get(metric)
+    if best is None:
+        return 0.0, f"no constant has {metric}, so that a margin of {rule.margin} of a gain is 0"
+    gain = value - best if paired["better"] == "higher" else best - value
+    if gain <= 0:
+        return 0.0, f"the champion gains nothing over a constant, so that {rule.margin} of it is 0"
+    return rule.margin_of(gain), ""
+
+
+def _of_classes(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
+    """Yield the rule that no class is lost, of the class of which most may be."""
+    rows = [each for each in champion.get("classes", ()) if each["judged"] or each["lost"]]
+    if not rows:
+        return
+    worst, lost = rows[0], champion["class_counts"]["lost"]
+    others = [
+        f"{named(each['label'])} {each['own']:.3g} of {each['champion']:.3g}"
+        for each in rows[1 : min(lost, _FEW)]
+    ]
+    if lost > _FEW:
+        others.append(f"{lost - _FEW} more")
+    yield Rule(
+        metric=f"recall{DIFFERENCE}@label={worst['label']}",
+        bound="min",
+        threshold=-worst["margin"],
+        value=worst["bound"],
+        key=CLASS_MARGIN,
+        note=f"it may lose as well: {', '.join(others)}" if lost > 1 else "",
+        found={
+            **{"metric": "recall", "label": worst["label"], "confidence": confidence},
+            **{"own": worst["own"], "other": worst["champion"], "examples": worst["examples"]},
+            **{"difference": worst["own"] - worst["champion"], "needed": 0},
         },
     )
 

@@ -26,7 +26,7 @@ from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
 from trainer.report.headline import headline
-from trainer.report.rules import CONSTANT, MARGIN
+from trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
 from trainer.signing import signing
 from trainer.tracking import addresses, promotions
 from trainer.tracking.hub import PromotedModel
@@ -143,7 +143,7 @@ def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Ru
     """Yield the rules of a comparison with the version that an earlier champion was."""
     name = f"version {reference.number}"
     for rule in decided.rules:
-        if rule.key in {MARGIN, COMPARABLE}:
+        if rule.key in {MARGIN, CLASS_MARGIN, COMPARABLE}:
             note = f"{rule.note}; no gain was proved since {name}".removeprefix("; ")
             yield replace(rule, note=note, found={**rule.found, "opponent": name})
 

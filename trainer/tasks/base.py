@@ -259,6 +259,14 @@ class Task(ABC):
         """Features of the training examples that `constants` are made of."""
         return ()
 
+    @property
+    def unit(self) -> str:
+        """The one of `columns` whose values name what is drawn as one, such as a query.
+
+        Its examples depend on each other. Empty where each example is drawn by itself.
+        """
+        return ""
+
     @abstractmethod
     def loss(self) -> keras.losses.Loss:
         """Return the loss of labels and outputs, which training minimises."""
@@ -312,6 +320,22 @@ class Task(ABC):
     def predictions(self, outputs: Any) -> Any:
         """Return what metrics take, from a model's outputs."""
         return outputs
+
+    def predicted(self, outputs: Any) -> Array | None:
+        """Return the class that is predicted; None of a task without classes.
+
+        A number [n], or one of each place [n, places]; of several classes at once [n, classes] of
+        truths.
+        """
+        del outputs
+        return None
+
+    def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
+        """Return what areas are made of: scores [n, columns], and which are true of each column.
+
+        Those are truths [n, columns], or numbers [n] of the column that is true.
+        """
+        raise NotImplementedError(f"{self.name} has no areas")
 
     @abstractmethod
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:

@@ -118,6 +118,10 @@ class BinaryClassification(Sigmoid):
             return np.diff(answers["logits"], axis=-1)
         return np.asarray(answers["logit"])[..., np.newaxis]
 
+    def predicted(self, outputs: Any) -> Array | None:
+        """Return the class of each example, by the threshold."""
+        return self.decided(outputs).astype(np.int64)
+
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the names of label and prediction, and the probability of the label."""
         yes, logit = bool(label), float(output[0])

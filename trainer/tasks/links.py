@@ -59,6 +59,15 @@ class Softmax(Task):
         """Return probabilities [n, ..., classes]."""
         return tf.nn.softmax(outputs)
 
+    def predicted(self, outputs: Any) -> Array | None:
+        """Return the likeliest class of each example, or of each place."""
+        result: Array = outputs.argmax(axis=-1)
+        return result
+
+    def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
+        """Return the numbers of the classes, and the logarithms of their probabilities."""
+        return labels.astype(np.int64), metrics.log_softmax(outputs)
+
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
         """Return `logits` and `probabilities`, one column a class."""
         return {"logits": outputs, "probabilities": self.predictions(outputs)}
@@ -88,6 +97,16 @@ class Sigmoid(Task):
     def predictions(self, outputs: Any) -> Any:
         """Return the probabilities of "yes", in the shape of the outputs."""
         return tf.sigmoid(outputs)
+
+    def predicted(self, outputs: Any) -> Array | None:
+        """Say of each class whether it is predicted."""
+        result: Array = outputs > 0
+        return result
+
+    def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
+        """Return which classes each example has, and their logits."""
+        yes = labels.reshape(len(labels), -1).astype(bool)
+        return yes, outputs[:, : yes.shape[1]]
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
         """Return `logits` and `probabilities`, one column a class."""

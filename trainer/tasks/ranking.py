@@ -53,6 +53,14 @@ class Ranking(BinaryClassification):
         """The feature that names a query."""
         return (self._group,) if self._group else ()
 
+    @property
+    def unit(self) -> str:
+        """The query: its examples are ranked among each other."""
+        return self._group
+
+    def predicted(self, outputs: Any) -> None:
+        """Return nothing: what is taken is ranked, and not decided."""
+
     def of_groups(self, metric: str, examples: Examples) -> Floats | None:
         """Return the values of each query, in the order of the groups."""
         if not self._group or metric not in BY_QUERY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from trainer.config.load import parse_config
@@ -10,27 +11,35 @@ from trainer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("margin", "champion", "units"),
+    ("margin", "gain", "units"),
     [
         (0.02, 0.9, 0.02),
         (-0.01, 0.9, -0.01),
         ("0.02", 0.9, 0.02),
         ("2%", 0.9, 0.018),
         (" 2% ", 0.9, 0.018),
-        ("2%", -50.0, 1.0),
+        ("2%", -50.0, 0.0),
         ("-1%", 0.5, -0.005),
         (0, 0.9, 0.0),
     ],
 )
-def test_a_margin_is_in_units_of_the_metric_or_a_share_of_the_champions(margin, champion, units):
-    assert ChampionRule(margin=margin).margin_of(champion) == pytest.approx(units)
+def test_a_margin_is_in_units_of_the_metric_or_a_share_of_what_is_gained(margin, gain, units):
+    assert ChampionRule(margin=margin).margin_of(gain) == pytest.approx(units)
 
 
-def test_the_margin_is_the_gates_and_no_evaluation_depends_on_it():
+def test_a_margin_of_classes_is_a_number_or_a_share_of_each_recall():
+    recalls = np.array([0.5, 1.0])
+    assert ChampionRule(class_margin="40%").class_margins_of(recalls) == pytest.approx([0.2, 0.4])
+    assert ChampionRule(class_margin=0.1).class_margins_of(recalls) == pytest.approx([0.1, 0.1])
+
+
+def test_a_margin_in_units_is_the_gates_and_no_evaluation_depends_on_it():
     rule = ChampionRule(metric="auc", margin=0.1)
-    assert rule.compared_by() == ChampionRule(metric="auc", margin="3%").compared_by()
-    others = ({"metric": "loss"}, {"confidence": 0.9}, {"better": "lower"})
-    assert rule.compared_by() not in {ChampionRule(**each).compared_by() for each in others}
+    assert rule.compared_by() == ChampionRule(metric="auc", margin=0.2).compared_by()
+    others = ({"metric": "loss"}, {"confidence": 0.9}, {"better": "lower"}, {"margin": "3%"})
+    for each in (*others, {"class_margin": 0.2}):
+        changed = ChampionRule(**{"metric": "auc", "margin": 0.1, **each})
+        assert rule.compared_by() != changed.compared_by()
 
 
 @pytest.mark.parametrize(

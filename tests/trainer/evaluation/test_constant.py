@@ -151,5 +151,5 @@ def test_a_query_alone_is_compared_by_its_own_values():
     task = Ranking(target(RARE, num_classes=2), group="query")
     signal = noise(1) + 3 * RARE[:, np.newaxis]
     found = compared(task, RARE, signal.astype("float32"), "ndcg", columns={"query": GROUPS})
-    assert found["paired"]["method"] == "paired bootstrap-t"
+    assert found["paired"]["method"] == "t test of paired influences"
     assert found["paired"]["bound"] > 0

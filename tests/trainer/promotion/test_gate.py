@@ -357,11 +357,12 @@ def test_without_a_champion_there_is_no_rule_about_it(tmp_path: Path) -> None:
 
 
 def test_an_equal_model_is_not_worse(tmp_path: Path) -> None:
-    decision = check(tmp_path, {}, champion=champion(0, 0))
+    constant = {"answer": "always 'a'", "metrics": {"accuracy": 0.653125}, "paired": None}
+    decision = check(tmp_path, {}, champion=champion(0, 0), constant=constant)
     assert decision.blessed
     [rule] = decided(decision.uri)["rules"]
     assert (rule["metric"], rule["bound"]) == ("accuracy_difference", "min")
-    assert rule["threshold"] == pytest.approx(-0.03 * MEASURED["accuracy"]), "3% of the champion's"
+    assert rule["threshold"] == pytest.approx(-0.05 * 0.3), "5% of what the champion gains"
     assert -0.01 < rule["value"] < 0
     assert decided(decision.uri)["champion"] == CHAMPION
     assert storage.read_manifest(decision.uri).fields["champion"] == CHAMPION
@@ -419,7 +420,9 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
         "difference": 0.01, "bound": 0.03, "method": "by hand",
     }  # fmt: skip
     other = {"uri": CHAMPION, "incomparable": "", "metrics": {"loss": 0.2}, "paired": paired}
-    [rule] = check(tmp_path, {"champion": {"margin": "20%"}}, champion=other).rules
+    constant = {"answer": "always 3", "metrics": {"loss": 0.4}, "paired": None}
+    policy = {"champion": {"margin": "20%"}}
+    [rule] = check(tmp_path, policy, champion=other, constant=constant).rules
     assert (rule.bound, rule.value, rule.passed) == ("max", 0.03, True)
     assert rule.threshold == pytest.approx(0.04)
     unknown = {**other, "paired": {**paired, "bound": None}}
@@ -427,6 +430,62 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
     folder.mkdir()
     decision = check(folder, {}, champion=unknown)
     assert "it cannot be compared with the champion" in decision.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("constant", "words"),
+    [
+        ({}, "No constant has accuracy, so that a margin of 5% of a gain is 0."),
+        ({"metrics": {"accuracy": None}}, "No constant has accuracy, so that a margin of 5%"),
+        ({"metrics": {"accuracy": 0.96}}, "The champion gains nothing over a constant, so that 5%"),
+    ],
+)
+def test_a_share_of_no_gain_is_nothing(
+    tmp_path: Path, constant: dict[str, Any], words: str
+) -> None:
+    decision = check(tmp_path, {}, champion=champion(0, 0), constant=constant)
+    assert not decision.blessed
+    assert decision.rules[0].threshold == 0
+    assert words in decision.reasons[0]
+
+
+def lost(count: int) -> dict[str, Any]:
+    """Return what an evaluation says of ten classes, of which so many are lost."""
+    rows = [
+        {"label": f"c{n}", "examples": 40, "own": 0.1 if n < count else 0.9, "champion": 0.9,
+         "margin": 0.45, "bound": -0.9 if n < count else -0.1, "judged": n < 9, "lost": n < count}
+        for n in range(10)
+    ]  # fmt: skip
+    return {"classes": rows, "class_counts": {"judged": 9, "not_judged": 1, "lost": count}}
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, ""), (3, "c1 0.1 of 0.9, c2 0.1 of 0.9"), (8, "c3 0.1 of 0.9, 4 more")]
+)
+def test_one_rule_names_the_classes_that_are_lost(tmp_path: Path, count: int, words: str) -> None:
+    decision = check(
+        tmp_path, {"champion": {"margin": 0.1}}, champion={**champion(0, 0), **lost(count)}
+    )
+    assert not decision.blessed
+    rule = decision.rules[1]
+    assert (rule.key, rule.metric) == ("gate.champion.class_margin", "recall_difference@label=c0")
+    assert (rule.value, rule.threshold, rule.passed) == (-0.9, -0.45, False)
+    assert rule.note.endswith(words)
+    assert bool(rule.note) is (count > 1)
+    [reason] = decision.reasons
+    assert "c0" in reason
+    assert "0.9" in reason
+
+
+def test_without_a_lost_class_the_rule_is_of_the_weakest_one(tmp_path: Path) -> None:
+    policy = {"champion": {"margin": 0.1}}
+    decision = check(tmp_path, policy, champion={**champion(0, 0), **lost(0)})
+    assert decision.blessed
+    assert [rule.key for rule in decision.rules][1:] == ["gate.champion.class_margin"]
+    none = {"classes": lost(0)["classes"][9:], "class_counts": {}}
+    folder = tmp_path / "none"
+    folder.mkdir()
+    assert len(check(folder, policy, champion={**champion(0, 0), **none}).rules) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,200 @@
+"""Whether a model loses a class that the champion finds: recall by class, on the same examples.
+
+The champion finds a class that it is right on more often than by chance, for sure. A model keeps
+the class where the loss of recall is within the margin by Tango's interval, each class at the whole
+confidence: a model that loses one passes no more often, since all have to be kept.
+
+Too few examples judge a class where equal models might be refused: all that are judged together
+refuse at most 20 of 100 equal models (Bonferroni). A class of too few is lost only where the loss
+itself is proved, by McNemar's exact test at a level that all classes share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special, stats
+
+from trainer.config.thresholds import ChampionRule
+from trainer.evaluation.comparison import Opponents
+from trainer.evaluation.noninferiority import Floats, lower_bounds
+from trainer.tasks.base import Array, Task
+
+#: Classes that are listed, the worst first.
+MOST_ROWS = 50
+# How often equal models are to lose no class that is judged.
+_POWER = 0.8
+# In place of no examples, of which the binomial distribution has no tail.
+_FEW = 1e-9
+
+
+class _Answers(NamedTuple):
+    """The classes that examples have: which, of which example, who finds it, and weights [n].
+
+    `guessed` is how much of the weight of all examples the champion takes for each class.
+    """
+
+    classes: Array
+    examples: Array
+    own: Array
+    champion: Array
+    weights: Floats
+    guessed: Floats
+    total: float
+
+
+class Recalls(NamedTuple):
+    """Arrays of the same classes.
+
+    Of `worth` examples, which weigh the same and do not depend on each other, the challenger alone
+    finds `alone`, and the champion alone `lost`. `chance` is the recall that knows no example.
+    """
+
+    examples: Floats
+    worth: Floats
+    own: Floats
+    champion: Floats
+    alone: Floats
+    lost: Floats
+    chance: Floats
+
+
+def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
+    """Return what an evaluation says of the classes that the champion finds.
+
+    `classes` has a row of each, at most `MOST_ROWS`, those that are lost first: its `label`,
+    `examples`, the recalls `own` and `champion`, `margin` and `bound` of the difference, whether
+    there are enough examples, `judged`, and whether it is `lost`. `class_counts` counts all.
+    """
+    names: list[str] = []
+    found = []
+    for output, task in opponents.objective.task.parts.items():
+        recalls = _recalls(opponents, output, task)
+        if recalls is not None:
+            names += [f"{output}={label}" if output else label for label in task.labels]
+            found.append(np.stack(recalls))
+    if not found:
+        return {}
+    return _judged(names, Recalls(*np.concatenate(found, axis=1)), rule)
+
+
+def _recalls(opponents: Opponents, output: str, task: Task) -> Recalls | None:
+    """Return the recalls of an output's classes; None of one without classes."""
+    count, total = len(task.labels), 0.0
+    sums: Floats = np.zeros((8, count))
+    for answers in _answers(opponents, output, task):
+        own, other, weights = answers.own, answers.champion, answers.weights
+        which = (np.ones(len(own)), own, other, own & ~other, other & ~own)
+        sums[:5] += [np.bincount(answers.classes, weights * each, count) for each in which]
+        sums[5] += _squares(answers, count)
+        sums[6] += np.bincount(answers.classes, minlength=count)
+        sums[7] += answers.guessed
+        total += answers.total
+    if not total:
+        return None
+    shares, worth = _divided(sums[1:5], sums[0]), _divided(sums[0] ** 2, sums[5])
+    own, other, alone, lost = shares
+    return Recalls(sums[6], worth, own, other, worth * alone, worth * lost, sums[7] / total)
+
+
+def _divided(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
+
+
+def _squares(answers: _Answers, count: int) -> Floats:
+    """Return the sums of the squares of what each example weighs in each class.
+
+    Places of one example depend on each other: together they are worth no more than one.
+    """
+    pairs, place = np.unique(answers.examples * count + answers.classes, return_inverse=True)
+    weights = np.bincount(place, answers.weights)
+    return np.bincount(pairs % count, weights**2, count).astype(np.float64)
+
+
+def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers]:
+    """Yield the answers of both models, part by part; none of a task without classes."""
+    theirs = opponents.others.task.parts[output]
+    for part, other in zip(opponents.own.parts(), opponents.other.parts(), strict=True):
+        labels, outputs, others = (
+            each[output] if output else each for each in (part.labels, part.outputs, other.outputs)
+        )
+        own, champion = task.predicted(outputs), theirs.predicted(others)
+        if own is None or champion is None:
+            return
+        rows = np.arange(len(labels))
+        weights = np.ones(len(rows)) if part.weights is None else np.ravel(part.weights)
+        if own.dtype == bool:
+            examples, classes = np.nonzero(labels)
+            found = own[examples, classes], champion[examples, classes]
+            guessed: Floats = weights @ champion
+            total = weights.sum()
+        else:
+            flat = (each.reshape(len(rows), -1) for each in (labels, own, champion))
+            labels, own, champion = flat
+            known = labels >= 0
+            classes, examples = labels[known].astype(np.int64), np.nonzero(known)[0]
+            found = own[known] == classes, champion[known] == classes
+            said = np.bincount(champion[known], weights[examples], len(task.labels))
+            guessed = said.astype(np.float64)
+            total = guessed.sum()
+        yield _Answers(classes, examples, *found, weights[examples], guessed, float(total))
+
+
+class Verdicts(NamedTuple):
+    """Arrays of the same classes: the bound of the difference, the margin, and what they say."""
+
+    margin: Floats
+    bound: Floats
+    judged: npt.NDArray[np.bool_]
+    lost: npt.NDArray[np.bool_]
+
+
+def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
+    """Return whether each class can be judged, and is lost, where so many are judged at once."""
+    margin = rule.class_margins_of(each.champion)
+    bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
+    level = (1 - rule.confidence) / classes
+    # How likely it is by chance that the champion finds so many (binomial).
+    hits = each.worth * each.champion
+    finds = special.betainc(hits, each.worth - hits + 1, each.chance) <= level
+    judged = finds & (_of_equal(each, rule.confidence, classes) >= -margin)
+    # How likely an equal model misses so many of those that one of both finds.
+    by_chance = special.betainc(np.maximum(each.lost, _FEW), each.alone + 1, 0.5)
+    proved = finds & (by_chance <= level) & (each.own - each.champion < -margin)
+    return Verdicts(margin, bound, judged, np.where(judged, bound < -margin, proved))
+
+
+def _judged(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, Any]:
+    """Return rows and counts of the classes that the champion seems to find."""
+    seen = np.flatnonzero((all_of.worth > 0) & (all_of.champion > all_of.chance))
+    each = Recalls(*(values[seen] for values in all_of))
+    found = verdicts(each, rule, max(len(seen), 1))
+    order = np.lexsort((found.bound + found.margin, ~found.judged, ~found.lost))
+    columns = {
+        "examples": each.examples.astype(int),
+        **{"own": each.own, "champion": each.champion, **found._asdict()},
+    }
+    rows = [
+        {"label": names[seen[at]], **{name: values[at].item() for name, values in columns.items()}}
+        for at in order[:MOST_ROWS]
+    ]
+    judged, lost = int(found.judged.sum()), int(found.lost.sum())
+    counts = {"judged": judged, "not_judged": len(seen) - judged, "lost": lost}
+    return {"classes": rows, "class_counts": counts}
+
+
+def _of_equal(each: Recalls, confidence: float, classes: int) -> Floats:
+    """Return the bounds of models as good as the champion, where chance is against them.
+
+    The answers of both differ as often as those of two models of which each makes half of its
+    errors for reasons of its own.
+    """
+    # Two examples more, of which one is found: that all are found is never sure (Agresti).
+    share = (each.worth * each.champion + 1) / (each.worth + 2)
+    differ = each.worth * share * (1 - share)
+    unlucky = stats.norm.ppf(1 - (1 - _POWER) / classes) * np.sqrt(differ)
+    lost = np.minimum(np.maximum((differ + unlucky) / 2, unlucky), each.worth)
+    return lower_bounds(np.maximum(lost - unlucky, 0), lost, each.worth, confidence)

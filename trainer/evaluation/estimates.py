@@ -1,0 +1,202 @@
+"""What each unit of the examples adds to a metric of a model.
+
+Units are examples; of ranked ones, whose scores depend on each other, the queries.
+
+    a mean       of values of the units: how far each is from the mean
+    an area      the influence of each example, exactly
+    any other    the delete-a-group jackknife: the metric is made without each of some groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.evaluation.noninferiority import Estimate, Floats, mean, unbiased
+from trainer.tasks.base import Array, Examples, Part, Task, Whole, drawn
+from trainer.tasks.compiled import State
+from trainer.tasks.exact.areas import influences
+from trainer.tasks.objective import Objective, at
+
+#: Values of units, and what they weigh.
+Values = tuple[Floats, Floats]
+# Groups of examples, of which a metric is made without each.
+_GROUPS = 100
+# As many examples as metrics without a state are made of, again and again; fewer groups of them.
+_MOST_EXAMPLES, _FEW_GROUPS = 20_000, 40
+# Scores of all classes that are held.
+_MOST_SCORES = 20_000_000
+_AREAS = ("auc", "average_precision")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of one model; the state is None where no sums make it."""
+
+    objective: Objective
+    examples: Examples
+    name: str
+    state: State | None
+
+    @classmethod
+    def of(cls, objective: Objective, examples: Examples, name: str) -> Metric:
+        """Return a metric by its name."""
+        total = np.asarray(sum(objective.sums(part) for part in examples.parts()))
+        states = (each for each in objective.states if each.values(total).get(name) is not None)
+        return cls(objective, examples, name, next(states, None))
+
+    @cached_property
+    def values(self) -> Values | None:
+        """What the metric is the mean of, None where it is no mean."""
+        if (groups := self._groups) is not None:
+            return groups, np.ones(len(groups))
+        if self.state is None or not self.state.is_mean:
+            return None
+        place = self.objective.states.index(self.state)
+        each = [self.objective.of_each(place, part) for part in self.examples.parts()]
+        totals, weights = np.concatenate(each).T
+        # An example without any weight has no value.
+        return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
+
+    @cached_property
+    def _groups(self) -> Floats | None:
+        return self.objective.task.of_groups(self.name, self.examples)
+
+    @cached_property
+    def units(self) -> Array | None:
+        """The number of the unit of each example, None where each is one."""
+        unit = self.objective.task.unit
+        if not unit:
+            return None
+        ids = np.concatenate([part.columns[unit] for part in self.examples.parts()])
+        return np.unique(ids, return_inverse=True)[1]
+
+    def estimate(self) -> Estimate:
+        """Return the metric, with what each unit adds to it."""
+        name, task = _output(self.objective.task, self.name)
+        area = self.name.removeprefix(f"{name}_" if name else "").removeprefix("macro_")
+        if self.values is not None:
+            found = mean(*self.values)
+            if self._groups is not None:
+                return found
+        elif area in _AREAS and task.labels:
+            found = self._area(area, name, task)
+        else:
+            return self._jackknife()
+        return found if self.units is None else found.of_units(self.units)
+
+    def _area(self, area: str, name: str, task: Task) -> Estimate:
+        """Return an area; of several classes the mean over those that have one."""
+        most = max(_MOST_SCORES // len(task.labels), 1)
+        if self.examples.count <= most or self.units is not None:
+            return _mean_area(area, *_scored(task, name, self.examples.parts()))
+        found = _mean_area(area, *_scored(task, name, [drawn(self.examples, most)]))
+        scale = np.sqrt(len(found.influences) / self.examples.count)
+        return found._replace(
+            value=self._measured(self.examples), influences=found.influences * scale
+        )
+
+    def _jackknife(self) -> Estimate:
+        """Return the metric, and what each of some groups of the units adds to it."""
+        if self.state is None:
+            value, without, scale = self._measured_without()
+        else:
+            sums, function = self._sums_of_groups(self.state), self.state.function(self.name)
+            total, scale = sums.sum(axis=0), 1.0
+            value, without = function(total), [function(total - each) for each in sums]
+        added = np.mean(without) - np.asarray(without)
+        scale *= np.sqrt(1 - 1 / len(without))
+        return Estimate(value, scale * added, len(without))
+
+    def _sums_of_groups(self, state: State) -> Floats:
+        """Return the states [groups, size] of random groups, the same for both models."""
+        generator, count = np.random.default_rng(0), self.examples.count
+        groups, begun, block = min(_GROUPS, count), 0, 0
+        found = np.zeros((groups, state.end - state.begin))
+        for part in self.examples.parts():
+            rows = _count_of(part)
+            if self.units is None:
+                # Of many small parts each is in a few groups.
+                blocks = -(-groups * rows // count)
+                places = (block + generator.permutation(rows) % blocks) % groups
+                block += blocks
+            else:
+                places = self.units[begun : begun + rows] % groups
+            begun += rows
+            for place in np.unique(places):
+                sums = self.objective.sums(at(part, np.flatnonzero(places == place)))
+                found[place] += sums[state.begin : state.end]
+        return found
+
+    def _measured_without(self) -> tuple[float, list[float], float]:
+        """Return a metric of the task's details, and what it is without each group of examples.
+
+        The groups are of some examples; by how much the spread is smaller for all comes last.
+        """
+        some = drawn(self.examples, _MOST_EXAMPLES)
+        count = _count_of(some)
+        order = np.random.default_rng(0).permutation(count)
+        groups = np.array_split(order, min(_FEW_GROUPS, count))
+        without = [self._measured(Whole(at(some, np.setdiff1d(order, each)))) for each in groups]
+        scale = float(np.sqrt(count / self.examples.count))
+        return self._measured(self.examples), without, scale
+
+    def _measured(self, examples: Examples) -> float:
+        for found in _cheapest_first(self.objective, examples):
+            if self.name in found.get("metrics", {}):
+                value = found["metrics"][self.name]
+                return np.nan if value is None else float(value)
+        return np.nan
+
+
+def _output(task: Task, metric: str) -> tuple[str, Task]:
+    """Return the output that a metric is of, and its task."""
+    names = [each for each in task.parts if each and metric.startswith(f"{each}_")]
+    name = max(names, key=len, default="")
+    return name, task.parts.get(name, task)
+
+
+def _scored(task: Task, name: str, parts: Iterable[Part]) -> tuple[Array, Floats, Floats]:
+    """Return labels, scores [n, columns] and weights of an output's areas."""
+    found = []
+    for part in parts:
+        labels, outputs = (each[name] if name else each for each in (part.labels, part.outputs))
+        labels, scores = task.scored(labels, outputs)
+        weights = np.ones(len(labels)) if part.weights is None else np.ravel(part.weights)
+        found.append((labels, scores, weights.astype(np.float64)))
+    labels, scores, weights = (np.concatenate(each) for each in zip(*found, strict=True))
+    return labels, scores, weights
+
+
+def _mean_area(area: str, labels: Array, scores: Floats, weights: Floats) -> Estimate:
+    values, added, fewest = [], np.zeros(len(weights)), len(weights)
+    for column, score in enumerate(scores.T):
+        yes = labels == column if labels.ndim == 1 else labels[:, column].astype(bool)
+        kinds = [int(np.count_nonzero(weights[each])) for each in (yes, ~yes)]
+        if not all(kinds):
+            continue
+        found, of_each = influences(yes, score, weights)
+        values.append(getattr(found, area))
+        # The rarer class decides how sure it is, and one of one example says nothing of others.
+        added += getattr(of_each, area) * weights * np.where(yes, *map(unbiased, kinds))
+        fewest = min(kinds) if scores.shape[1] == 1 else fewest
+    if not values:
+        return Estimate(np.nan, added, 0)
+    return Estimate(float(np.mean(values)), added / len(values), fewest)
+
+
+def _cheapest_first(objective: Objective, examples: Examples) -> Iterator[dict[str, Any]]:
+    tally = objective.task.tally()
+    for part in examples.parts():
+        tally.add(part)
+    yield tally.result()
+    yield objective.task.details(examples)
+
+
+def _count_of(part: Part) -> int:
+    return len(tf.nest.flatten(part.labels)[0])
