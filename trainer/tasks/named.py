@@ -161,6 +161,11 @@ def kind_of(metric: keras.Metric) -> str:
     return _snake_case(type(metric).__name__)
 
 
+def is_by_class(loss: keras.losses.Loss) -> bool:
+    """Say whether a loss takes an output for each class; of one output it is always 0."""
+    return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
+
+
 def sparse_in_place_of(losses: Iterable[keras.losses.Loss]) -> str:
     """Return a hint at the losses of class numbers in place of those of one-hot labels."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]

@@ -20,8 +20,8 @@ from trainer.tasks import registry
 
 # Examples for training and for the test, and the task that each one gets.
 CONTENT = {
-    "brackets": (4000, 1000, "classification"),
-    "breast_cancer": (455, 114, "classification"),
+    "brackets": (4000, 1000, "binary_classification"),
+    "breast_cancer": (455, 114, "binary_classification"),
     "diabetes": (354, 88, "regression"),
     "digit_properties": (1438, 359, "multilabel_classification"),
     "linnerud": (16, 4, "multi_output"),

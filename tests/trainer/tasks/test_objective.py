@@ -14,6 +14,7 @@ from tests.trainer.tasks.measuring import InParts, target
 from trainer.errors import ConfigError
 from trainer.tasks import named
 from trainer.tasks.base import Target
+from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.classification import Classification
 from trainer.tasks.compiled import compiled_of
 from trainer.tasks.objective import Objective
@@ -534,3 +535,27 @@ def test_a_class_that_does_not_exist_is_refused(given, message):
     with pytest.raises(ConfigError) as error:
         class_weights(given, of(5, 0, 1), KEY)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("units", "loss", "words"),
+    [
+        (
+            2,
+            None,
+            "its output has two columns, and binary_classification of 'y' (one int64) takes ",
+        ),
+        (2, None, "end it by Dense(1), or set task.name: classification"),
+        (1, LOGITS(from_logits=True), "its loss takes an output for each class, and binary_class"),
+        (1, "categorical_crossentropy", "or set task.name: classification"),
+    ],
+)
+def test_a_model_of_two_outputs_says_how_two_classes_are_trained(units, loss, words):
+    objective = Objective(BinaryClassification(Target(name="y", shape=(), dtype="int64")))
+    given = keras.Input((3,))
+    model = keras.Model(given, keras.layers.Dense(units)(given))
+    if loss:
+        model.compile(loss=loss)
+    with pytest.raises(ConfigError) as error:
+        objective.accept(model, model.output)
+    assert words in str(error.value)
