@@ -123,6 +123,8 @@ class TablePlan(Plan):
             "model.args.tables": json.dumps(tables),
             "training.warm_start": "''",
             "gate.min": json.dumps({"query_auc": 0.4}),
+            # What survives is asked here, of models that have learnt little.
+            "gate.constant": "reported",
             "export.formats": json.dumps(["saved_model"]),
         }
 

@@ -113,8 +113,9 @@ class TestBlessed:
     def test_the_decision_says_why(self, blessed):
         decision = blessed.read("decision", "decision.json")
         assert decision["decision"] == "blessed"
-        (rule,) = decision["rules"]
+        rule, constant = decision["rules"]
         assert (rule["metric"], rule["threshold"], rule["passed"]) == ("accuracy", 0.5, True)
+        assert (constant["key"], constant["passed"]) == ("gate.constant", True)
         assert rule["value"] == blessed.answer["metrics"]["accuracy"]
 
     def test_the_exported_forms_answer_as_the_model_did(self, blessed):

@@ -59,13 +59,15 @@ class Ranked(NamedTuple):
         # Shares: the product of two sums of tiny weights would be none.
         true, false = self.true / hits[-1], self.false / misses[-1]
         above = hits / hits[-1] - true / 2
-        return Areas(float(false @ above), float(true @ _shares(hits, hits + misses)))
+        # Products of long rows would wait for the threads of BLAS.
+        precise = true * _shares(hits, hits + misses)
+        return Areas(float((false * above).sum()), float(precise.sum()))
 
     def log_rank(self) -> float:
         """Return how high the true examples are, as the mean of -log(rank / all) (Savage 1956)."""
         both = self.true + self.false
         rank = np.cumsum(both) - both / 2
-        return float(-(self.true @ np.log(rank / both.sum())) / self.true.sum())
+        return float(-(self.true * np.log(rank / both.sum())).sum() / self.true.sum())
 
     def influences(self) -> tuple[Influences, Influences]:
         """Return those of a true and of a false example of each score."""
