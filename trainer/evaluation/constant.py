@@ -3,7 +3,8 @@
 `metrics.json` has `constant`:
 
     {"answer": of the best one by the main metric, "metrics": {name: the best of any constant},
-     "paired": the comparison with it, as `trainer.evaluation.comparison.compare` returns it}
+     "paired": the comparison with it, as `trainer.evaluation.comparison.compare` returns it,
+     "champion": whether the champion's main metric is better, where there is a champion}
 
 The best one is known afterwards, from the labels of the examples that are judged, so that no model
 without inputs is better. `paired` has further `constant`, the value that was to be beaten, and
@@ -84,6 +85,15 @@ def compared(
     paired["needed"] = _needed(paired)
     values[metric] = paired["constant"]
     return {"answer": paired.pop("answer"), "metrics": values, "paired": paired}
+
+
+def is_beaten(found: Mapping[str, Any], metrics: Mapping[str, float | None]) -> bool | None:
+    """Say whether a champion's main metric is better than the constant's; None if not known."""
+    paired = found["paired"]
+    if not paired or (value := metrics.get(paired["metric"])) is None:
+        return None
+    gain = value - paired["constant"]
+    return bool(gain > 0 if paired["better"] == "higher" else gain < 0)
 
 
 class _Best(NamedTuple):

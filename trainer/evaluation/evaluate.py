@@ -94,7 +94,10 @@ def evaluate(  # noqa: PLR0913, PLR0917
         judges = Judges.of(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
-            summary["champion"] = compared(opponent, objective, found, config.gate.champion, judges)
+            there = compared(opponent, objective, found, config.gate.champion, judges)
+            summary["champion"] = there
+            beaten = constant.is_beaten(summary["constant"], there.get("metrics", {}))
+            summary["constant"]["champion"] = beaten
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, test=files, scratch=scratch / "train")
             summary["baselines"] = judged_baselines(objective, found.own, splits)

@@ -352,6 +352,60 @@ def test_a_share_of_a_part_is_a_share() -> None:
         parse_config({"gate": {"min": {"accuracy@label=3": 95}}})
 
 
+def over_constant(bound: float | None, better: str = "higher") -> dict[str, Any]:
+    """Return what an evaluation says of a constant that has 0.9 of the accuracy."""
+    paired = {
+        "metric": "accuracy", "better": better, "confidence": 0.995, "examples": 360,
+        "difference": 0.05, "bound": bound, "method": "by hand", "constant": 0.9, "needed": 800,
+    }  # fmt: skip
+    return {"answer": "always 'a'", "metrics": {"accuracy": 0.9}, "paired": paired}
+
+
+@pytest.mark.parametrize(
+    ("bound", "better", "blessed"),
+    [
+        (0.01, "higher", True),
+        (-0.01, "higher", False),
+        (0.0, "higher", False),  # as good as a constant
+        (-0.01, "lower", True),
+        (0.01, "lower", False),
+        (0.0, "lower", False),
+        (None, "higher", False),  # not defined, of these examples
+    ],
+)
+def test_a_model_has_to_beat_a_constant_for_sure(
+    tmp_path: Path, bound: float | None, better: str, blessed: bool
+) -> None:
+    decision = check(tmp_path, {}, constant=over_constant(bound, better))
+    assert decision.blessed is blessed
+    [rule] = decision.rules
+    assert (rule.key, rule.metric, rule.threshold) == ("gate.constant", "accuracy_over_constant", 0)
+
+
+def test_a_constant_that_is_not_beaten_is_named_and_so_are_the_examples_that_it_takes(
+    tmp_path: Path,
+) -> None:
+    decision = check(tmp_path, {"min": {"accuracy": 0.5}}, constant=over_constant(-0.01))
+    [reason] = decision.reasons
+    assert "that of a constant (always 'a') 0.9" in reason
+    assert "has to be higher (gate.constant)" in reason
+    assert reason.endswith("360 test examples are too few to be sure; about 800 would do.")
+
+
+def test_a_constant_that_is_reported_only_refuses_nothing_and_is_a_note(tmp_path: Path) -> None:
+    decision = check(tmp_path, {"constant": "reported"}, constant=over_constant(-0.01))
+    assert decision.blessed
+    assert not decision.rules
+    assert any("does not beat a constant" in note for note in decision.notes)
+
+
+@pytest.mark.parametrize("found", [{}, {"constant": {"answer": "", "metrics": {}, "paired": None}}])
+def test_without_a_comparison_with_a_constant_there_is_no_rule(
+    tmp_path: Path, found: dict[str, Any]
+) -> None:
+    assert check(tmp_path, {}, **found).blessed
+
+
 def test_without_a_champion_there_is_no_rule_about_it(tmp_path: Path) -> None:
     assert check(tmp_path, {"champion": {"margin": -0.5}}).blessed
 
