@@ -191,6 +191,15 @@ class BinaryClassification(Sigmoid):
 
         return tested
 
+    def check_output(self, output: Any, last: Any) -> None:
+        """Refuse what is not one logit; of two, say how such a model is trained."""
+        if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
+            raise ConfigError(
+                f"its output has two columns, and {self.name} of {self.target} takes one logit, of "
+                f"{self.labels[1]!r}: end it by Dense(1), or set task.name: classification"
+            )
+        super().check_output(output, last)
+
     def check(self) -> None:
         """Refuse a split in which only one of both occurs: it cannot be told how well they part."""
         for split, counts in self.target.counts.items():

@@ -137,7 +137,6 @@ class Objective:
         found = compiled_of(model)
         self.compiled = self.compiled or found
         self._loss = TaskLoss(self._terms(found, outputs, last))
-        self.task.check_output(outputs, last)
         for term in self._loss.terms:
             if term.part is not None and term.part.positive_by and named.is_by_class(term.loss):
                 raise ConfigError(
@@ -145,6 +144,7 @@ class Objective:
                     f"{term.part.target} has one logit: take BinaryCrossentropy(from_logits=True), "
                     "or set task.name: classification"
                 )
+        self.task.check_output(outputs, last)
         self._require_measured(outputs)
         if found:
             # Neither its optimizer nor its metrics belong into a checkpoint or an exported model.
