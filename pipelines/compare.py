@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from trainer import storage
 from trainer.config.main_metric import BY_LOSS, MainMetric, main_first
 from trainer.errors import ConfigError
 from trainer.json_records import is_number
+from trainer.report import headline
 
 _FEWEST = 2
 _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
@@ -24,13 +25,15 @@ class Comparison:
     """Runs side by side: by group and name one value of each run, None where it has none.
 
     `best` are the runs of the best value of the main metric; none where their tasks compare models
-    by several metrics.
+    by several metrics. `intervals` are those of the group `test`; what is `next to it` is of the
+    main metric.
     """
 
     runs: tuple[str, ...]
     groups: Mapping[str, Mapping[str, list[Any]]]
     main_metric: str = ""
     best: tuple[str, ...] = ()
+    intervals: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 def compare(runs: Sequence[str], workdir: Path) -> Comparison:
@@ -44,9 +47,12 @@ def compare(runs: Sequence[str], workdir: Path) -> Comparison:
     main = next(iter(mains), BY_LOSS)
     test = _rows([main_first(each["metrics"], main.name) for each in facts])
     values = test.get(main.name, []) if len(mains) == 1 else []
+    known = [headline.opponents(each["evaluation"]) for each in facts]
+    others = [{name: each.get(main.name) for name, each in of.items()} for of in known]
     groups = {
         "verdict": {"verdict": [each["verdict"] for each in facts]},
         "test": test,
+        "next to it": {name: row for name, row in _rows(others).items() if name != "champion"},
         "training": _rows([_progress(each, main) for each in facts]),
         "cost": _rows([each["cost"] for each in facts]),
         "settings": _differing([_flat(each["config"]) for each in facts]),
@@ -59,6 +65,7 @@ def compare(runs: Sequence[str], workdir: Path) -> Comparison:
         best=tuple(
             run for run, rank in zip(runs, ranks, strict=False) if rank == min(ranks) < math.inf
         ),
+        intervals=_rows([each["evaluation"].get("intervals") or {} for each in facts]),
     )
 
 

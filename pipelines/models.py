@@ -29,6 +29,7 @@ class ModelVersion:
     main_metric: str
     better: str
     metrics: Mapping[str, Any]
+    measured: Mapping[str, Any]
     global_step: int
     created: str
     run_id: str
@@ -121,6 +122,9 @@ def _version(name: str, version: registry.Version, champion: int) -> ModelVersio
         main_metric=main.name,
         better=main.better,
         metrics=metrics,
+        # A version of before it was written down has its metrics alone.
+        measured=lineage.get("measured")
+        or {"metric": main.name, "value": metrics.get(main.name), "better": main.better},
         global_step=fields.get("global_step", 0),
         created=version.manifest.created,
         run_id=lineage.get("run_id", ""),

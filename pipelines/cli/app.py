@@ -148,7 +148,7 @@ def _comparison_table(found: Comparison) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from trainer.report.wording import formatted
+    from trainer.report.wording import formatted, rounded, spoken
 
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -157,16 +157,35 @@ def _comparison_table(found: Comparison) -> Table:
     for group, rows in found.groups.items():
         # Loss is measured in training and on the test split.
         before = f"{group}: " if group in ("test", "training") else ""
+        after = f": {spoken(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():
-            cells = [escape(formatted(each)) for each in row]
+            texts = [(formatted if group == "settings" else rounded)(each) for each in row]
+            if group == "test":
+                texts = _compared(row, found.intervals.get(name))
+            cells = [escape(text) for text in texts]
             if group == "test" and name == found.main_metric:
                 cells = [
                     f"[bold green]{cell} best[/]" if run in found.best else cell
                     for run, cell in zip(found.runs, cells, strict=True)
                 ]
-            table.add_row(escape(f"{before}{name}"), *cells)
+            table.add_row(escape(f"{before}{name}{after}"), *cells)
         table.add_section()
     return table
+
+
+def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
+    """Return the values of a metric, each with its difference to the first."""
+    from trainer.report.headline import difference
+    from trainer.report.wording import side_by_side
+
+    interval = next(filter(None, intervals or ()), None)
+    texts = [text for text, _ in side_by_side(row, interval, "")]
+    return [
+        f"{text} ({'+' if value > row[0] else '-'}{difference(value - row[0], interval)})"
+        if isinstance(value, float) and isinstance(row[0], float) and value != row[0]
+        else text
+        for value, text in zip(row, texts, strict=True)
+    ]
 
 
 app.command(epilog=COLLECTED)(gc)

@@ -23,7 +23,7 @@ from trainer import storage
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
 from trainer.masking import one_line, printable
-from trainer.report.headline import main_value
+from trainer.report.headline import constant_of, main_value
 from trainer.report.wording import duration, rounded
 
 if TYPE_CHECKING:
@@ -261,6 +261,7 @@ def verdict_lines(result: RunResult) -> list[str]:
         colour = "green"
     return [
         f"[{colour}]{escape(one_line(result.headline))}[/]",
+        *(escape(one_line(str(each))) for each in result.measured.get("positive") or ()),
         *(f"[red]-[/] {escape(one_line(each))}" for each in result.reasons),
         *(f"[yellow]note: {escape(one_line(each))}[/]" for each in notes),
     ]
@@ -364,31 +365,35 @@ def runs_table(runs: Iterable[RemoteRun]) -> Table:
 
 # Where there is no room for all columns these go first, in this order: a run's name has the model
 # and the date in it, and the metric is what one looks for.
-_SPARE = ("model", "began UTC", "duration")
+_SPARE = ("model", "began UTC", "duration", "constant")
 _SHORTEST_METRIC = 12
 
 
 def local_runs_table(runs: Iterable[RunResult], width: int) -> Table:
     """Return the table of runs of this machine, a line each; of their columns what has room."""
-    listed = [(run.status, _cells(run)) for run in runs]
-    titles = ["run", "model", "verdict", "began UTC", "duration", "metric"]
+    return fitted([_cells(run) for run in runs], width, _SPARE)
+
+
+def fitted(rows: Sequence[Mapping[str, str]], width: int, spare: Sequence[str]) -> Table:
+    """Return a table of these cells, without the `spare` columns for which there is no room."""
+    titles = list(rows[0])
 
     def room(title: str) -> int:
-        return max([len(title), *(len(cells[title]) for _, cells in listed)])
+        return max([len(title), *(len(cells[title]) for cells in rows)])
 
     def taken() -> int:
         return sum(room(title) + 2 for title in titles) - 2
 
-    for title in _SPARE:
+    for title in spare:
         if taken() > width:
             titles.remove(title)
     most = max(room("metric") - max(taken() - width, 0), _SHORTEST_METRIC)
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, no_wrap=title != "metric", overflow="fold")
-    for status, cells in listed:
+    for cells in rows:
         drawn = {title: escape(text) for title, text in cells.items()}
-        drawn["verdict"] = _mark(status)
+        drawn["verdict"] = _mark(cells.get("verdict", ""))
         drawn["metric"] = escape(_shortened(cells["metric"], most))
         table.add_row(*(drawn[title] for title in titles))
     return table
@@ -403,6 +408,7 @@ def _cells(run: RunResult) -> dict[str, str]:
         "began UTC": stamp(moment),
         "duration": "" if seconds is None else duration(seconds),
         "metric": _far(run),
+        "constant": constant_of(run.measured),
     }
 
 

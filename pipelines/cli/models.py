@@ -22,7 +22,8 @@ models = typer.Typer(help="The registry: the models, their versions and champion
 checkpoint = typer.Typer(help="What is in a checkpoint.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
-TITLES = ("model", "version", "champion", "metric", "global step", "registered", "run")
+# Where there is no room for all columns these go first; what is to be copied stays.
+_SPARE = ("global step", "registered", "constant", "run")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
 
@@ -35,31 +36,29 @@ def list_models(
     root: Root = "",
 ) -> Answer:
     """List the versions of one model, or of all."""
-    from rich.markup import escape
-    from rich.table import Table
-
     from pipelines import models as registered
-    from pipelines.cli.display import Terminal
-    from trainer.report.wording import formatted
+    from pipelines.cli.display import Terminal, fitted
+    from trainer.report.headline import constant_of, main_value
 
     place = registered.root_of(root, workdir)
     found = registered.versions(place, name)
-    table = Table(box=None, pad_edge=False)
-    for title in TITLES:
-        # What is to be copied stays whole.
-        table.add_column(title, overflow="fold", no_wrap=title in ("model", "run"))
-    for each in found:
-        table.add_row(
-            escape(each.name),
-            str(each.version),
-            "champion" if each.champion else "",
-            escape(f"{each.main_metric} {formatted(each.metrics.get(each.main_metric))}"),
-            str(each.global_step),
-            each.created[:_TO_THE_MINUTE].replace("T", " "),
-            escape(each.run_id),
-        )
+    rows = [
+        {
+            "model": each.name,
+            "version": str(each.version),
+            "champion": "champion" if each.champion else "",
+            "metric": main_value(each.measured),
+            "constant": constant_of(each.measured),
+            "global step": str(each.global_step),
+            "registered": each.created[:_TO_THE_MINUTE].replace("T", " "),
+            "run": each.run_id,
+        }
+        for each in found
+    ]
     with output():
-        Terminal().print(table if found else f"no model is registered below {place}")
+        terminal = Terminal()
+        none = f"no model is registered below {place}"
+        terminal.print(fitted(rows, terminal.width, _SPARE) if rows else none)
     return Answer(more={"models": [asdict(each) for each in found]})
 
 
@@ -77,19 +76,25 @@ def show_model(
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal, display_path
-    from trainer.report.wording import formatted
+    from trainer.report.headline import headline
+    from trainer.report.wording import formatted, rounded
 
     found = registered.details(registered.root_of(root, workdir), name, version)
     row = asdict(found.version)
+    facts = {"name": name, "version": row["version"], "measured": row["measured"]}
+    facts["verdict"] = "champion" if row["champion"] else "registered"
     table = Table(box=None, pad_edge=False, show_header=False)
     for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items():
-        table.add_row(key.replace("_", " "), escape(formatted(value)))
+        if key != "measured":
+            text = rounded(value) if key == "metrics" else formatted(value)
+            table.add_row(key.replace("_", " "), escape(text))
     made = [
         {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
         for each in found.promotions
     ]
     with output():
         terminal = Terminal()
+        terminal.print(headline(facts), markup=False, soft_wrap=True)
         terminal.print(table)
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"

@@ -165,7 +165,9 @@ def _line(sweep: Sweep, trial: Trial) -> str:
 
 
 def _value(sweep: Sweep, result: Result) -> str:
-    return f"{result.by.metric or sweep.objective.metric} {result.value:.4g}"
+    from trainer.report.wording import rounded, spoken
+
+    return f"{spoken(result.by.metric or sweep.objective.metric)} {rounded(result.value)}"
 
 
 def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:

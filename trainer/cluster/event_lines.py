@@ -81,7 +81,7 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
     events.UploadFailed: lambda event: f"a checkpoint is not uploaded yet: {event.reason}",
     events.Validation: lambda event: (
         f"validation of global step {event.global_step}: "
-        + "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+        + "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
     ),
 }
 
@@ -94,7 +94,7 @@ def line_of(event: Event) -> str:
 def metrics_of(progress: Progress) -> str:
     """Return loss, speed and time left."""
     return (
-        f"loss {progress.loss:.4f}  {progress.steps_per_second:.0f} steps/s  "
+        f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s  "
         f"{progress.seconds_left:.0f} s left"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,12 @@ from trainer.config.main_metric import MainMetric
 from trainer.config.schema import Config
 from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, by_output
 from trainer.masking import one_line
-from trainer.report import views
-from trainer.report.wording import formatted
+from trainer.report import headline, views
+from trainer.report.wording import NOTHING, formatted, interval_text, rounded, spoken
 
 _TEMPLATE = "model_card.md.j2"
 # Of the names of classes, what a reader has to know.
 _MOST_NAMES = 20
-# Four decimals of a larger number tell nothing more.
-_LARGE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +49,22 @@ def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) 
         decided=decided,
         measured=measured,
         metric=MainMetric.of(measured).name,
+        headline=_headline(facts.config.name, measured, decided),
+        rows=views.metric_rows(measured, measured["metrics"]),
+        opponents=[_cell(name) for name in headline.opponents(measured)],
+        remarks=views.remarks(measured),
         slices={name: views.weakest(measured, rows) for name, rows in measured["slices"].items()},
         parity=parity,
         fields=fields,
         positives=by_output(fields["positive"]),
         thresholds=by_output(fields["threshold"]),
     )
+
+
+def _headline(name: str, measured: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
+    # A decision of an earlier version has none.
+    facts = {"name": name, "verdict": decided["decision"], "rules": decided["rules"]}
+    return headline.headline({**facts, "measured": headline.measured(measured)})
 
 
 def template() -> jinja2.Template:
@@ -72,9 +80,9 @@ def template() -> jinja2.Template:
         cell=_cell,
         code=lambda text: " ".join(one_line(str(text)).replace("`", "'").split()),
         formatted=formatted,
-        interval=_interval,
-        number=_number,
-        words=lambda name: _cell(name.replace("_", " ")),
+        interval=lambda pair: interval_text(pair) or NOTHING,
+        number=rounded,
+        words=lambda name: _cell(spoken(name)),
     )
     made.globals.update(
         labels_file=LABELS, most_names=_MOST_NAMES, serialized=SERIALIZED, serving=SERVING
@@ -86,15 +94,3 @@ def _cell(text: object) -> str:
     """Return a text that cannot leave its cell, nor become a link or a tag."""
     plain = " ".join(one_line(str(text)).split()) or "(empty)"
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)
-
-
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int) or abs(value) >= _LARGE:
-        return f"{value:.6g}"
-    return f"{value:.4f}"
-
-
-def _interval(pair: Sequence[float] | None) -> str:
-    return f"{_number(pair[0])} to {_number(pair[1])}" if pair else "-"

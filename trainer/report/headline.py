@@ -1,4 +1,4 @@
-"""One sentence of what a run has come to, and the notes that a person has to read beside it.
+"""One sentence of what a run has come to, and the notes that a person has to read with it.
 
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
@@ -17,7 +17,7 @@ from trainer.config.main_metric import MainMetric
 from trainer.masking import one_line
 from trainer.report.charts import number
 from trainer.report.rules import CONSTANT, MARGIN, because
-from trainer.report.wording import apart, named, rounded, spoken
+from trainer.report.wording import apart, duration, like, named, rounded, spoken
 
 Facts = Mapping[str, Any]
 
@@ -37,25 +37,54 @@ def headline(facts: Facts) -> str:
 
 
 def measured(evaluation: Facts) -> dict[str, Any]:
-    """Return the main metric of an evaluation, beside that of the champion and of a constant.
+    """Return the main metric of an evaluation, next to that of the champion and of a constant.
 
-    It has `metric`, `value`, `interval`, `better`, `champion` and `constant`; what is not known is
-    None.
+    It has `metric`, `value`, `interval`, `better`, `champion` and `constant`, None where it is not
+    known, and `positive`, a line for each positive class.
     """
     metrics = evaluation.get("metrics") or {}
     if not metrics:
         return {}
-    main = MainMetric.of(evaluation)
-    others = {key: evaluation.get(key) or {} for key in ("champion", "constant")}
+    main, others = MainMetric.of(evaluation), opponents(evaluation)
     return {
         "metric": main.name,
         "value": _finite(metrics.get(main.name)),
         "interval": (evaluation.get("intervals") or {}).get(main.name),
         "better": main.better,
-        **{
-            key: _finite((each.get("metrics") or {}).get(main.name)) for key, each in others.items()
-        },
+        **{name: _finite(others.get(name, {}).get(main.name)) for name in ("champion", "constant")},
+        "positive": positive_classes(evaluation),
     }
+
+
+def opponents(evaluation: Facts) -> dict[str, Facts]:
+    """Return the metrics of champion, constant and baselines, by name, as far as there are."""
+    known = {name: evaluation.get(name) or {} for name in ("champion", "constant")}
+    metrics, paired = known["constant"].get("metrics"), known["constant"].get("paired") or {}
+    if metrics and number(paired.get("constant")) is not None:
+        # The gate holds the model against this one.
+        known["constant"] = {"metrics": {**metrics, paired.get("metric"): paired["constant"]}}
+    known |= {str(each.get("name")): each for each in evaluation.get("baselines") or ()}
+    return {name: each["metrics"] for name, each in known.items() if each.get("metrics")}
+
+
+def _positive_class(output: str, evaluation: Facts) -> str:
+    """Return the positive class with its threshold; empty where there is none."""
+    if not evaluation.get("positive"):
+        return ""
+    of = f" of {named(output)}" if output else ""
+    text = f"Positive class{of}: {named(evaluation['positive'])}"
+    threshold = evaluation.get("threshold") or {}
+    if number(threshold.get("value")) is None:
+        return f"{text}."
+    split, count = threshold.get("chosen_on"), threshold.get("examples")
+    chosen = f", chosen on {count} {split} examples" if split and count else ""
+    return f"{text}, from a probability of {rounded(threshold['value'])}{chosen}."
+
+
+def positive_classes(evaluation: Facts) -> list[str]:
+    """Return a line for each positive class: which it is, and from which probability on."""
+    outputs = {"": evaluation, **(evaluation.get("outputs") or {})}
+    return [line for name, each in outputs.items() if (line := _positive_class(name, each))]
 
 
 def main_value(found: Facts) -> str:
@@ -69,15 +98,24 @@ def main_value(found: Facts) -> str:
 def _values(found: Facts) -> list[str]:
     """Return the value, and that of the constant, as far as they are known."""
     known = [number(found.get(name)) for name in ("value", "constant")]
-    return apart(*(each for each in known if each is not None), interval=found.get("interval"))
+    return apart(*(each for each in known if each is not None), interval=_interval(found))
+
+
+def _interval(found: Facts) -> object:
+    return found.get("interval") or like(number(found.get("value")) or 0.0)
+
+
+def constant_of(found: Facts) -> str:
+    """Return the value of the constant with the digits of the main metric; empty without one."""
+    return _values(found)[-1] if number(found.get("constant")) is not None else ""
 
 
 def in_words(found: Facts) -> str:
     """Return the main metric, its difference to the champion, and what a constant reaches."""
-    return ", ".join(filter(None, [main_value(found), *beside(found)]))
+    return ", ".join(filter(None, [main_value(found), *comparisons(found)]))
 
 
-def beside(found: Facts) -> list[str]:
+def comparisons(found: Facts) -> list[str]:
     """Return what is said next to a value: the difference to the champion, and the constant's."""
     value, champion, constant = (
         number(found.get(name)) for name in ("value", "champion", "constant")
@@ -86,7 +124,7 @@ def beside(found: Facts) -> list[str]:
     if value is not None and champion is not None:
         parts.append(_difference(found, value - champion))
     if constant is not None:
-        parts.append(f"constant {_values(found)[-1]}")
+        parts.append(f"constant {constant_of(found)}")
     return parts
 
 
@@ -99,7 +137,7 @@ def difference(value: float, interval: object) -> str:
 def _difference(found: Facts, value: float) -> str:
     if not value:
         return "the same as the champion"
-    size = difference(value, found.get("interval"))
+    size = difference(value, _interval(found))
     if found.get("better") != "lower":
         return f"{'+' if value > 0 else '-'}{size} on the champion"
     return f"{size} {'higher' if value > 0 else 'lower'} than the champion's"
@@ -147,7 +185,7 @@ def notes_of(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 
 def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
     """Name the bound to set, where there is none, with a value that this model has for sure."""
-    if has_bound(rules):
+    if has_bound(rules) or not all(rule.get("passed") for rule in rules):
         return []
     asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
     text = f"No bound is set: the gate blesses {asked}."
@@ -193,11 +231,19 @@ def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 def _beaten(evaluation: Facts) -> list[str]:
     """Say which simple models are better than this one for sure."""
     return [
-        f"A simple model is better: {named(each.get('name'))} ({named(each.get('made_by'))})"
-        f"{_scored(evaluation, each)}."
+        f"A simple model is better: {made_by(each)}{_scored(evaluation, each)}."
         for each in evaluation.get("baselines") or ()
         if (each.get("paired") or {}).get("verdict") == "worse"
     ]
+
+
+def made_by(baseline: Facts) -> str:
+    """Return how a baseline was made: `linear (scikit-learn Ridge, 20 of 80 rows, 2.0 s)`."""
+    rows, of, seconds = (number(baseline.get(name)) for name in ("rows", "of_rows", "seconds"))
+    some = f"{rows:,.0f} of {of:,.0f} rows" if rows and of and rows < of else ""
+    took = duration(seconds) if seconds else ""
+    how = ", ".join(filter(None, [one_line(str(baseline.get("made_by") or "")), some, took]))
+    return f"{named(baseline.get('name'))}{f' ({how})' if how else ''}"
 
 
 def _scored(evaluation: Facts, baseline: Facts) -> str:
@@ -206,7 +252,7 @@ def _scored(evaluation: Facts, baseline: Facts) -> str:
     own = number(found.get("value"))
     if value is None or own is None:
         return ""
-    theirs, mine = apart(value, own, interval=found.get("interval"))
+    theirs, mine = apart(value, own, interval=_interval(found))
     return f" reaches {spoken(found['metric'])} {theirs}, this model {mine}"
 
 

@@ -196,7 +196,7 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
     outputs = evaluation.get("outputs") or {}
     return {
         "champion": evaluation.get("champion") or {},
-        "opponents": views.opponents(evaluation),
+        "opponents": headline.opponents(evaluation),
         "remarks": views.remarks(evaluation),
         "placed": _PLACED,
         "examples": evaluation.get("examples"),
@@ -323,7 +323,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
     evaluation = facts.get("evaluation") or {}
     intervals, opponents = (
         evaluation.get("intervals") or {},
-        map(plain, views.opponents(evaluation)),
+        map(plain, headline.opponents(evaluation)),
     )
     rows = views.metric_rows(evaluation, facts.get("metrics") or {})
     blocks = [
@@ -343,7 +343,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
 
 
 def _row(row: Facts) -> tuple[object, ...]:
-    return (titled(row["name"]), *(each["text"] for each in row["cells"]))
+    return (titled(row["name"]), *(text for text, _ in row["cells"]))
 
 
 def _rule(rule: Facts, intervals: Facts) -> tuple[object, ...]:

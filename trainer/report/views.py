@@ -12,7 +12,7 @@ from trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
 from trainer.masking import one_line
 from trainer.report import headline
 from trainer.report.charts import Chart, line_chart, number
-from trainer.report.wording import apart, capital, duration, named, rounded, titled
+from trainer.report.wording import capital, named, side_by_side, titled
 
 PUBLISHED = "checkpoint_published"
 # A matrix of more classes is a table that nobody reads; its largest confusions are listed instead.
@@ -21,8 +21,6 @@ _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
 _MOST_PARTS = 12
 _MOST_TILES = 4
-# More do not tell two models apart.
-_MOST_DIGITS = 6
 _DARKEST = 55
 _MOST_COLUMNS = 12
 # Marks of the time line that are nearer, in percent of the run, are one.
@@ -193,48 +191,24 @@ def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
     return {name: {name: "training", f"{VALIDATION}{name}": "validation"} for name in names}
 
 
-def opponents(evaluation: Facts) -> dict[str, Facts]:
-    """Return the metrics of what a model is compared with, by name."""
-    known = {name: evaluation.get(name) or {} for name in ("champion", "constant")}
-    known |= {str(each.get("name")): each for each in evaluation.get("baselines") or ()}
-    return {name: each["metrics"] for name, each in known.items() if each.get("metrics")}
-
-
 def remarks(evaluation: Facts) -> list[str]:
     """Return what is said below the metrics: positive classes, the constant, the baselines."""
-    outputs = {"": evaluation, **(evaluation.get("outputs") or {})}
-    found = [line for name, each in outputs.items() if (line := _decided(name, each))]
+    found = headline.positive_classes(evaluation)
     if answer := (evaluation.get("constant") or {}).get("answer"):
         found.append(f"Constant: {named(answer)}.")
     for each in evaluation.get("baselines") or ():
-        rows = f" on {each.get('rows')} of {each.get('of_rows')} rows" if each.get("rows") else ""
-        took = f" in {duration(each['seconds'])}" if each.get("seconds") else ""
-        how = each.get("skipped") or f"{each.get('made_by')}{rows}{took}"
-        found.append(f"{capital(named(each.get('name')))}: {one_line(str(how))}.")
+        skipped = f" was skipped: {one_line(str(each['skipped']))}" if each.get("skipped") else ""
+        found.append(f"{capital(headline.made_by(each))}{skipped}.")
     return found
-
-
-def _decided(output: str, evaluation: Facts) -> str:
-    """Return the positive class with its threshold; empty where there is none."""
-    if not evaluation.get("positive"):
-        return ""
-    of = f" of {named(output)}" if output else ""
-    text = f"Positive class{of}: {named(evaluation['positive'])}"
-    threshold = evaluation.get("threshold") or {}
-    if number(threshold.get("value")) is None:
-        return f"{text}."
-    split, count = threshold.get("chosen_on"), threshold.get("examples")
-    chosen = f", chosen on {count} {split} examples" if split and count else ""
-    return f"{text}, from a probability of {rounded(threshold['value'])}{chosen}."
 
 
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
     """Return every metric with its interval, and next to it those of all opponents.
 
-    A row has `name`, `interval`, `cells` of the model and its opponents, and `beside`: what a tile
-    says of champion and constant.
+    A row has `name`, `interval`, `cells` of the model and its opponents, each with whether it is
+    the best, and `comparisons`: what a tile says of champion and constant.
     """
-    intervals, others = evaluation.get("intervals") or {}, opponents(evaluation)
+    intervals, others = evaluation.get("intervals") or {}, headline.opponents(evaluation)
     rows = []
     for name, value in metrics.items():
         better = MainMetric.of({**evaluation, "metrics": metrics, "main_metric": name}).better
@@ -244,26 +218,11 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "interval": intervals.get(name),
-                "cells": _cells(values, intervals.get(name), better),
-                "beside": headline.beside(found),
+                "cells": side_by_side(values, intervals.get(name), better),
+                "comparisons": headline.comparisons(found),
             }
         )
     return rows
-
-
-def _cells(values: Sequence[Any], interval: object, better: str) -> list[dict[str, Any]]:
-    """Return values as texts with so many digits that the best one differs, which is marked."""
-    plain = [each if isinstance(each, float) and math.isfinite(each) else None for each in values]
-    known = [each for each in plain if each is not None]
-    texts = iter(apart(*known, interval=interval, most=_MOST_DIGITS))
-    best = (min if better == "lower" else max)(known, default=None)
-    return [
-        {
-            "text": rounded(value) if each is None else next(texts),
-            "best": len(known) > 1 and each is not None and each == best,
-        }
-        for value, each in zip(values, plain, strict=True)
-    ]
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:

@@ -15,8 +15,8 @@ Facts = Mapping[str, Any]
 NOTHING = "-"
 # Where no interval is known.
 _DIGITS = 4
-# More do not tell two numbers apart.
-_MOST_DIGITS = 17
+# More do not tell two numbers apart, and of two models they say nothing.
+_MOST_DIGITS, _COMPARED_DIGITS = 17, 6
 # From here on, or below it, a number is read by its power of ten.
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
@@ -28,18 +28,19 @@ _PAIR = 2
 _LONGEST_NAME = 60
 
 
-def formatted(value: object) -> str:
-    """Return a value as a person reads it."""
+def formatted(value: object, digits: int = 6) -> str:
+    """Return a value, such as a setting, as a person reads it."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.{digits}g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {formatted(each)}" for name, each in value.items()) or NOTHING
+        texts = (f"{name} {formatted(each, digits)}" for name, each in value.items())
+        return ", ".join(texts) or NOTHING
     if isinstance(value, list | tuple):
-        return ", ".join(formatted(each) for each in value) or NOTHING
+        return ", ".join(formatted(each, digits) for each in value) or NOTHING
     return str(value)
 
 
@@ -47,7 +48,7 @@ def rounded(value: object, interval: object = None) -> str:
     """Return a number with the digits that its `interval`, a pair, leaves it; four without one."""
     plain = number(value)
     if plain is None or isinstance(value, int):
-        return formatted(value)
+        return formatted(value, _DIGITS)
     places = _places(interval)
     if not math.isfinite(plain) or places is None:
         return f"{plain:.{_DIGITS}g}" if abs(plain) < 10**_DIGITS else f"{plain:.{_DIGITS + 2}g}"
@@ -56,6 +57,16 @@ def rounded(value: object, interval: object = None) -> str:
         if 0 <= digits < _MOST_DIGITS:
             return f"{plain:.{digits}e}"
     return f"{plain:.{min(max(places, 0), _MOST_DIGITS)}f}"
+
+
+def like(value: float) -> tuple[float, float]:
+    """Return an interval that leaves a number four digits, and what is next to it as many places.
+
+    It stands for the interval that is not known.
+    """
+    if not value or not math.isfinite(value):
+        return (0.0, 0.0)
+    return (0.0, 2 * 10.0 ** (math.floor(math.log10(abs(value))) - _DIGITS + 2))
 
 
 def interval_text(interval: object, between: str = " to ") -> str:
@@ -72,6 +83,20 @@ def apart(*values: float, interval: object = None, most: int = _MOST_DIGITS) -> 
             return texts
         texts = [f"{each:.{digits}g}" for each in values]
     return texts if most < _MOST_DIGITS else [repr(each) for each in values]
+
+
+def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
+    """Return values as texts that show which is larger, and of each whether it is the best."""
+    plain = [each if isinstance(each, float) and math.isfinite(each) else None for each in values]
+    known = [each for each in plain if each is not None]
+    texts = iter(apart(*known, interval=interval, most=_COMPARED_DIGITS))
+    best = (min if better == "lower" else max)(known, default=None)
+    return [
+        (rounded(value), False)
+        if each is None
+        else (next(texts), each == best and any(other != best for other in known))
+        for value, each in zip(values, plain, strict=True)
+    ]
 
 
 def spoken(name: object) -> str:

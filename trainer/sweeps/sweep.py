@@ -15,6 +15,7 @@ from trainer.config.thresholds import SHARES
 from trainer.errors import ConfigError
 from trainer.json_records import is_number
 from trainer.report import report
+from trainer.report.wording import rounded, spoken
 
 Settings = Mapping[str, str]
 
@@ -314,7 +315,7 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         [
             str(each.number),
             *(each.settings.get(key, "") for key in sweep.keys),
-            f"{each.last.value:.4g}" if each.last else "",
+            rounded(each.last.value) if each.last else "",
             str(each.last.steps) if each.last else "",
             f"{each.seconds:.1f}",
             "best" if each.number == sweep.best else each.status,
@@ -322,7 +323,7 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         for each in sorted(sweep.trials, key=order)
     ]
     keys = [key.rpartition(".")[2] for key in sweep.keys]
-    metric = objective.metric.replace("_", " ")
+    metric = spoken(objective.metric)
     return ["trial", *keys, metric, "steps", "seconds", "status"], rows
 
 

@@ -26,7 +26,7 @@ def test_progress_is_a_line_every_few_seconds():
     assert [line.partition("  ")[0] for line in taken] == [
         "global step 20/300", "", "global step 60/300", "", "global step 100/300",
     ]  # fmt: skip
-    assert taken[0] == "global step 20/300  loss 0.2500  100 steps/s  12 s left"
+    assert taken[0] == "global step 20/300  loss 0.25  100 steps/s  12 s left"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_progress_is_a_line_every_few_seconds():
         (UploadFailed(reason="no answer"), "a checkpoint is not uploaded yet: no answer"),
         (
             Validation(global_step=7, metrics={"loss": 0.5, "accuracy": 0.25}),
-            "validation of global step 7: loss 0.5000  accuracy 0.2500",
+            "validation of global step 7: loss 0.5  accuracy 0.25",
         ),
     ],
 )

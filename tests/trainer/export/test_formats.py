@@ -30,6 +30,7 @@ from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.names import argument_names
 from trainer.promotion import kserve
+from trainer.report.wording import interval_text, rounded
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.multi_output import MultiOutput, by_output
 from trainer.tasks.objective import Objective
@@ -388,11 +389,13 @@ def test_the_card_says_what_was_measured(run, exported):
     measured = json.loads(
         storage.read_file(storage.uri_of(run.root / "evaluation"), "metrics.json")
     )
-    low, high = measured["intervals"]["accuracy"]
-    accuracy = measured["metrics"]["accuracy"]
+    interval = measured["intervals"]["accuracy"]
+    accuracy = rounded(measured["metrics"]["accuracy"], interval)
     assert card.startswith("# digits\n")
     for words in [
-        f"| accuracy | {accuracy:.4f} | {low:.4f} to {high:.4f} |",
+        f"\ndigits: accuracy {accuracy}, constant ",
+        f"| accuracy | {accuracy} | {interval_text(interval)} | 0.",
+        "\nConstant: always ",
         "| input | type | shape | column |\n|---|---|---|---|\n"
         "| `image` | uint8 | (n, 8, 8, 1) | image |\n",
         "| `logits` | float32 | (n, 10) |\n| `probabilities` | float32 | (n, 10) |\n\nClasses",

@@ -63,7 +63,7 @@ def test_a_good_model_is_blessed(tmp_path: Path) -> None:
         ],
         "notes": [],
         "measured": {"metric": "accuracy", "value": 0.953125, "interval": None, "better": "higher",
-                     "champion": None, "constant": None},
+                     "champion": None, "constant": None, "positive": []},
         "rules": [
             {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0.95,
              "value": 0.953125, "passed": True, "note": "", "found": {}},

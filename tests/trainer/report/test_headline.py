@@ -52,6 +52,11 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
             "blessed",
         ),
         (
+            {"verdict": "blessed", "measured": {
+                "metric": "auc", "value": 0.96401, "champion": 0.96325, "constant": 0.5}},
+            "churn: AUC 0.9640, +0.0008 on the champion, constant 0.5000; blessed",
+        ),
+        (
             {"verdict": "blessed", "measured": {**CHURN, "champion": 0.4124}},
             "churn: average precision 0.41, -0.0001 on the champion, constant 0.03; blessed",
         ),
@@ -97,7 +102,7 @@ def test_the_main_metric_is_taken_with_those_of_champion_and_constant() -> None:
     }
     assert headline.measured(evaluation) == {
         "metric": "auc", "value": 0.9, "interval": [0.8, 0.95], "better": "higher",
-        "champion": None, "constant": 0.5,
+        "champion": None, "constant": 0.5, "positive": [],
     }  # fmt: skip
     older = {"metrics": {"loss": 0.3, "accuracy": 0.97}, "champion": {"incomparable": "x"}}
     assert headline.measured(older)["metric"] == "accuracy"
@@ -149,7 +154,8 @@ def test_notes_say_what_no_rule_refuses() -> None:
         },
         remarks=["The model was trained on 3 of the 360 test examples."],
         baselines=[
-            {"name": "gradient boosting", "made_by": "scikit-learn", "metrics": {"accuracy": 0.98},
+            {"name": "gradient boosting", "made_by": "scikit-learn", "rows": 2000,
+             "of_rows": 90000, "seconds": 2.94, "metrics": {"accuracy": 0.98},
              "paired": {"verdict": "worse"}},
             {"name": "linear", "paired": {"verdict": "better"}},
         ],
@@ -161,8 +167,8 @@ def test_notes_say_what_no_rule_refuses() -> None:
     assert headline.notes_of(evaluation, [NOT_WORSE]) == [
         "The model does not beat a constant in accuracy; gate.constant is set to reported.",
         "The champion does not beat a constant in accuracy on these examples.",
-        "A simple model is better: gradient boosting (scikit-learn) reaches accuracy 0.980, this "
-        "model 0.970.",
+        "A simple model is better: gradient boosting (scikit-learn, 2,000 of 90,000 rows, 2.9 s) "
+        "reaches accuracy 0.980, this model 0.970.",
         "The model was trained on 3 of the 360 test examples.",
         "The champion was trained on 12 of the 360 test examples.",
         "Too few test examples to say whether the model has lost a class: c0 (0), c1 (1), c2 (2), "

@@ -130,7 +130,7 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
     ]  # fmt: skip
     for words in [
         "Positive class: churned, from a probability of 0.31, chosen on 1000 validation examples.",
-        "Constant: always 0.03.", "Linear: scikit-learn on 20 of 80 rows in 2.0 s.",
+        "Constant: always 0.03.", "Linear (scikit-learn, 20 of 80 rows, 2.0 s).",
         "In its own run it was judged on 57 test examples, 2026-03-03: AUC 0.93.",
         "too few examples", "features, findings, splits",
     ]:  # fmt: skip

@@ -167,7 +167,7 @@ def test_without_a_choice_trials_are_compared_by_their_main_metric(main, best):
     )
     assert best_of(trials, sweep.objective).number == best
     heads, rows = table_of(replace(sweep, trials=trials))
-    assert heads[2] == f"validation {(main or BY_LOSS).name}"
+    assert heads[2] == {"auc": "validation AUC", "loss": "validation loss"}[(main or BY_LOSS).name]
     assert [row[0] for row in rows] == [str(best), str(3 - best)]
 
 
