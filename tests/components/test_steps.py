@@ -330,7 +330,9 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     first = pipeline.go("first")
     assert (first.word, first.metrics["version"], first.metrics["promotion"]) == ("promoted", 1, 1)
     displayed = {"model": first.model, "decision": "promoted", "version": 1, "promotion": 1}
+    displayed["headline"] = first.metrics["headline"]
     assert first.artifact.metadata == {"uri": first.uri, **displayed}
+    assert displayed["headline"].startswith("digits v1: accuracy 0.")
     champion = registry.champion(pipeline.root, "digits")
     lineage = champion.manifest.fields["lineage"]
     assert lineage["checkpoint"] == run.checkpoint

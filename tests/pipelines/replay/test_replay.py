@@ -307,7 +307,7 @@ def test_the_command_says_how_it_ended_and_how_it_had(tmp_path, monkeypatch):
     answer = json.loads(ended.stdout.splitlines()[-1])
     assert (answer["status"], answer["recorded"]["status"]) == ("done", "done")
     assert answer["metrics"] == answer["recorded"]["metrics"]
-    said = "done: accuracy 0.9 is below gate.min 0.95"
+    said = "done: Accuracy is 0.9; it has to be at least 0.95 (gate.min)."
     assert f"check_gate on record: {said}" in ended.stderr
     assert f"check_gate here: {said}" in ended.stderr
     assert any((tmp_path / answer["folder"] / "storage" / RUN / "decision").iterdir())

@@ -121,7 +121,9 @@ def test_it_is_found_by_the_name_of_the_run_and_replayed(instance, remote, run_i
     before = {str(each): each.read_bytes() for each in root.rglob("*") if each.is_file()}
     ended = remote("replay", "nightly", "check-gate", "--endpoint", instance.url, "--json")
     assert (ended.code, ended.json["status"], ended.json["run_id"]) == (0, "done", run_id)
-    assert ended.json["metrics"]["reasons"] == ["accuracy 0.9 is below gate.min 0.95"]
+    assert ended.json["metrics"]["reasons"] == [
+        "Accuracy is 0.9; it has to be at least 0.95 (gate.min)."
+    ]
     assert before == {str(each): each.read_bytes() for each in root.rglob("*") if each.is_file()}
 
 

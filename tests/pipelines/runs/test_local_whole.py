@@ -193,11 +193,13 @@ class TestRefused:
         decision = refused.read("decision", "decision.json")
         assert decision["decision"] == "refused"
         # It may have been worse than the champion too.
-        reason = decision["reasons"][0]
-        accuracy = refused.answer["metrics"]["accuracy"]
-        assert reason == f"accuracy {accuracy!r} is below gate.min 0.999"
-        assert refused.answer["message"] == "; ".join(decision["reasons"])
-        assert f"flotilla: refused: {refused.answer['message']}" in refused.err.splitlines()
+        assert decision["reasons"][0].startswith("Accuracy is 0.")
+        assert "; it has to be at least 0.999 (gate.min)" in refused.answer["message"]
+        assert refused.answer["headline"] == decision["headline"]
+        said = [decision["headline"], *(f"- {each}" for each in decision["reasons"])]
+        lines = refused.err.splitlines()
+        assert lines[lines.index(said[0]) :][: len(said)] == said
+        assert lines[-1].endswith("/report.html")
 
     def test_nothing_is_exported(self, refused):
         assert "model" not in refused.answer["artifacts"]
@@ -292,13 +294,13 @@ def test_it_says_so(interrupted, reached):
 @pytest.mark.slow
 def test_it_ends_with_what_to_do_next(interrupted):
     run_id = interrupted.answer["run_id"]
-    words, remedy, verdict = interrupted.err.splitlines()[-3:]
+    words, remedy, verdict, report = interrupted.err.splitlines()[-4:]
     assert words == f"flotilla: {interrupted.answer['message']}"
     assert remedy == (
         f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
     )
-    assert verdict.startswith("interrupted  ")
-    assert verdict.endswith("/report.html")
+    assert verdict == "digits: interrupted in train_model"
+    assert report.endswith("/report.html")
     assert "Traceback" not in interrupted.err + interrupted.out
 
 
