@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
-from trainer.evaluation.slices import text
+from trainer.evaluation.slices import condensing, text
 from trainer.models.registry import refused_input
 from trainer.names import layer_name
 from trainer.tasks.base import Array, Examples, Part, SplitError, Task
@@ -358,14 +358,24 @@ def predict(  # noqa: PLR0913, PLR0917
 
 def measured(objective: Objective, examples: Examples) -> dict[str, Any]:
     """Return what `metrics.json` says: `metrics`, `intervals`, and the details of the task."""
-    sums = sum(objective.sums(part) for part in examples.parts())
-    details = objective.task.details(examples)
-    means = objective.measured(np.asarray(sums))
-    return {
-        **details,
-        "metrics": {**means, **details.get("metrics", {})},
-        "intervals": details.get("intervals", {}),
-    }
+    tally = objective.tally()
+    for part in condensing(examples, [tally]):
+        tally.add(part)
+    return _joined(tally.result(), objective.task.details(examples))
+
+
+def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both: mappings of one name and lists joined, else the value of the other one."""
+    found = dict(one)
+    for name, value in other.items():
+        known = found.get(name)
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            found[name] = _joined(known, value)
+        elif isinstance(known, list) and isinstance(value, list):
+            found[name] = [*known, *value]
+        else:
+            found[name] = value
+    return found
 
 
 def unsound(outputs: Any) -> int:

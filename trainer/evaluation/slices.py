@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
-from trainer.tasks.base import Examples, drawn
+from trainer.tasks.base import Examples, Part, Tally, drawn
 from trainer.tasks.objective import Objective, at
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
 MOST_VALUES = 20
 # Values that are told apart while they are counted; there is no slice of those that come later.
 _MOST_COUNTED = 1 << 16
+# Examples, and numbers of their outputs, that tallies hold: a quarter of a gigabyte.
+_MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 
 Values = npt.NDArray[Any]
@@ -40,7 +43,8 @@ def sliced(
         return {}
     cuts = dict(_cuts(examples, names))
     tallies = {column: [objective.tally() for _ in cut.names] for column, cut in cuts.items()}
-    for part in examples.parts():
+    every = [tally for some in tallies.values() for tally in some]
+    for part in condensing(examples, every):
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
             if part.weights is not None:
@@ -50,12 +54,30 @@ def sliced(
                 tallies[column][place].add(at(part, places == place))
     return {
         column: [
-            {"value": name, "examples": tally.count, **tally.result()}
+            {"value": name, "examples": tally.count, **_measured(tally)}
             for name, tally in zip(cut.names, tallies[column], strict=True)
             if tally.count
         ]
         for column, cut in cuts.items()
     }
+
+
+def _measured(tally: Tally) -> dict[str, Any]:
+    found = tally.result()
+    return {kind: found[kind] for kind in ("metrics", "intervals")}
+
+
+def condensing(examples: Examples, tallies: Sequence[Tally]) -> Iterator[Part]:
+    """Yield the parts of the examples, and let the tallies hold less of them after many."""
+    rows = numbers = 0
+    for part in examples.parts():
+        yield part
+        outputs = tf.nest.flatten(part.outputs)
+        rows, numbers = rows + len(outputs[0]), numbers + sum(map(np.size, outputs))
+        if rows > _MOST_ROWS or numbers > _MOST_NUMBERS:
+            for each in tallies:
+                each.condense()
+            rows = numbers = 0
 
 
 def _cuts(examples: Examples, names: Mapping[str, tuple[str, ...]]) -> Iterable[tuple[str, Cut]]:

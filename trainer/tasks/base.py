@@ -163,13 +163,16 @@ def mean_of(examples: Examples, values: Callable[[Part], Array]) -> Floats:
 
 
 class Tally:
-    """Sums over parts of the examples, and what a task makes of them besides its metrics."""
+    """Sums over parts of the examples, and the metrics that a task makes of them."""
 
     def add(self, part: Part) -> None:
         """Add some examples."""
 
+    def condense(self) -> None:
+        """Hold less of the examples so far, of which there are many."""
+
     def result(self) -> dict[str, Any]:
-        """Return `metrics` and `intervals` by name."""
+        """Return `metrics` and `intervals` by name, and of all examples what `details` may have."""
         return {}
 
 
@@ -367,7 +370,10 @@ class Task(ABC):
         return {}
 
     def tally(self) -> Tally:
-        """Return what gathers further metrics of the examples of one slice."""
+        """Return what measures all examples of an evaluation, or those of a slice.
+
+        What `metrics` measures too is taken from here where that method is a task's built in.
+        """
         return Tally()
 
     def constants(self, examples: Examples) -> list[Constant]:

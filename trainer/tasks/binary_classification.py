@@ -28,6 +28,7 @@ from trainer.tasks.base import (
     Examples,
     Part,
     Shape,
+    Tally,
     Target,
     Tested,
     drawn,
@@ -35,6 +36,7 @@ from trainer.tasks.base import (
     weights_of,
 )
 from trainer.tasks.exact.areas import Areas, ranked
+from trainer.tasks.exact.tallies import OfTwo
 from trainer.tasks.links import SURE, Sigmoid, logit_of
 
 TWO = 2
@@ -137,31 +139,22 @@ class BinaryClassification(Sigmoid):
         return result
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the positive class, the threshold, and what is seen at it and at all others.
-
-        That is the confusion matrix, ROC, precision over recall, and calibration.
-        """
-        matrix, calibration = np.zeros((TWO, TWO)), metrics.CalibrationError("float64")
-        for part in examples.parts():
-            weights = None if part.weights is None else part.weights.ravel()
-            true, guess = part.labels.astype(np.int64), self.decided(part.outputs)
-            matrix = matrix + metrics.confusion(true, guess, TWO, weights)
-            sure = tf.sigmoid(tf.cast(part.outputs[:, :1], tf.float64))
-            calibration.update_state(true[:, np.newaxis], sure, weights)
-        part = drawn(examples)
+        """Return the positive class, the threshold, ROC and precision over recall."""
+        part, names = drawn(examples), list(self.labels)
         labels = part.labels.astype(np.int64)
         # The softmax of [0, logit] is the sigmoid.
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
-        names = list(self.labels)
         return {
             "positive": names[1],
             "threshold": self.threshold._asdict(),
-            "confusion_matrix": [[metrics.plain(each) for each in row] for row in matrix],
             "labels": names,
             "roc": metrics.roc(labels, logits),
-            "calibration": calibration.curve(),
             "curves": metrics.curves(labels, logits, names)[1:],
         }
+
+    def tally(self) -> Tally:
+        """Return what measures all of `directions`."""
+        return OfTwo(self.decided)
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return both classes, and the share of "yes" as the probability."""
@@ -182,10 +175,11 @@ class BinaryClassification(Sigmoid):
         if metric not in Areas._fields:
             return None
         labels, weights = part.labels.ravel(), weights_of(part)
-        found, place = ranked(labels, part.outputs[:, 0], weights)
+        scores = part.outputs[:, 0]
+        ranks = np.argsort(-scores)
 
         def tested(order: Array) -> tuple[float, float]:
-            again = found.of(place, labels[order], weights[order])
+            again = ranked(labels[order], scores, weights[order], ranks)
             value = float(getattr(again.areas(), metric))
             return value, value if metric == "auc" else again.log_rank()
 

@@ -47,7 +47,7 @@ class Measured(NamedTuple):
     """One metric of the output at `path`, by the name that it is reported by.
 
     `plain` says that it takes what the model gives, and not the predictions of the task; `weighted`
-    that examples weigh in it.
+    that examples weigh in it, `own` that it is one of the task.
     """
 
     path: tuple[Any, ...]
@@ -55,6 +55,7 @@ class Measured(NamedTuple):
     prefix: str = ""
     plain: bool = False
     weighted: bool = True
+    own: bool = False
 
     @property
     def name(self) -> str:

@@ -1,19 +1,17 @@
-"""Metrics of labels and predictions, each once.
+"""Metrics of labels and predictions.
 
-Of Keras, whose states are sums: those over the numbers of an example, whatever the shapes (Keras's
-own broadcast weights [n] to labels of more axes in ways of their own; here labels and predictions
-become rows, [n, numbers], first), and three that it lacks.
+Of a validation those of Keras, whose states are sums in single precision: over the numbers of an
+example, whatever the shapes (Keras's own broadcast weights [n] to labels of more axes in ways of
+their own; here labels and predictions become rows, [n, numbers], first), and four that it lacks.
 
-Of an evaluation, from the labels and logits of a classifier: scikit-learn does the sums of what is
-in memory. A metric that is not defined, such as the area under the ROC of a class that does not
-occur, is None. Curves are thinned to what a picture can show; areas are those of the whole curves.
-How sure a metric is: percentile bootstrap over the examples (Efron 1979).
+Of an evaluation counts by class and curves, which are thinned to what a picture can show; see
+`trainer.tasks.exact` for what is measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,12 +24,7 @@ from trainer.tasks.base import Tested
 TOP = 3
 BINS = 15
 CURVE_POINTS = 100
-RESAMPLES = 1000
-CONFIDENCE = 0.95
-# Of a normal distribution, half of what is outside on each side.
-NORMAL = 1.959963984540054
-#: Metrics of a classifier that are means over the examples, and that are means over its classes.
-MEANS = ("loss", "accuracy", "top_3_accuracy")
+#: Metrics of a classifier that are means over its classes.
 AVERAGES = tuple(
     f"{average}_{name}"
     for average in ("macro", "weighted")
@@ -39,15 +32,10 @@ AVERAGES = tuple(
 )
 _BINARY = 2
 _TINY = 1e-12
-# Numbers that are drawn at once: a few megabytes.
-_MOST_DRAWN = 1_000_000
-# The same predictions give the same intervals.
-_SEED = 0
 
 Floats = npt.NDArray[np.floating[Any]]
 Labels = npt.NDArray[np.int64]
 Counts = npt.NDArray[Any]
-Interval = list[float]
 Area = dict[str, float | None]
 NO_AREA: Area = {"auc": None, "average_precision": None}
 
@@ -98,6 +86,41 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
     return tf.cast(tf.reduce_all(right, axis=1), tf.float32)
 
 
+class MacroF1(keras.Metric):
+    """The mean F1 over the classes that occur, or that are predicted, of labels that are numbers.
+
+    Labels and probabilities may be those of several places, of which one below 0 does not count.
+    """
+
+    def __init__(self, classes: int, name: str = "macro_f1") -> None:
+        """Measure so many classes."""
+        super().__init__(name=name)
+        self._classes = classes
+        self.right, self.either = (
+            self.add_weight((classes,), "zeros", name=each) for each in ("right", "either")
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        guess = tf.argmax(y_pred, axis=-1, output_type=tf.int32)
+        guess = tf.reshape(guess, [tf.shape(guess)[0], -1])
+        labels = tf.reshape(tf.cast(y_true, tf.int32), tf.shape(guess))
+        known = tf.cast(labels >= 0, self.dtype)
+        weight = known * _column(known, sample_weight)
+        self.right.assign_add(self._by_class(labels, weight * tf.cast(labels == guess, self.dtype)))
+        self.either.assign_add(self._by_class(labels, weight) + self._by_class(guess, weight))
+
+    def _by_class(self, classes: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        flat = (tf.reshape(each, [-1]) for each in (values, tf.maximum(classes, 0)))
+        return tf.math.unsorted_segment_sum(*flat, self._classes)
+
+    def result(self) -> Any:
+        """Return the mean."""
+        right, either = map(tf.convert_to_tensor, (self.right, self.either))
+        each = tf.boolean_mask(2 * tf.math.divide_no_nan(right, either), either > 0)
+        return tf.reduce_mean(each)
+
+
 class R2Score(keras.Metric):
     """The share of the variance that is explained, as a mean over the numbers of an example.
 
@@ -142,9 +165,9 @@ class CalibrationError(keras.Metric):
     The mean is over bins of equal width, weighted by what is in them (Guo et al. 2017).
     """
 
-    def __init__(self, dtype: str | None = None) -> None:
+    def __init__(self) -> None:
         """Measure nothing yet."""
-        super().__init__(name="calibration_error", dtype=dtype)
+        super().__init__(name="calibration_error")
         self.weight, self.sure, self.true = (
             self.add_weight((BINS,), "zeros", self.dtype, name=name)
             for name in ("weight", "sure", "true")
@@ -168,50 +191,29 @@ class CalibrationError(keras.Metric):
         weight, sure, true = map(tf.convert_to_tensor, (self.weight, self.sure, self.true))
         return tf.math.divide_no_nan(tf.reduce_sum(tf.abs(sure - true)), tf.reduce_sum(weight))
 
-    def curve(self) -> list[dict[str, float]]:
-        """Return the reliability of each bin: `confidence`, `accuracy` and `examples`."""
-        bins = zip(*(each.numpy() for each in (self.weight, self.sure, self.true)), strict=True)
-        return [
-            {"confidence": float(s / w), "accuracy": float(t / w), "examples": plain(w)}
-            for w, s, t in bins
-            if w
-        ]
-
 
 class Areas(keras.Metric):
     """`auc`, the area under the ROC, and `average_precision`; means over the numbers.
 
     From counts of both kinds of labels at each step of the logit, which tell apart small
     probabilities; Keras's has equal steps of the probability. Labels at one step count as tied,
-    which is what an area may be off by: half of their share. A number whose labels are all of one
-    kind has no area, and where none has one both are not a number.
+    which is what an area may be off by: half of their share. There are 4096 steps of 0.006 of one
+    number, fewer of many; `trainer.tasks.exact.areas` has none. A number whose labels are all of
+    one kind has no area, and where none has one both are not a number.
     """
 
-    def __init__(
-        self,
-        numbers: int = 1,
-        steps: int = 400,
-        largest: float = 12,
-        dtype: str | None = None,
-        prefix: str = "",
-    ) -> None:
+    def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:
         """Measure rows of so many probabilities, by steps between the largest logits.
 
         `prefix` begins the names of the means, such as `macro_`.
         """
-        super().__init__(name="areas", dtype=dtype)
-        self._prefix = prefix
-        self._numbers, self._steps, self._largest = numbers, steps, largest
+        super().__init__(name="areas")
+        self._prefix, self._numbers, self._largest = prefix, numbers, largest
+        self._steps = steps = min(max((1 << 16) // numbers, 400), 4096)
         self.true, self.false = (
             self.add_weight((numbers, steps), "zeros", self.dtype, name=name)
             for name in ("true", "false")
         )
-
-    @classmethod
-    def fine(cls, classes: int) -> Areas:
-        """Return that of an evaluation, in double precision and some megabytes at most."""
-        # Beyond a logit of 20 a probability is 0 or 1 in single precision.
-        return cls(classes, int(np.clip((1 << 20) // classes, 64, 4096)), 20, "float64")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch."""
@@ -228,13 +230,6 @@ class Areas(keras.Metric):
 
     def result(self) -> dict[str, tf.Tensor]:
         """Return both."""
-        found = self.by_number()
-        defined = ~tf.math.is_nan(found["auc"])
-        means = {name: tf.reduce_mean(tf.boolean_mask(v, defined)) for name, v in found.items()}
-        return {f"{self._prefix}{name}": value for name, value in means.items()}
-
-    def by_number(self) -> dict[str, tf.Tensor]:
-        """Return both [numbers], not a number where the labels are of one kind."""
         true, false = map(tf.convert_to_tensor, (self.true, self.false))
         hits, misses = (tf.cumsum(each, axis=1, reverse=True) for each in (true, false))
         all_true, all_false = hits[:, 0], misses[:, 0]
@@ -242,18 +237,11 @@ class Areas(keras.Metric):
         above = tf.reduce_sum(false * (hits - true / 2), axis=1)
         precise = tf.reduce_sum(true * tf.math.divide_no_nan(hits, hits + misses), axis=1)
         both = (all_true > 0) & (all_false > 0)
+        areas = {"auc": above / (all_true * all_false), "average_precision": precise / all_true}
         return {
-            "auc": tf.where(both, above / (all_true * all_false), math.nan),
-            "average_precision": tf.where(both, precise / all_true, math.nan),
+            f"{self._prefix}{name}": tf.reduce_mean(tf.boolean_mask(values, both))
+            for name, values in areas.items()
         }
-
-    def of_each(self) -> list[Area]:
-        """Return the areas of each number."""
-        auc, precise = (each.numpy().tolist() for each in self.by_number().values())
-        return [
-            NO_AREA if math.isnan(a) else {"auc": a, "average_precision": p}
-            for a, p in zip(auc, precise, strict=True)
-        ]
 
 
 def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
@@ -269,9 +257,16 @@ def _scores() -> Any:
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Return the logarithms of the probabilities of logits [n, classes], in double precision."""
+    """Return the logarithms of the probabilities of logits [n, classes], in double precision.
+
+    That of a probability of nearly 1 is as exact as that of a small one, and equal logits give
+    equal ones whatever their order.
+    """
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    powers = np.exp(shifted)
+    np.put_along_axis(powers, logits.argmax(axis=1)[:, np.newaxis], 0, axis=1)
+    powers.sort(axis=1)
+    result: Floats = shifted - np.log1p(powers.sum(axis=1, keepdims=True))
     return result
 
 
@@ -294,24 +289,6 @@ def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
     ahead = (logits > own) | ((logits == own) & later)
     result: npt.NDArray[np.bool_] = ahead.sum(axis=1) < TOP
     return result
-
-
-def exact_areas(labels: Labels, logits: Floats, weights: Floats | None = None) -> list[Area]:
-    """Return `auc` and `average_precision` of each class against all others; None of an absent one.
-
-    Examples have `weights` [n], or count the same.
-    """
-    found = []
-    each = np.ones(len(labels)) if weights is None else weights
-    for index, score in enumerate(softmax(logits).T):
-        own = labels == index
-        if not each[own].sum() or not each[~own].sum():
-            found.append(NO_AREA)
-            continue
-        auc = _scores().roc_auc_score(own, score, sample_weight=weights)
-        precise = _scores().average_precision_score(own, score, sample_weight=weights)
-        found.append({"auc": float(auc), "average_precision": float(precise)})
-    return found
 
 
 def confusion(labels: Labels, guess: Labels, classes: int, weights: Any = None) -> Counts:
@@ -350,10 +327,9 @@ def plain(count: float) -> float | int:
     return int(count) if float(count).is_integer() else float(count)
 
 
-def mean_area(found: Sequence[Area], area: str) -> float | None:
-    """Return the mean area over the classes that have one."""
-    values = [value for each in found if (value := each[area]) is not None]
-    return float(np.mean(values)) if values else None
+def plain_rows(counts: Counts) -> list[list[float | int]]:
+    """Return rows of counts."""
+    return [[plain(each) for each in row] for row in counts]
 
 
 def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
@@ -403,62 +379,8 @@ def _thinned(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
 
 
 def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
-    """Return whether the likeliest class is right [n, 1], and how sure of it a model is [n, 1]."""
-    right = logits.argmax(axis=1) == labels
-    return right[:, np.newaxis], np.exp(log_softmax(logits).max(axis=1, keepdims=True))
-
-
-class Means:
-    """The metrics that are means over the examples, with their intervals."""
-
-    def __init__(self) -> None:
-        """Begin without examples."""
-        self._weight = self._squares = self._loss = self._loss_squares = 0.0
-        self._hits = self._top = 0.0
-
-    def add(self, labels: Labels, logits: Floats, weights: Floats) -> None:
-        """Add some examples."""
-        loss = losses(labels, logits)
-        self._weight += weights.sum()
-        self._squares += (weights**2).sum()
-        self._loss += (weights * loss).sum()
-        self._loss_squares += (weights * loss**2).sum()
-        self._hits += weights[logits.argmax(axis=1) == labels].sum()
-        self._top += weights[in_top(labels, logits)].sum()
-
-    @property
-    def examples(self) -> float:
-        """How many examples of equal weight would be as much (Kish 1965, section 11.7)."""
-        return float(self._weight**2 / max(self._squares, _TINY))
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics that a loss and an accuracy do not say already."""
-        return {"top_3_accuracy": float(self._top / max(self._weight, _TINY))}
-
-    def intervals(self) -> dict[str, Interval]:
-        """Return the 95 % intervals of `MEANS`: of a normal mean, and Wilson's of shares."""
-        weight, examples = max(self._weight, _TINY), self.examples
-        mean = self._loss / weight
-        variance = max(self._loss_squares / weight - mean**2, 0.0)
-        margin = NORMAL * math.sqrt(variance / max(examples - 1, 1))
-        return {
-            "loss": [float(mean - margin), float(mean + margin)],
-            "accuracy": wilson(self._hits / weight, examples),
-            "top_3_accuracy": wilson(self._top / weight, examples),
-        }
-
-
-def wilson(share: float, examples: float) -> Interval:
-    """Return the 95 % score interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22).
-
-    Unlike a bootstrap it has a width where all examples are right. SciPy's takes whole numbers, and
-    examples of other weights than 1 are worth a part of one.
-    """
-    squared = NORMAL**2
-    middle = (share + squared / (2 * examples)) / (1 + squared / examples)
-    spread = math.sqrt(max(share * (1 - share), 0) / examples + squared / (4 * examples**2))
-    margin = NORMAL * spread / (1 + squared / examples)
-    return [float(max(middle - margin, 0.0)), float(min(middle + margin, 1.0))]
+    """Return whether the likeliest class is right [n], and how sure of it a model is [n]."""
+    return logits.argmax(axis=1) == labels, np.exp(log_softmax(logits).max(axis=1))
 
 
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
@@ -492,28 +414,3 @@ def tested_average(metric: str, labels: Labels, guess: Labels, weights: Floats) 
         return (averages(*by_class(cells))[metric],) * 2
 
     return tested
-
-
-def intervals_of_averages(cells: Counts, examples: float) -> dict[str, Interval]:
-    """Return the 95 % intervals of `AVERAGES` from the confusion matrix, by a bootstrap."""
-    classes = len(cells)
-    # Who draws examples draws cells of the confusion matrix; there are far fewer of them.
-    true, guess = np.nonzero(cells)
-    shares = cells[true, guess] / cells.sum()
-    generator, drawn = np.random.default_rng(_SEED), []
-    for some in _parts(len(true)):
-        for each in generator.multinomial(round(examples), shares, some):
-            hits = np.where(true == guess, each, 0)
-            sums = ((true, hits), (true, each), (guess, each))
-            counts = (np.bincount(own, weights, classes) for own, weights in sums)
-            drawn.append([*averages(*counts).values()])
-    outside = 100 * (1 - CONFIDENCE) / 2
-    ends = np.percentile(drawn, [outside, 100 - outside], axis=0)
-    return dict(zip(AVERAGES, ends.T.tolist(), strict=True))
-
-
-def _parts(width: int) -> Iterator[int]:
-    """Yield how many resamples to draw at once: few of many examples."""
-    most = max(_MOST_DRAWN // width, 1)
-    for begin in range(0, RESAMPLES, most):
-        yield min(most, RESAMPLES - begin)

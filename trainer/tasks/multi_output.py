@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice, product
 from types import MappingProxyType
@@ -37,6 +36,8 @@ from trainer.tasks.base import (
     Target,
     Task,
 )
+from trainer.tasks.exact.intervals import above_zero
+from trainer.tasks.exact.sums import Moments
 
 # Of constants that outputs have together.
 _COMBINATIONS = 16
@@ -144,8 +145,7 @@ class MultiOutput(Task):
             for kind in ("metrics", "intervals"):
                 found[kind] |= _named(name, each.pop(kind, {}))
             for kind in ("tables", "charts"):
-                titled = each.pop(kind, [])
-                found[kind] += [{**one, "title": f"{name}: {one['title']}"} for one in titled]
+                found[kind] += _titled(name, each.pop(kind, []))
             by_output[name] = each
         return {**found, "outputs": by_output}
 
@@ -172,7 +172,7 @@ class MultiOutput(Task):
 
     def tally(self) -> Tally:
         """Return what gathers those of each task."""
-        return _OfSlice({name: part.tally() for name, part in self.parts.items()})
+        return _OfOutputs({name: part.tally() for name, part in self.parts.items()}, self)
 
     def check_labels(self, labels: Any) -> None:
         """Refuse those that the task of an output refuses."""
@@ -199,21 +199,37 @@ class MultiOutput(Task):
                 raise ConfigError(f"output {name!r}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _OfSlice(Tally):
-    _tallies: Mapping[str, Tally]
+class _OfOutputs(Tally):
+    def __init__(self, tallies: Mapping[str, Tally], task: MultiOutput) -> None:
+        self._tallies, self._task, self._loss = tallies, task, Moments()
 
     def add(self, part: Part) -> None:
         for name, each in self._tallies.items():
             each.add(_of_output(part, name))
+        count = len(tf.nest.flatten(part.labels)[0])
+        weights = np.ones(count) if part.weights is None else np.ravel(part.weights)
+        losses = self._task.example_losses(part.labels, part.outputs)
+        self._loss.add(losses[np.newaxis], weights)
+
+    def condense(self) -> None:
+        for each in self._tallies.values():
+            each.condense()
 
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"metrics": {}, "intervals": {}}
+        (loss,), (error,) = self._loss.result()
+        ends = above_zero(loss, error, self._loss.count)
+        found: dict[str, Any] = {"metrics": {"loss": loss}, "intervals": {}, "tables": []}
+        found["intervals"] |= {"loss": ends} if ends else {}
+        by_name = {}
         for name, each in self._tallies.items():
-            values = each.result()
-            for kind in found:
-                found[kind] |= _named(name, values.get(kind, {}))
-        return found
+            own = each.result()
+            for kind in ("metrics", "intervals"):
+                values = own.pop(kind, {})
+                values.pop("loss", None)
+                found[kind] |= _named(name, values)
+            found["tables"] += _titled(name, own.pop("tables", []))
+            by_name[name] = own
+        return {**found, "outputs": by_name}
 
 
 def by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -230,6 +246,10 @@ def by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dic
 
 def _named(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}_{key}": value for key, value in values.items()}
+
+
+def _titled(name: str, pictures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**each, "title": f"{name}: {each['title']}"} for each in pictures]
 
 
 def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,12 +26,14 @@ from trainer.tasks.base import (
     Examples,
     Part,
     Shape,
+    Tally,
     Target,
     Tested,
     drawn,
     mean_of,
     weights_of,
 )
+from trainer.tasks.exact.tallies import OfLabels
 from trainer.tasks.links import SURE, Sigmoid, logit_of
 
 
@@ -91,21 +93,18 @@ class MultilabelClassification(Sigmoid):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return precision, recall and F1 of each class, and curves of those that can have them."""
-        counts = np.zeros((3, self._classes), np.int64)
-        for part in examples.parts():
-            true, given = part.labels.astype(bool), part.outputs > 0
-            counts += [each.sum(axis=0) for each in (true & given, true, given)]
-        part = drawn(examples)
-        areas, curves = [], []
+        """Return the curves of each class that can have them."""
+        part, curves = drawn(examples), []
         for index, name in enumerate(self._labels):
-            true = part.labels[:, index].astype(np.int64)
             # The softmax of [0, logit] is the sigmoid.
-            logits = np.stack([np.zeros(len(true)), part.outputs[:, index]], axis=1)
-            areas.append(metrics.exact_areas(true, logits)[1])
+            logits = np.pad(part.outputs[:, index : index + 1], [[0, 0], [1, 0]])
+            true = part.labels[:, index].astype(np.int64)
             curves += metrics.curves(true, logits, ["", name])[1:]
-        rows = metrics.per_class((counts[0], counts[1], counts[2]), areas, self._labels)
-        return {"per_class": rows, "labels": list(self._labels), "curves": curves}
+        return {"labels": list(self._labels), "curves": curves}
+
+    def tally(self) -> Tally:
+        """Return what measures all of `directions`."""
+        return OfLabels(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return all classes, the best row for the counts, the commonest one, and the shares."""

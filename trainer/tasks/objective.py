@@ -12,6 +12,7 @@ them as one vector, vectors of several workers are added, and `means` makes valu
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
@@ -30,6 +31,7 @@ from trainer.tasks.base import (
     Array,
     Direction,
     Part,
+    Tally,
     Target,
     Task,
     activation_of,
@@ -105,6 +107,12 @@ class Objective:
             self._summed = api.call_with_unspecified_conversion_status(self._sums)
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._traced_alone: dict[str, Any] = {}
+        # Outputs whose metrics are the tally's: of a task of the user's they may be others.
+        self._exact = {
+            _path(name)
+            for name, part in self.task.parts.items()
+            if type(part).metrics.__module__.startswith(_BUILT_IN)
+        }
 
     def _require_names(self) -> None:
         """Refuse a loss or a metric that does not exist."""
@@ -275,21 +283,25 @@ class Objective:
             total += self._summed(labels, self.task.outputs(given), weights, loss)
         return total
 
-    def sums(self, part: Part) -> Sums:
-        """Return the vector of `totals` for examples that a model has predicted."""
+    def sums(self, part: Part, *, all_metrics: bool = True) -> Sums:
+        """Return the vector of `totals` for examples that a model has predicted.
+
+        Without all metrics, what `tally` measures exactly is left out.
+        """
         labels, outputs, weights, _ = part
         self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
-        found: Sums = self._traced(labels, outputs, weights).numpy()
+        found: Sums = self._traced(labels, outputs, weights, all_metrics=all_metrics).numpy()
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
         """Return what `measured` does, without what these examples do not define."""
         return {name: value for name, value in self.measured(sums).items() if value is not None}
 
-    def measured(self, sums: Sums) -> dict[str, float | None]:
+    def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
         """Return the mean loss and the metrics from `totals`, or from totals that were added up.
 
         None is a metric that these examples do not define, as an area under the ROC of one class.
+        Without all metrics, those that `tally` measures are left out; see `sums`.
 
         Raises:
             UserError: there are no examples.
@@ -298,7 +310,8 @@ class Objective:
             raise UserError("there are no examples to measure the model on")
         found: dict[str, float | None] = {}
         for each in self.states:
-            found |= each.values(sums)
+            if all_metrics or not (each.measured and self.is_exact(each.measured)):
+                found |= each.values(sums)
         return main_first(found, self.main_metric)
 
     def of_each(self, place: int, part: Part) -> Sums:
@@ -328,9 +341,13 @@ class Objective:
 
         return tf.vectorized_map(alone, tf.nest.map_structure(tf.convert_to_tensor, given))
 
-    def tally(self) -> SliceTally:
-        """Return what measures the examples of one slice, part by part."""
-        return SliceTally(self)
+    def is_exact(self, measured: Measured) -> bool:
+        """Say whether a metric of validations is measured by the task's tally in an evaluation."""
+        return measured.own and measured.path in self._exact
+
+    def tally(self) -> Measuring:
+        """Return what measures all examples of an evaluation, or those of a slice, by parts."""
+        return Measuring(self)
 
     def _measured(self) -> list[Measured]:
         return [each.measured for each in self.states if each.measured]
@@ -348,7 +365,7 @@ class Objective:
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
         """Yield those of the task, of the configuration and of the compiled model, each once."""
         yield from (
-            Measured(_path(name), each, f"{name}_" if name else "")
+            Measured(_path(name), each, f"{name}_" if name else "", own=True)
             for name, part in self.task.parts.items()
             for each in part.metrics()
         )
@@ -386,7 +403,9 @@ class Objective:
             predictions = task.predictions(outputs)
         return true, at_path(predictions, path), at_path(weights, path) if each.weighted else None
 
-    def _sums(self, labels: Any, outputs: Any, weights: Any, loss: Any = None) -> tf.Tensor:
+    def _sums(
+        self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
+    ) -> tf.Tensor:
         """Return the vector of one batch; `loss` is its mean where the model computes its own."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
@@ -395,6 +414,9 @@ class Objective:
         parts = [count, tf.cast(loss, tf.float64) * count]
         for each in self._measured():
             before = [tf.zeros(v.shape, v.dtype) for v in each.metric.variables]
+            if not all_metrics and self.is_exact(each):
+                parts += before
+                continue
             taken = self._taken(each, labels, outputs, weights)
             parts += each.metric.stateless_update_state(before, *taken)
         return tf.concat([tf.reshape(tf.cast(each, tf.float64), [-1]) for each in parts], 0)
@@ -419,27 +441,35 @@ def _label(target: Target) -> keras.KerasTensor:
     return keras.KerasTensor((None, *sizes), target.dtype)
 
 
-class SliceTally:
-    """The metrics of one slice of the examples."""
+class Measuring(Tally):
+    """The metrics of some examples: exact ones of the task, others by their states."""
 
     def __init__(self, objective: Objective) -> None:
         """Begin without examples."""
         self.count = 0
         self._objective = objective
         self._sums: Any = 0.0
-        self._further = objective.task.tally()
+        self._task = objective.task.tally()
 
     def add(self, part: Part) -> None:
         """Add some examples."""
         self.count += len(tf.nest.flatten(part.labels)[0])
-        self._sums = self._sums + self._objective.sums(part)
-        self._further.add(part)
+        self._sums = self._sums + self._objective.sums(part, all_metrics=False)
+        self._task.add(part)
+
+    def condense(self) -> None:
+        """Hold less of them."""
+        self._task.condense()
 
     def result(self) -> dict[str, Any]:
-        """Return `metrics` and `intervals`."""
-        found = self._further.result()
-        metrics = {**self._objective.measured(self._sums), **found.get("metrics", {})}
-        return {"metrics": metrics, "intervals": found.get("intervals", {})}
+        """Return `metrics`, `intervals`, and what else the task's tally has."""
+        found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
+        others = self._objective.measured(self._sums, all_metrics=False)
+        # Weights count otherwise in a loss, which may be another one than the task's.
+        loss, exact = others[LOSS], found["metrics"].get(LOSS)
+        if exact is None or not math.isclose(loss or 0.0, exact, rel_tol=1e-3):
+            found["intervals"].pop(LOSS, None)
+        return {**found, "metrics": {LOSS: loss, **found["metrics"], **others}}
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:

@@ -9,21 +9,23 @@
               the queries in which something was taken, of query_auc not everything
     answers   `logit` and `probability`
 
-A query is a number or a text. Examples of equal scores count as ranked in the worst order, so that
-a model that scores all alike ranks nothing (Jarvelin and Kekalainen 2002); the area counts them
-half (Mann and Whitney 1947).
+A query is a number or a text, and weighs as much as its examples do in the mean. Of equal scores
+the metrics are the expectation over their orders (McSherry and Najork 2008), so that a model that
+scores all alike has what a random order has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from scipy import special
 
-from trainer.tasks.base import Array, Direction, Examples, Floats, Target
+from trainer.tasks.base import Array, Direction, Examples, Floats, Part, Tally, Target, weights_of
 from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.metrics import NORMAL
+from trainer.tasks.exact.intervals import Interval, bounded
+from trainer.tasks.exact.sums import Moments
 
 BY_QUERY = ("ndcg", "mrr", "query_auc")
 
@@ -65,76 +67,152 @@ class Ranking(BinaryClassification):
         """Return the values of each query, in the order of the groups."""
         if not self._group or metric not in BY_QUERY:
             return None
-        return by_query(*self._scored(examples))[metric]
+        tally = OfQueries(self._group, Tally())
+        for part in examples.parts():
+            tally.add(part)
+        return tally.values()[metric].values
 
-    def _scored(self, examples: Examples) -> Iterator[Array]:
-        parts = [
-            (part.columns[self._group], part.labels.astype(bool), part.outputs[:, 0])
-            for part in examples.parts()
+    def tally(self) -> Tally:
+        """Return what measures examples, and queries where they have a name."""
+        return OfQueries(self._group, super().tally()) if self._group else super().tally()
+
+
+class Queries(NamedTuple):
+    """The values of a metric of the queries that have it, and what each weighs."""
+
+    values: Floats
+    weights: Floats
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the queries, None of none."""
+        return float(np.average(self.values, weights=self.weights)) if len(self.values) else None
+
+    @property
+    def interval(self) -> Interval:
+        """Its 95 % interval."""
+        moments = Moments()
+        moments.add(self.values[np.newaxis], self.weights)
+        (mean,), (error,) = moments.result()
+        return bounded(mean, error, moments.count)
+
+
+class OfQueries(Tally):
+    """The metrics of examples, and those by query; their groups, labels and scores are held."""
+
+    def __init__(self, group: str, examples: Tally) -> None:
+        """Begin without examples, whose queries a feature names."""
+        self._group, self._examples = group, examples
+        self._held: list[tuple[Array, ...]] = []
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        self._examples.add(part)
+        # A view would keep the whole part.
+        scores, labels = part.outputs[:, 0].copy(), part.labels.astype(bool).ravel()
+        self._held.append((part.columns[self._group], labels, scores, weights_of(part)))
+
+    def condense(self) -> None:
+        """Hold less of the examples alone."""
+        self._examples.condense()
+
+    def values(self) -> dict[str, Queries]:
+        """Return the metrics by query."""
+        if len(self._held) > 1:
+            self._held = [tuple(np.concatenate(each) for each in zip(*self._held, strict=True))]
+        return by_query(*self._held[0])
+
+    def result(self) -> dict[str, Any]:
+        """Return both."""
+        found, values = self._examples.result(), self.values()
+        found["metrics"] |= {name: each.mean for name, each in values.items()}
+        some = {name: each for name, each in values.items() if len(each.values)}
+        found["intervals"] |= {name: each.interval for name, each in some.items()}
+        rows = [
+            ["all", len(np.unique(self._held[0][0]))],
+            ["something was taken", len(values["ndcg"].values)],
+            ["something was taken and something not", len(values["query_auc"].values)],
         ]
-        return (np.concatenate(each) for each in zip(*parts, strict=True))
-
-    def details(self, examples: Examples) -> dict[str, Any]:
-        """Add the metrics by query; their groups, labels and scores are held in memory."""
-        found = super().details(examples)
-        if not self._group:
-            return found
-        groups, labels, scores = self._scored(examples)
-        values = by_query(groups, labels, scores)
-        of_all = len(np.unique(groups))
+        title = f"Queries, by {self._group}"
         return {
             **found,
-            "metrics": {name: float(each.mean()) for name, each in values.items() if len(each)},
-            "intervals": {name: interval(each) for name, each in values.items() if len(each)},
-            "tables": [
-                {
-                    "title": f"Queries, by {self._group}",
-                    "columns": ["Queries", "Number"],
-                    "rows": [
-                        ["all", of_all],
-                        ["something was taken", len(values["ndcg"])],
-                        ["something was taken and something not", len(values["query_auc"])],
-                    ],
-                }
-            ],
+            "tables": [{"title": title, "columns": ["Queries", "Number"], "rows": rows}],
         }
 
 
-def by_query(groups: Array, labels: Array, scores: Array) -> dict[str, Floats]:
-    """Return NDCG, the reciprocal rank of the first one taken, and the area, of each query [q]."""
+def by_query(
+    groups: Array, labels: Array, scores: Array, weights: Floats | None = None
+) -> dict[str, Queries]:
+    """Return NDCG, the reciprocal rank of the first one taken, and the area, of each query.
+
+    What weighs nothing is not ranked.
+    """
+    if weights is not None and not weights.all():
+        groups, labels, scores, weights = (
+            each[weights > 0] for each in (groups, labels, scores, weights)
+        )
     _, query = np.unique(groups, return_inverse=True)
     count = query.max(initial=-1) + 1
-    taken = np.bincount(query, labels, count)
-    left = np.bincount(query, ~labels, count)
-    order = np.lexsort((labels, -scores.astype(np.float64), query))
-    sorted_query, hit = query[order], labels[order]
-    rank = _places(sorted_query)
-    gained = np.bincount(sorted_query, hit / np.log2(rank + 2), count)
+    taken, every = np.bincount(query, labels, count), np.bincount(query, minlength=count)
+    heavy = every if weights is None else np.bincount(query, weights, count)
+    order = np.lexsort((-scores.astype(np.float64), query))
+    ties = _ties(query[order], labels[order], scores[order])
+    some, both = taken > 0, (taken > 0) & (taken < every)
     # The best that a query of so many taken ones can gain.
-    best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(rank)) + 2))])
-    first: Array = np.full(count, np.inf)
-    np.minimum.at(first, sorted_query[hit], rank[hit])
-    # The area by the ranks of what was taken, of which equal scores share the mean (Mann, Whitney).
-    tie = np.cumsum((rank == 0) | (np.diff(scores[order], prepend=np.nan) != 0)) - 1
-    shared = (np.bincount(tie, rank) / np.bincount(tie))[tie]
-    behind = (taken + left)[sorted_query] - 1 - shared
-    pairs = np.bincount(sorted_query, hit * behind, count) - taken * (taken - 1) / 2
-    some, both = taken > 0, (taken > 0) & (left > 0)
+    best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(order)) + 2))])
+    gained = np.bincount(ties.query, ties.hits / ties.sizes * ties.discounts, count)
+    # The area by the ranks of what was taken, of which equal scores share the mean.
+    behind = every[ties.query] - 1 - (ties.ranks + (ties.sizes - 1) / 2)
+    pairs = np.bincount(ties.query, ties.hits * behind, count) - taken * (taken - 1) / 2
+    weigh = heavy / np.maximum(every, 1)
     return {
-        "ndcg": gained[some] / best[taken[some].astype(np.int64)],
-        "mrr": 1 / (first[some] + 1),
-        "query_auc": pairs[both] / (taken * left)[both],
+        "ndcg": Queries(gained[some] / best[taken[some].astype(np.int64)], weigh[some]),
+        "mrr": Queries(_first(ties), weigh[some]),
+        "query_auc": Queries(pairs[both] / (taken * (every - taken))[both], weigh[both]),
     }
 
 
-def _places(query: Array) -> Array:
-    """Return how many of the same query are before each, of sorted queries."""
-    begins = np.flatnonzero(np.diff(query, prepend=-1))
-    lengths = np.diff(np.append(begins, len(query)))
-    return np.arange(len(query)) - np.repeat(begins, lengths)
+class _Ties(NamedTuple):
+    """Examples of equal scores of a query: `ranks` are how many are before, by query and score."""
+
+    query: Array
+    ranks: Array
+    sizes: Array
+    hits: Floats
+    discounts: Floats
 
 
-def interval(values: Floats) -> list[float]:
-    """Return the 95 % interval of the mean over the queries, by the normal distribution."""
-    mean, spread = values.mean(), NORMAL * values.std() / np.sqrt(len(values))
-    return [float(np.clip(mean - spread, 0, 1)), float(np.clip(mean + spread, 0, 1))]
+def _ties(query: Array, labels: Array, scores: Array) -> _Ties:
+    first = np.diff(query, prepend=-1) != 0
+    begins = np.flatnonzero(first | (np.diff(scores, prepend=np.nan) != 0))
+    places = np.arange(len(query))
+    ranks = places - np.maximum.accumulate(np.where(first, places, 0))
+    sums = (
+        np.add.reduceat(each, begins) for each in (labels.astype(float), 1 / np.log2(ranks + 2))
+    )
+    sizes = np.diff(np.append(begins, len(query)))
+    return _Ties(query[begins], ranks[begins], sizes, *sums)
+
+
+def _first(ties: _Ties) -> Floats:
+    """Return the expected reciprocal rank of the first one taken, of each query that has one."""
+    found = np.flatnonzero(ties.hits > 0)
+    _, at = np.unique(ties.query[found], return_index=True)
+    own = found[at]
+    sizes, hits, ranks = ties.sizes[own], ties.hits[own], ties.ranks[own]
+    # The first of `hits` among `sizes` is at each of these places in so many of the orders.
+    tie = np.repeat(np.arange(len(own)), sizes)
+    places = np.arange(len(tie)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    left, others = sizes[tie] - 1 - places, hits[tie] - 1
+    possible = left >= others
+    tie, places, left, others = (each[possible] for each in (tie, places, left, others))
+    orders = _log_ways(left, others) - _log_ways(sizes, hits)[tie]
+    each = np.exp(orders) / (ranks[tie] + places + 1)
+    return np.bincount(tie, each, len(own)).astype(np.float64)
+
+
+def _log_ways(of: Array, some: Array) -> Floats:
+    result: Floats = (
+        special.gammaln(of + 1.0) - special.gammaln(some + 1.0) - special.gammaln(of - some + 1.0)
+    )
+    return result

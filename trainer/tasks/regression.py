@@ -30,6 +30,7 @@ from trainer.tasks.base import (
     Examples,
     Floats,
     Shape,
+    Tally,
     Target,
     Task,
     drawn,
@@ -37,6 +38,7 @@ from trainer.tasks.base import (
     refuse_labels,
     weights_of,
 )
+from trainer.tasks.exact.tallies import OfNumbers
 from trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -189,6 +191,10 @@ class Regression(Task):
             )
             for name, value in (("mean", mean), ("median", median))
         ]
+
+    def tally(self) -> Tally:
+        """Return what measures all of `directions`."""
+        return OfNumbers(math.prod(self.output_shape), 1 / self._std, self.predictions)
 
     def check_labels(self, labels: Any) -> None:
         """Refuse what is no finite number."""

@@ -34,12 +34,14 @@ from trainer.tasks.base import (
     Floats,
     Part,
     Shape,
+    Tally,
     Target,
     Tested,
     refuse_labels,
     weights_of,
 )
 from trainer.tasks.classification import Classification
+from trainer.tasks.exact.tallies import OfPlaces
 from trainer.tasks.links import SURE, Softmax
 
 _MOST_PLACES = 12
@@ -100,44 +102,33 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
     return found if classes or found.dtype.is_floating else tf.cast(found, tf.int32)
 
 
-class PlaceMetrics(keras.Metric):
-    """`accuracy` and `macro_f1` of places, from their confusion matrix; `example_accuracy`."""
+class PlaceMetrics(metrics.MacroF1):
+    """`accuracy` and `macro_f1` of places, and `example_accuracy`."""
 
     def __init__(self, classes: int) -> None:
         """Measure so many classes."""
-        super().__init__(name="places")
-        self._classes = classes
-        self.matrix = self.add_weight(name="matrix", shape=(classes, classes), initializer="zeros")
-        self.right = self.add_weight(name="right", initializer="zeros")
+        super().__init__(classes, name="places")
+        self.all_right = self.add_weight(name="all_right", initializer="zeros")
         self.weight = self.add_weight(name="weight", initializer="zeros")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch."""
+        super().update_state(y_true, y_pred, sample_weight)
         labels = places(y_true)
         found = tf.argmax(places(y_pred, classes=True), axis=2, output_type=tf.int32)
         given = tf.ones_like(labels[:, 0]) if sample_weight is None else sample_weight
         weight = tf.cast(given, self.dtype)
-        known = labels >= 0
-        cell = tf.reshape(tf.maximum(labels, 0) * self._classes + found, [-1])
-        count = tf.reshape(tf.cast(known, self.dtype) * weight[:, tf.newaxis], [-1])
-        matrix = tf.math.unsorted_segment_sum(count, cell, self._classes**2)
-        self.matrix.assign_add(tf.reshape(matrix, self.matrix.shape))
-        right = tf.reduce_all((labels == found) | ~known, axis=1)
-        self.right.assign_add(tf.reduce_sum(weight * tf.cast(right, self.dtype)))
+        right = tf.reduce_all((labels == found) | (labels < 0), axis=1)
+        self.all_right.assign_add(tf.reduce_sum(weight * tf.cast(right, self.dtype)))
         self.weight.assign_add(tf.reduce_sum(weight))
 
     def result(self) -> dict[str, tf.Tensor]:
-        """Return all three; the average is over the classes that occur."""
-        matrix, right, weight = map(tf.convert_to_tensor, (self.matrix, self.right, self.weight))
-        hits, either = (
-            tf.linalg.diag_part(matrix),
-            sum(tf.reduce_sum(matrix, axis=a) for a in (0, 1)),
-        )
-        f1 = tf.boolean_mask(2 * tf.math.divide_no_nan(hits, either), either > 0)
+        """Return all three."""
+        right, either = map(tf.convert_to_tensor, (self.right, self.either))
         return {
-            "accuracy": tf.reduce_sum(hits) / tf.reduce_sum(matrix),
-            "macro_f1": tf.reduce_mean(f1),
-            "example_accuracy": right / weight,
+            "accuracy": 2 * tf.reduce_sum(right) / tf.reduce_sum(either),
+            "macro_f1": super().result(),
+            "example_accuracy": tf.convert_to_tensor(self.all_right) / self.weight,
         }
 
 
@@ -231,19 +222,13 @@ class SequenceLabelling(Softmax):
         return metrics.tested_average(metric, labels, found, weights_of(part)[:, np.newaxis])
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the confusion matrix of places, and precision, recall and F1 of each class."""
-        classes = self.num_classes
-        matrix = np.zeros((classes, classes), np.int64)
-        for part in examples.parts():
-            true, found = part.labels.astype(np.int64).ravel(), part.outputs.argmax(axis=-1).ravel()
-            known = true >= 0
-            matrix += metrics.confusion(true[known], found[known], classes)
-        no_areas = [metrics.NO_AREA] * classes
-        return {
-            "confusion_matrix": matrix.tolist(),
-            "labels": list(self.labels),
-            "per_class": metrics.per_class(metrics.by_class(matrix), no_areas, self.labels),
-        }
+        """Return the names of the classes."""
+        del examples
+        return {"labels": list(self.labels)}
+
+    def tally(self) -> Tally:
+        """Return what measures the places."""
+        return OfPlaces(self.labels)
 
     def check_labels(self, labels: Any) -> None:
         """Refuse a label that is neither a class nor padding."""

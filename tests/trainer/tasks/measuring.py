@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
+from trainer.evaluation import predictions
 from trainer.tasks.base import Part, Target
 from trainer.tasks.objective import Objective
 
@@ -31,6 +34,11 @@ def measured(task, examples: InParts) -> dict[str, float]:
     """Return the metrics from the sums over the parts."""
     objective = Objective(task)
     return objective.means(np.sum([objective.sums(part) for part in examples.parts()], axis=0))
+
+
+def evaluated(task, examples: InParts) -> dict[str, Any]:
+    """Return what an evaluation says of the examples."""
+    return predictions.measured(Objective(task), examples)
 
 
 def target(values, /, name="label", **facts) -> Target:

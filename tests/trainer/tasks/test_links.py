@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
-from tests.trainer.tasks.measuring import InParts, measured, target
+from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
 from trainer.errors import ConfigError
 from trainer.tasks.base import Target
 from trainer.tasks.binary_classification import BinaryClassification
@@ -115,13 +115,13 @@ def test_a_class_without_examples_has_no_part_in_the_mean_area():
     able = [0, 2, 3]
     area = scores.roc_auc_score(labels[:, able], outputs[:, able], average="macro")
     assert found["macro_auc"] == pytest.approx(area, abs=0.01)
-    rows = task.details(InParts(labels, outputs))["per_class"]
+    rows = evaluated(task, InParts(labels, outputs))["per_class"]
     assert [row["label"] for row in rows if row["auc"] is None] == ["b"]
 
 
 def test_what_is_said_of_one_besides_the_metrics_is_plain_data():
     task, labels, outputs = one(names=("no_click", "click"))
-    details = task.details(InParts(labels, outputs))
+    details = evaluated(task, InParts(labels, outputs))
     assert json.loads(json.dumps(details, allow_nan=False)) == details
     matrix = scores.confusion_matrix(labels, outputs[:, 0] > 0)
     assert details["confusion_matrix"] == matrix.tolist()
@@ -135,7 +135,7 @@ def test_what_is_said_of_one_besides_the_metrics_is_plain_data():
 
 def test_what_is_said_of_several_besides_the_metrics_is_plain_data():
     task, labels, outputs = several()
-    details = task.details(InParts(labels, outputs))
+    details = evaluated(task, InParts(labels, outputs))
     assert json.loads(json.dumps(details, allow_nan=False)) == details
     each = scores.precision_recall_fscore_support(labels, outputs > 0)
     for name, values in zip(("precision", "recall", "f1", "support"), each, strict=True):

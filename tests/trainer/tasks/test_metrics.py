@@ -11,13 +11,12 @@ import sys
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
 from sklearn import metrics as scores
 
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts
 from trainer.evaluation.predictions import measured
-from trainer.tasks import base, metrics
+from trainer.tasks import metrics
 
 NAMES = list("abcdef")
 
@@ -42,12 +41,6 @@ def predictions(count=400, classes=6, seed=0, lift=1.5):
     return labels, logits
 
 
-def normal(logits):
-    """Return probabilities that sum to one as exactly as scikit-learn asks."""
-    powers = np.exp(logits.astype(np.float64))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
 def measure(labels, logits):
     """Return what an evaluation says of the examples, which it reads in small parts."""
     return measured(of_classes(logits.shape[1]), InParts(labels, logits.astype(np.float32)))
@@ -58,37 +51,6 @@ def predicted():
     return predictions()
 
 
-def test_only_the_ratios_of_weights_count(predicted):
-    labels, logits = predicted
-    weights = np.random.default_rng(4).uniform(0.5, 2, len(labels)).astype(np.float32)
-    large, small = (
-        measured(of_classes(logits.shape[1]), InParts(labels, logits, each))["metrics"]
-        for each in (weights, weights / 1024)
-    )
-    names = ("accuracy", *metrics.AVERAGES)
-    assert {name: small[name] for name in names} == pytest.approx(
-        {name: large[name] for name in names}, rel=1e-5
-    )
-
-
-def test_metrics_are_scikit_learns(predicted):
-    labels, logits = predicted
-    found = measure(labels, logits)["metrics"]
-    assert found["loss"] == pytest.approx(scores.log_loss(labels, normal(logits)), rel=1e-5)
-    guess = logits.argmax(axis=1)
-    assert found["accuracy"] == pytest.approx(scores.accuracy_score(labels, guess))
-    top = scores.top_k_accuracy_score(labels, logits, k=3)
-    assert found["top_3_accuracy"] == pytest.approx(top)
-    for average in ("macro", "weighted"):
-        for name, function in (
-            ("precision", scores.precision_score),
-            ("recall", scores.recall_score),
-            ("f1", scores.f1_score),
-        ):
-            expected = function(labels, guess, average=average)
-            assert found[f"{average}_{name}"] == pytest.approx(expected)
-
-
 def test_metrics_of_each_class_are_scikit_learns(predicted):
     labels, logits = predicted
     found = measure(labels, logits)
@@ -97,16 +59,13 @@ def test_metrics_of_each_class_are_scikit_learns(predicted):
     each = scores.precision_recall_fscore_support(labels, guess)
     for name, values in zip(("precision", "recall", "f1", "support"), each, strict=True):
         assert [row[name] for row in rows] == pytest.approx(values)
-    probabilities = metrics.softmax(logits)
+    probabilities = np.exp(metrics.log_softmax(logits)).round(9)
     for index, row in enumerate(rows):
         own = labels == index
-        assert row["auc"] == scores.roc_auc_score(own, probabilities[:, index])
-        assert row["average_precision"] == scores.average_precision_score(
-            own, probabilities[:, index]
-        )
-    mean = metrics.mean_area(rows, "auc")
-    expected = scores.roc_auc_score(labels, normal(logits), multi_class="ovr")
-    assert mean == pytest.approx(expected, abs=1e-4)
+        area = scores.roc_auc_score(own, probabilities[:, index])
+        assert row["auc"] == pytest.approx(area, abs=1e-6)
+        area = scores.average_precision_score(own, probabilities[:, index])
+        assert row["average_precision"] == pytest.approx(area, abs=1e-6)
 
 
 def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone():
@@ -124,7 +83,7 @@ def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
     labels, logits = np.zeros(5, int), np.eye(5, 3, dtype=np.float32)
     rows = measure(labels, logits)["per_class"]
     assert [row["auc"] for row in rows] == [None] * 3
-    assert metrics.mean_area(rows, "average_precision") is None
+    assert measure(labels, logits)["metrics"]["macro_average_precision"] is None
     assert metrics.curves(labels, logits, list("abc")) == []
 
 
@@ -178,119 +137,6 @@ def test_a_curve_falls_from_one_threshold_to_the_next_and_is_finite(classes):
 @pytest.mark.parametrize("label", [0, 1])
 def test_of_one_class_there_is_no_curve(label):
     assert metrics.roc(np.full(3, label), np.eye(3, 2, dtype=np.float32)) == []
-
-
-def calibration(labels, logits):
-    found = metrics.CalibrationError("float64")
-    found.update_state(*metrics.likeliest(labels, logits))
-    return found
-
-
-def test_calibration_by_hand(predicted):
-    labels, logits = predicted
-    found = calibration(labels, logits)
-    confidence = metrics.softmax(logits).max(axis=1)
-    right = logits.argmax(axis=1) == labels
-    error = 0.0
-    for low in np.arange(15) / 15:
-        rows = (confidence > low) & (confidence <= low + 1 / 15)
-        if rows.any():
-            error += rows.mean() * abs(right[rows].mean() - confidence[rows].mean())
-    assert float(found.result()) == pytest.approx(error, abs=1e-6)
-    assert sum(each["examples"] for each in found.curve()) == len(labels)
-
-
-def test_a_model_that_is_always_sure_and_right_is_calibrated():
-    logits = np.full((4, 2), -1e9, np.float32)
-    logits[:, 1] = 1e9
-    assert float(calibration(np.ones(4, int), logits).result()) == 0
-
-
-def test_an_interval_is_as_wide_as_theory_says(predicted):
-    found = measure(*predicted)
-    assert set(found["intervals"]) == {*metrics.MEANS, *metrics.AVERAGES}
-    for name, (low, high) in found["intervals"].items():
-        assert low < found["metrics"][name] < high
-    share = found["metrics"]["accuracy"]
-    width = 2 * 1.96 * np.sqrt(share * (1 - share) / len(predicted[0]))
-    low, high = found["intervals"]["accuracy"]
-    assert high - low == pytest.approx(width, rel=0.05)
-
-
-@pytest.mark.parametrize(("hits", "low", "high"), [(100, 0.963, 1.0), (0, 0.0, 0.037)])
-def test_an_interval_of_a_share_has_a_width_at_its_ends(hits, low, high):
-    # Newcombe 1998, table I, for other numbers; here scipy's.
-    expected = binomtest(hits, 100).proportion_ci(method="wilson")
-    assert metrics.wilson(hits / 100, 100) == pytest.approx([*expected])
-    assert metrics.wilson(hits / 100, 100) == pytest.approx([low, high], abs=1e-3)
-
-
-def test_intervals_are_the_same_again_and_in_other_parts(predicted):
-    assert measure(*predicted)["intervals"] == measure(*predicted)["intervals"]
-    labels, logits = predicted
-    turned = measure(labels[::-1], logits[::-1])["intervals"]
-    for name, ends in measure(*predicted)["intervals"].items():
-        assert turned[name] == pytest.approx(ends)
-
-
-def test_more_examples_make_an_interval_narrower():
-    (low, high), (lower, higher) = (
-        metrics_of_means(*predictions(count=count))["loss"] for count in (100, 10_000)
-    )
-    assert (higher - lower) * 5 < high - low
-
-
-def metrics_of_means(labels, logits):
-    means = metrics.Means()
-    means.add(labels, logits, np.ones(len(labels)))
-    return means.intervals()
-
-
-def test_weights_count_as_the_examples_that_they_are_worth():
-    labels, logits = predictions(count=200)
-    weights = np.where(np.arange(200) < 100, 1.0, 0.0)
-    whole, half = metrics.Means(), metrics.Means()
-    whole.add(labels, logits, weights)
-    half.add(labels[:100], logits[:100], np.ones(100))
-    assert whole.examples == pytest.approx(100)
-    assert whole.intervals()["accuracy"] == pytest.approx(half.intervals()["accuracy"])
-
-
-def test_an_area_counts_an_example_as_often_as_it_weighs():
-    labels, logits = predictions(count=60, classes=3)
-    often = np.random.default_rng(1).integers(0, 4, len(labels))
-    repeated = np.repeat(labels, often), np.repeat(logits, often, axis=0)
-    for found, expected in zip(
-        metrics.exact_areas(labels, logits, often.astype(float)),
-        metrics.exact_areas(*repeated),
-        strict=True,
-    ):
-        assert found == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("classes", [2, 6, pytest.param(1000, marks=pytest.mark.slow)])
-def test_areas_from_steps_are_close_to_the_exact_ones(classes):
-    labels, logits = predictions(count=3000, classes=classes, lift=3)
-    areas, probabilities = metrics.Areas.fine(classes), np.exp(metrics.log_softmax(logits))
-    for rows in np.array_split(np.arange(len(labels)), 7):
-        areas.update_state(labels[rows, np.newaxis] == np.arange(classes), probabilities[rows])
-    exact, pairs = metrics.exact_areas(labels, logits), (areas.true.numpy(), areas.false.numpy())
-    for found, expected, own, others in zip(areas.of_each(), exact, *pairs, strict=True):
-        if expected["auc"] is None:
-            assert found == expected
-        else:
-            # Pairs at one step count half, which is what they may be off by.
-            tied = (own * others).sum() / (own.sum() * others.sum())
-            assert found["auc"] == pytest.approx(expected["auc"], abs=tied / 2 + 1e-9)
-            assert tied < 0.03
-
-
-def test_many_examples_have_their_areas_from_steps(predicted, monkeypatch):
-    exact = measure(*predicted)["metrics"]["macro_auc"]
-    monkeypatch.setattr(base.drawn, "__defaults__", (100,))
-    found = measure(*predicted)["metrics"]["macro_auc"]
-    assert found == pytest.approx(exact, abs=1e-3)
-    assert found != exact
 
 
 def test_a_thousand_classes_of_which_most_do_not_occur():
@@ -418,6 +264,20 @@ def test_areas_of_one_kind_of_labels_are_not_a_number():
     metric = metrics.Areas()
     metric.update_state(np.ones((5, 1)), np.full((5, 1), 0.7, "float32"))
     assert all(np.isnan(float(value)) for value in metric.result().values())
+
+
+@pytest.mark.parametrize("shape", [(), (NUMBERS,), (2, 2)])
+def test_macro_f1_is_that_of_classes_that_occur_or_are_predicted(shape):
+    labels = RANDOM.integers(-1, 3, (COUNT, *shape)) if shape else RANDOM.integers(0, 3, COUNT)
+    given = RANDOM.random((COUNT, *shape, 5)).astype("float32")
+    given[..., 4] = 0
+    metric = metrics.MacroF1(5)
+    for rows in (slice(0, 13), slice(13, None)):
+        metric.update_state(labels[rows], given[rows], sample_weight=WEIGHTS[rows])
+    known, each = labels >= 0, np.broadcast_to(WEIGHTS.reshape(-1, *[1] * len(shape)), labels.shape)
+    pair = labels[known], given.argmax(axis=-1)[known]
+    expected = scores.f1_score(*pair, sample_weight=each[known], average="macro")
+    assert float(metric.result()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_have_all_numbers_of_an_example():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.tasks.measuring import InParts, measured
+from tests.trainer.tasks.measuring import InParts, evaluated, measured
 from tests.trainer.tasks.test_registry import dataset, feature
 from trainer.config.schema import Config, TaskConfig
 from trainer.errors import ConfigError
@@ -179,7 +179,7 @@ def test_an_output_has_further_metrics_and_a_loss_of_its_own():
 
 def test_what_is_said_besides_the_metrics_is_plain_data():
     task, outputs = created(), {name: np.asarray(each) for name, each in net()(INPUTS).items()}
-    details = task.details(InParts(LABELS, outputs))
+    details = evaluated(task, InParts(LABELS, outputs))
     assert json.loads(json.dumps(details, allow_nan=False)) == details
     assert details["charts"][0]["title"] == "income: Predictions over labels"
     assert len(details["outputs"]["city"]["confusion_matrix"]) == 3

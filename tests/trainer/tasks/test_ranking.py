@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, permutations
+
 import numpy as np
 import pytest
 from sklearn import metrics as scores
 
-from tests.trainer.tasks.measuring import InParts, measured, target
+from tests.trainer.tasks.measuring import InParts, evaluated, target
 from tests.trainer.tasks.test_registry import dataset, feature
 from trainer.config.schema import TaskConfig
 from trainer.tasks import registry
@@ -22,58 +24,88 @@ def case(count=80, queries=12):
     return groups, labels, outputs
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_each_query_is_ranked_as_scikit_learn_does(rounded):
-    groups, labels, outputs = case()
-    given = np.round(outputs[:, 0]) if rounded else outputs[:, 0]
+def expected(true, score):
+    """The gain and the reciprocal rank of the first one, over all orders of ties, and the area."""
+    found = []
+    for order in permutations(range(len(true))):
+        ranked = true[list(order)]
+        if all(a >= b for a, b in pairwise(score[list(order)])):
+            gain = ranked @ (1 / np.log2(np.arange(len(true)) + 2))
+            found.append((gain, 1 / (np.flatnonzero(ranked)[0] + 1)))
+    best = (1 / np.log2(np.arange(true.sum()) + 2)).sum()
+    area = scores.roc_auc_score(true, score) if not true.all() else None
+    return np.mean(found, axis=0) / [best, 1], area
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 100])
+def test_equal_scores_count_as_the_mean_over_their_orders(levels):
+    groups, labels = RANDOM.integers(0, 12, 60), RANDOM.integers(0, 2, 60)
+    given = RANDOM.integers(0, levels, 60).astype("float32")
     found = by_query(groups, labels.astype(bool), given)
-    areas, gains, firsts = [], [], []
-    for query in np.unique(groups):
-        true, score = labels[groups == query], given[groups == query]
-        if not true.any():
+    each = []
+    for query in np.unique(groups[labels == 1]):
+        rows = np.flatnonzero(groups == query)[:6]
+        each.append(by_query(groups[rows], labels[rows].astype(bool), given[rows]))
+        if not labels[rows].any():
             continue
-        # Equal scores in the worst order.
-        order = np.lexsort((true, -score))
-        gain = (true[order] / np.log2(np.arange(len(true)) + 2)).sum()
-        gains.append(gain / (1 / np.log2(np.arange(true.sum()) + 2)).sum())
-        firsts.append(1 / (np.flatnonzero(true[order])[0] + 1))
-        if not true.all():
-            areas.append(scores.roc_auc_score(true, score))
-        if not rounded and len(true) > 1:
-            assert gains[-1] == pytest.approx(scores.ndcg_score([true], [score]))
-    np.testing.assert_allclose(found["ndcg"], gains)
-    np.testing.assert_allclose(found["mrr"], firsts)
-    np.testing.assert_allclose(found["query_auc"], areas)
+        (gain, first), area = expected(labels[rows], given[rows])
+        np.testing.assert_allclose(each[-1]["ndcg"].values, gain)
+        np.testing.assert_allclose(each[-1]["mrr"].values, first)
+        assert each[-1]["query_auc"].values.tolist() == pytest.approx(
+            [one for one in [area] if one is not None]
+        )
+    assert len(found["ndcg"].values) == len(np.unique(groups[labels == 1]))
+
+
+def test_many_equal_scores_are_ranked_as_scikit_learn_does():
+    groups, labels, outputs = case(count=4000, queries=5)
+    given = np.round(outputs[:, 0])
+    weights = RANDOM.random(4000) * (RANDOM.random(4000) < 0.8)
+    found = by_query(groups, labels.astype(bool), given, weights)
+    rows = [np.flatnonzero((groups == query) & (weights > 0)) for query in range(5)]
+    for place, some in enumerate(rows):
+        true, score = labels[some], given[some]
+        assert found["ndcg"].values[place] == pytest.approx(scores.ndcg_score([true], [score]))
+        area = scores.roc_auc_score(true, score)
+        assert found["query_auc"].values[place] == pytest.approx(area)
+    heavy = [weights[some].mean() for some in rows]
+    np.testing.assert_allclose(found["ndcg"].weights, heavy)
+    assert found["ndcg"].mean == pytest.approx(np.average(found["ndcg"].values, weights=heavy))
+
+
+def test_one_score_for_all_has_what_a_random_order_has():
+    groups, labels, _ = case(count=300, queries=6)
+    alike = by_query(groups, labels.astype(bool), np.zeros(300))
+    drawn = [by_query(groups, labels.astype(bool), RANDOM.random(300)) for _ in range(300)]
+    for name, each in alike.items():
+        assert each.mean == pytest.approx(np.mean([one[name].mean for one in drawn]), abs=0.01)
 
 
 def test_an_evaluation_has_metrics_by_query_in_parts_of_any_size():
     groups, labels, outputs = case()
     task = Ranking(target(labels), group="query")
     assert task.columns == ("query",)
-    details = task.details(InParts(labels, outputs, query=groups))
-    expected = by_query(groups, labels.astype(bool), outputs[:, 0])
-    assert details["metrics"] == pytest.approx(
-        {name: each.mean() for name, each in expected.items()}
-    )
-    for name, (low, high) in details["intervals"].items():
-        assert 0 <= low <= details["metrics"][name] <= high <= 1
-    every = {**measured(task, InParts(labels, outputs)), **details["metrics"]}
-    assert set(every) == set(task.directions)
-    assert details["tables"][0]["rows"][0] == ["all", len(np.unique(groups))]
+    found = evaluated(task, InParts(labels, outputs, query=groups))
+    for name, each in by_query(groups, labels.astype(bool), outputs[:, 0]).items():
+        assert found["metrics"][name] == pytest.approx(each.mean)
+        low, high = found["intervals"][name]
+        assert 0 <= low <= each.mean <= high <= 1
+    assert set(found["metrics"]) == set(task.directions)
+    assert found["tables"][0]["rows"][0] == ["all", len(np.unique(groups))]
 
 
 def test_without_a_group_it_measures_examples_alone():
     _, labels, outputs = case()
     task = Ranking(target(labels))
     assert task.columns == ()
-    assert "metrics" not in task.details(InParts(labels, outputs))
+    assert "ndcg" not in evaluated(task, InParts(labels, outputs))["metrics"]
 
 
 def test_texts_name_queries_and_a_query_of_one_kind_has_no_area():
     groups = np.array([b"a", b"a", b"b", b"c"], dtype=object)
     found = by_query(groups, np.array([True, False, True, False]), np.array([1.0, 2.0, 0.0, 0.0]))
-    assert found["mrr"].tolist() == [0.5, 1]
-    assert found["query_auc"].tolist() == [0]
+    assert found["mrr"].values.tolist() == [0.5, 1]
+    assert found["query_auc"].values.tolist() == [0]
 
 
 def test_the_group_is_that_of_the_dataset():

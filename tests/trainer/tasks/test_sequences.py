@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from sklearn import metrics as scores
 
-from tests.trainer.tasks.measuring import InParts, measured, target
+from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
 from trainer.errors import ConfigError
 from trainer.tasks.base import Target
 from trainer.tasks.objective import Objective
@@ -86,7 +86,7 @@ def test_classes_of_places_may_weigh():
 
 def test_what_is_said_besides_the_metrics_is_plain_data():
     task, labels, outputs = case()
-    details = task.details(InParts(labels, outputs))
+    details = evaluated(task, InParts(labels, outputs))
     assert json.loads(json.dumps(details, allow_nan=False)) == details
     known = labels >= 0
     matrix = scores.confusion_matrix(labels[known], outputs.argmax(axis=2)[known])

@@ -7,19 +7,26 @@
 Both are those of scikit-learn, from the scores themselves: neither their range nor the share of the
 true examples matters. A score that is the same for all has 0.5 and the share of the true ones.
 
-How sure they are of themselves comes from the influence of each example, the derivative by its
-weight: of `auc` that is the variance of DeLong, DeLong and Clarke-Pearson (1988).
+How sure they are comes from the influence of each example, the derivative by its weight: of `auc`
+that is the variance of DeLong, DeLong and Clarke-Pearson (1988).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.tasks.exact import intervals
+from trainer.tasks.exact.intervals import Interval
+
+# Distinct scores that are left of all columns together where there are too many examples to hold.
+_FEW, _LEAST = 1 << 18, 1 << 10
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
@@ -37,59 +44,96 @@ class Influences(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The distinct scores from the highest on, and what the examples of each weigh."""
+    """The distinct scores from the highest on, and sums of the weights of the examples of each.
+
+    `true_squares` and `false_squares` are the sums of the squares of the weights.
+    """
 
     scores: Floats
     true: Doubles
     false: Doubles
+    true_squares: Doubles
+    false_squares: Doubles
 
-    def of(self, place: Any, labels: Any, weights: Floats) -> Ranked:
-        """Return the same scores with other labels of the examples, whose scores have a place."""
-        yes, size = np.asarray(labels).astype(bool), len(self.scores)
+    @classmethod
+    def joined(cls, parts: Sequence[Ranked]) -> Ranked:
+        """Return the scores of all parts together."""
+        scores, *sums = (np.concatenate(each) for each in zip(*parts, strict=True))
+        order = np.argsort(-scores)
+        begins = np.flatnonzero(_differs(scores[order]))
+        return cls(scores[order[begins]], *(np.add.reduceat(each[order], begins) for each in sums))
+
+    def thinned(self, most: int) -> Ranked:
+        """Return about so many scores at most: each of an equal share of both kinds of examples.
+
+        What was parted within such a share counts as equal, half of which is what `auc` may be off
+        by: less than one in `most`.
+        """
+        if len(self.scores) <= most:
+            return self
+        both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
+        place = np.floor(sum(both) * (most / 2))
+        begins = np.flatnonzero(_differs(place))
+        return Ranked(self.scores[begins], *(np.add.reduceat(each, begins) for each in self[1:]))
+
+    @property
+    def counts(self) -> tuple[float, float]:
+        """How many true and false examples of equal weight would be as much."""
+        sums = [float(each.sum()) for each in self[1:]]
         true, false = (
-            np.bincount(place, weights * each, size).astype(np.float64) for each in (yes, ~yes)
+            float(intervals.kish(*pair)) for pair in zip(sums[:2], sums[2:], strict=True)
         )
-        return self._replace(true=true, false=false)
+        return true, false
 
     def areas(self) -> Areas:
         """Return both areas."""
+        return self.influences()[0]
+
+    def influences(self) -> tuple[Areas, Influences, Influences]:
+        """Return both areas, and the influences of a true and of a false example of each score."""
         hits, misses = np.cumsum(self.true), np.cumsum(self.false)
         if not len(hits) or not hits[-1] or not misses[-1]:
-            return Areas(np.nan, np.nan)
+            none = Influences(*np.zeros((2, len(hits))))
+            return Areas(np.nan, np.nan), none, none
         # Shares: the product of two sums of tiny weights would be none.
         true, false = self.true / hits[-1], self.false / misses[-1]
-        above = hits / hits[-1] - true / 2
-        # Products of long rows would wait for the threads of BLAS.
-        precise = true * _shares(hits, hits + misses)
-        return Areas(float((false * above).sum()), float(precise.sum()))
+        above, below = hits / hits[-1] - true / 2, 1 - misses / misses[-1] + false / 2
+        both = hits + misses
+        precision = _shares(hits, both)
+        areas = Areas(_product(false, above), _product(true, precision))
+        # An example counts in the precision at its own score and at each lower one.
+        share = _shares(true, both)
+        loss = _from_here_on(share * precision)
+        gain = _from_here_on(share) - loss
+        of_true = Influences(
+            (below - areas.auc) / hits[-1],
+            (precision - areas.average_precision) / hits[-1] + gain,
+        )
+        return areas, of_true, Influences((above - areas.auc) / misses[-1], -loss)
+
+    def errors(self, of_true: Influences, of_false: Influences) -> Areas:
+        """Return the standard errors of both areas by the influences."""
+        kinds = ((self.true_squares, of_true), (self.false_squares, of_false))
+        pairs = [[_product(squares, each**2) for each in found] for squares, found in kinds]
+        variances = (sum(pair) for pair in zip(*pairs, strict=True))
+        return Areas(*(float(np.sqrt(each)) * self.correction for each in variances))
 
     def log_rank(self) -> float:
         """Return how high the true examples are, as the mean of -log(rank / all) (Savage 1956)."""
         both = self.true + self.false
         rank = np.cumsum(both) - both / 2
-        return float(-(self.true * np.log(rank / both.sum())).sum() / self.true.sum())
+        return -_product(self.true, np.log(rank / both.sum())) / float(self.true.sum())
 
-    def influences(self) -> tuple[Influences, Influences]:
-        """Return those of a true and of a false example of each score."""
-        areas, hits, misses = self.areas(), np.cumsum(self.true), np.cumsum(self.false)
-        all_true, all_false = hits[-1], misses[-1]
-        above = (hits - self.true / 2) / all_true
-        below = 1 - (misses - self.false / 2) / all_false
-        both = hits + misses
-        precision = _shares(hits, both)
-        # An example counts in the precision at its own score and at each lower one.
-        share = _shares(self.true / all_true, both)
-        gain, loss = (_from_here_on(share * each) for each in (_shares(misses, both), precision))
-        of_true = Influences(
-            (below - areas.auc) / all_true,
-            (precision - areas.average_precision) / all_true + gain,
-        )
-        return of_true, Influences((above - areas.auc) / all_false, -loss)
+    @property
+    def correction(self) -> float:
+        """How much larger a standard error is than that of the few examples of the rarer kind."""
+        count = min(self.counts)
+        return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
     """Return both areas of examples [n]; what weighs nothing does not count."""
-    return ranked(labels, scores, weights)[0].areas()
+    return ranked(labels, scores, weights).areas()
 
 
 def influences(
@@ -101,27 +145,51 @@ def influences(
     an area. Of two models on the same examples the variance of the difference is that of the
     differences of their influences.
     """
-    found, place = ranked(labels, scores, weights)
-    yes = np.asarray(labels).astype(bool)
-    pairs = zip(*found.influences(), strict=True)
-    return found.areas(), Influences(*(np.where(yes, a[place], b[place]) for a, b in pairs))
+    order = np.argsort(-scores)
+    found = ranked(labels, scores, weights, order)
+    areas, *kinds = found.influences()
+    place = _places(scores, order)
+    return areas, Influences(*_by_example(np.asarray(labels).astype(bool), place, *kinds))
 
 
 def ranked(
-    labels: Any, scores: Floats, weights: Floats | None = None
-) -> tuple[Ranked, npt.NDArray[np.intp]]:
-    """Return the distinct scores with their weights, and the place [n] of each example's score."""
-    order = np.argsort(-scores)
-    ordered = scores[order]
-    begins = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
+    labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
+) -> Ranked:
+    """Return the distinct scores with the weights of the examples, which may be in order."""
+    order = np.argsort(-scores) if order is None else order
+    ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
+    begins = np.flatnonzero(_differs(ordered))
+    weight = np.ones(len(order)) if weights is None else np.float64(weights[order])
+    kinds = (yes, ~yes)
+    sums = [np.add.reduceat(weight * kind, begins) for kind in kinds if len(begins)]
+    squares = sums
+    if weights is not None:
+        squares = [np.add.reduceat(weight**2 * kind, begins) for kind in kinds if len(begins)]
+    return Ranked(ordered[begins], *(sums + squares or [np.zeros(0)] * 4))
+
+
+def _places(scores: Floats, order: Places) -> Places:
+    """Return the place [n] of each example's score among the distinct ones."""
     place = np.empty_like(order)
-    place[order] = np.cumsum(begins) - 1
-    yes = np.asarray(labels).astype(bool)
-    weight = np.ones(len(order)) if weights is None else np.asarray(weights, np.float64)
-    count = int(begins.sum())
-    both = (np.bincount(place, weight * kind, count) for kind in (yes, ~yes))
-    true, false = (each.astype(np.float64) for each in both)
-    return Ranked(ordered[begins], true, false), place
+    place[order] = np.cumsum(_differs(scores[order])) - 1
+    return place
+
+
+def _by_example(
+    yes: npt.NDArray[np.bool_], place: Places, of_true: Influences, of_false: Influences
+) -> list[Doubles]:
+    # One table for both kinds, and one look into it.
+    row = place + len(of_true.auc) * ~yes
+    return [np.concatenate(pair)[row] for pair in zip(of_true, of_false, strict=True)]
+
+
+def _product(one: Doubles, other: Doubles) -> float:
+    # By pairs, which is exact, and on this thread alone.
+    return float((one * other).sum())
+
+
+def _differs(ordered: Floats) -> npt.NDArray[np.bool_]:
+    return np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
 
 
 def _shares(part: Doubles, whole: Doubles) -> Doubles:
@@ -131,3 +199,133 @@ def _shares(part: Doubles, whole: Doubles) -> Doubles:
 
 def _from_here_on(values: Doubles) -> Doubles:
     return np.cumsum(values[::-1])[::-1]
+
+
+class Scores:
+    """The scores of examples in columns, with what is true of each, and the areas of every column.
+
+    They are exact while the examples are held, which takes their scores, labels and weights: of one
+    column 13 bytes each in single precision. `condense` leaves about `_FEW` scores of them.
+    """
+
+    def __init__(self, columns: int = 1) -> None:
+        """Begin without examples."""
+        self._columns = columns
+        self._held: list[tuple[Any, Floats, Floats]] = []
+        self._ranked: list[Ranked] = []
+
+    def add(self, labels: Any, scores: Floats, weights: Floats) -> None:
+        """Add examples: scores [n, columns], weights [n], and which are true [n, columns].
+
+        Labels [n] are numbers of the column that is true.
+        """
+        self._held.append((labels, scores, weights))
+
+    def condense(self) -> None:
+        """Hold few scores of the examples so far, if they are many."""
+        most = max(_FEW // self._columns, _LEAST)
+        if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
+            labels, scores, weights = self._all_held()
+            found = [
+                self._column(
+                    at, labels[:, at] if labels.ndim > 1 else labels == at, scores, weights
+                )
+                for at in range(self._columns)
+            ]
+            self._ranked, self._held = [each.thinned(most) for each in found], []
+
+    def result(self) -> ColumnAreas:
+        """Return the areas of all columns."""
+        labels, scores, weights = self._all_held()
+        found, together = [], np.zeros((2, len(weights)))
+        for at in range(self._columns):
+            yes, order = self._yes(at, labels, weights), None
+            if self._columns > 1 and not self._ranked and len(yes):
+                order = np.argsort(-scores[:, at])
+            column = self._column(at, yes, scores, weights, order)
+            values, *kinds = column.influences()
+            errors = column.errors(*kinds)
+            if order is not None:
+                own = _by_example(yes, _places(scores[:, at], order), *kinds)
+                together += weights * np.stack(own) * column.correction
+            share = column.true.sum() / max(column.true.sum() + column.false.sum(), 1e-300)
+            found.append((*values, *errors, min(column.counts), share))
+        columns = np.array(found)
+        defined = columns[~np.isnan(columns[:, 0])]
+        squares = (defined[:, 2:4] ** 2).sum(axis=0)
+        # Of what is not held any more the influences may all be alike.
+        whole = defined[:, 2:4].sum(axis=0) ** 2
+        if self._columns > 1 and not self._ranked:
+            whole = (together**2).sum(axis=1)
+        return ColumnAreas(columns, np.divide(whole, squares, out=np.ones(2), where=squares > 0))
+
+    def _all_held(self) -> tuple[Any, Floats, Floats]:
+        if len(self._held) != 1:
+            empty = np.zeros((0, self._columns))
+            parts = self._held or [(empty.astype(bool), empty, empty[:, 0])]
+            labels, scores, weights = (np.concatenate(e) for e in zip(*parts, strict=True))
+            self._held = [(labels, scores, weights)]
+        return self._held[0]
+
+    def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
+        """Say which examples are true; of one kind, which need no order, say nothing."""
+        yes: npt.NDArray[np.bool_]
+        yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
+        both = self._ranked or (weights[yes].any() and weights[~yes].any())
+        return yes if both else yes[:0]
+
+    def _column(
+        self,
+        at: int,
+        yes: npt.NDArray[np.bool_],
+        scores: Floats,
+        weights: Floats,
+        order: Places | None = None,
+    ) -> Ranked:
+        found = ranked(yes, scores[: len(yes), at], weights[: len(yes)], order)
+        known = self._ranked[at : at + 1]
+        return Ranked.joined([*known, found]) if known else found
+
+
+class ColumnAreas(NamedTuple):
+    """Both areas of each column, their standard errors, examples of the rarer kind, and share.
+
+    `inflation` is how much larger the variance of a mean is than that of unrelated columns.
+    """
+
+    columns: Doubles
+    inflation: Doubles
+
+    @property
+    def each(self) -> list[dict[str, float | None]]:
+        """Return the areas of each column, None of one whose examples are of one kind."""
+        return [
+            {name: None if np.isnan(value) else float(value) for name, value in pairs}
+            for pairs in (zip(Areas._fields, row, strict=False) for row in self.columns)
+        ]
+
+    def metrics(self, prefix: str = "") -> dict[str, float | None]:
+        """Return the means over the columns that have areas."""
+        values = self._defined[:, :2]
+        means = values.mean(axis=0).tolist() if len(values) else [None, None]
+        return {f"{prefix}{name}": mean for name, mean in zip(Areas._fields, means, strict=True)}
+
+    def intervals(self, prefix: str = "") -> dict[str, Interval]:
+        """Return the intervals of the means."""
+        found, columns = {}, self._defined
+        for at, name in enumerate(Areas._fields if len(columns) else ()):
+            # What is not seen is ranked at random.
+            ends = [
+                intervals.bounded(row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,))
+                for row in columns
+            ]
+            shares = np.full(len(columns), 1 / len(columns))
+            both = np.array(ends).T
+            found[prefix + name] = intervals.of_mean(
+                columns[:, at], (both[0], both[1]), shares, self.inflation[at]
+            )
+        return found
+
+    @property
+    def _defined(self) -> Doubles:
+        return self.columns[~np.isnan(self.columns[:, 0])]

@@ -4,10 +4,12 @@
     relevant     the items that a user took in it, each once
     vectors      of a user and of an item those of their first example
     score        the dot product of both vectors
-    found        an item to which fewer than k other candidates are equal or better: equal scores
-                 count in the worst order, so that a model that scores all alike finds nothing
+    found        an item to which fewer than k other candidates are better; of equal scores at that
+                 place the share that is found in a random order, so that a model that scores all
+                 alike finds what a random order does
     recall       found of the relevant / all relevant, of a user; the mean is over the users that
                  took something, and users that took nothing do not count
+    weight       of a user the mean of those of their examples
 
 The search is exact: all pairs are scored, a block of users at a time. Where there are fewer than k
 candidates, or no user took anything, there is no recall at k.
@@ -61,11 +63,21 @@ class Search:
         """Begin without examples."""
         self._users, self._items = Vectors(), Vectors()
         self._taken: list[tuple[Array, Array]] = []
+        self._weights: list[tuple[Array, Array, Array]] = []
 
-    def add(
-        self, users: Array, items: Array, taken: Array, of_users: Floats, of_items: Floats
+    def add(  # noqa: PLR0913, PLR0917
+        self,
+        users: Array,
+        items: Array,
+        taken: Array,
+        of_users: Floats,
+        of_items: Floats,
+        weights: Floats | None = None,
     ) -> None:
-        """Add examples: ids [n], whether the item was taken [n], and vectors [n, size]."""
+        """Add examples: ids [n], whether the item was taken [n], vectors [n, size], weights [n]."""
+        known, place, counts = np.unique(users, return_inverse=True, return_counts=True)
+        heavy = counts if weights is None else np.bincount(place, weights)
+        self._weights.append((known, heavy, counts))
         self._users.add(users, of_users)
         self._items.add(items, of_items)
         self._taken.append((users[taken], items[taken]))
@@ -74,6 +86,15 @@ class Search:
     def candidates(self) -> int:
         """How many items there are."""
         return len(self._items.all()[0])
+
+    @property
+    def weights(self) -> Floats:
+        """What each user that took something weighs, in the order of `recalls`."""
+        users, heavy, counts = (np.concatenate(each) for each in zip(*self._weights, strict=True))
+        known, place = np.unique(users, return_inverse=True)
+        takers = np.isin(known, np.concatenate([users for users, _ in self._taken]))
+        found: Floats = (np.bincount(place, heavy) / np.bincount(place, counts))[takers]
+        return found
 
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
         """Return the recall at each number, of each user that took something [users].
@@ -84,16 +105,19 @@ class Search:
         items, of_items = self._items.all()
         rows, columns = self._pairs(users, items)
         there = [each for each in numbers if each <= len(items)]
-        found = {number: np.zeros(len(rows), np.bool_) for number in there}
+        found = {number: np.zeros(len(rows)) for number in there}
+        # Equal vectors have equal scores, whatever the order of their sums.
+        of_items, same = np.unique(of_items, axis=0, return_inverse=True)
         takers, user, counts = np.unique(rows, return_inverse=True, return_counts=True)
         ends, size = np.cumsum(counts), max(1, at_once // max(1, len(items)))
         for begin in range(0, len(takers) if there else 0, size):
             some = takers[begin : begin + size]
             pairs = slice(ends[begin] - counts[begin], ends[begin + len(some) - 1])
-            scores = of_users[some] @ of_items.T
-            own, least = _against(scores, user[pairs] - begin, columns[pairs], there)
-            for place, number in enumerate(there):
-                found[number][pairs] = own > least[:, place]
+            scores = (of_users[some] @ of_items.T)[:, same.ravel()]
+            at = user[pairs] - begin
+            own = scores[at, columns[pairs]]
+            for number in there:
+                found[number][pairs] = _found(scores, number, at, own)
         return {number: np.bincount(user, hits) / counts for number, hits in found.items()}
 
     def _pairs(self, users: Array, items: Array) -> tuple[Places, Places]:
@@ -103,21 +127,15 @@ class Search:
         return np.divmod(np.unique(both), len(items))
 
 
-def _against(
-    scores: Floats, rows: Places, columns: Places, numbers: Sequence[int]
-) -> tuple[Floats, Floats]:
-    """Return the scores [n] of pairs, and what they have to exceed [n, numbers].
+def _found(scores: Floats, number: int, rows: Places, own: Floats) -> Floats:
+    """Return the share [n] of the orders in which own scores [n] are among the best of their row.
 
-    That is the best score but k of the user: fewer than k others are equal or better then.
+    The scores are put into another order.
     """
-    own = scores[rows, columns]
-    size = scores.shape[1]
-    places = [size - 1 - number for number in numbers if number < size]
-    if places:
-        # The scores are of no other use.
-        scores.partition(places, axis=1)
-    least = np.full((len(scores), len(numbers)), -np.inf, scores.dtype)
-    for at, number in enumerate(numbers):
-        if number < size:
-            least[:, at] = scores[:, size - 1 - number]
-    return own, least[rows]
+    place = scores.shape[1] - number
+    scores.partition(place, axis=1)
+    least = scores[:, place, np.newaxis]
+    better, equal = (scores > least).sum(axis=1), (scores == least).sum(axis=1)
+    share, least = (number - better) / equal, least[:, 0]
+    result: Floats = np.where(own > least[rows], 1.0, np.where(own == least[rows], share[rows], 0))
+    return result

@@ -33,8 +33,10 @@ from trainer.tasks.base import (
     Shape,
     Tally,
     Target,
+    weights_of,
 )
-from trainer.tasks.ranking import Ranking, by_query, interval
+from trainer.tasks.objective import at
+from trainer.tasks.ranking import Queries, Ranking
 from trainer.tasks.retrieval.recall import Search
 
 NUMBERS = (10, 100)
@@ -75,9 +77,10 @@ class Recommendation(Ranking):
                 )
         self._taken: Counter[Any] = Counter()
         self._user, self._item, self._numbers = group, item, tuple(dict.fromkeys(k))
+        self.recall_names = tuple(map(_named, self._numbers))
         self.directions = {  # type: ignore[misc]
             **Ranking.directions,
-            **dict.fromkeys(map(_named, self._numbers), "higher"),
+            **dict.fromkeys(self.recall_names, "higher"),
         }
 
     @property
@@ -150,70 +153,65 @@ class Recommendation(Ranking):
         return search.recalls([numbers[metric]]).get(numbers[metric])
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Add the recalls, whose vectors are held in memory.
+        """Return the details of `ranking`.
 
         Raises:
             UserError: there are fewer items than one of `k`.
         """
-        logits = Remade(examples, lambda part: part._replace(outputs=part.outputs[:, :1]))
-        found = super().details(logits)
-        search = Search()
-        for part in examples.parts():
-            self.fill(search, part)
-        most = search.candidates
+        items = [np.unique(part.columns[self._item]) for part in examples.parts()]
+        most = len(np.unique(np.concatenate(items)))
         if above := [each for each in self._numbers if each > most]:
             raise UserError(
                 f"task.args.k: recall at {above[0]} of the {most} items that the evaluation has is "
                 f"no recall; set it to {most} or less, or evaluate more examples"
             )
-        recalls = self.recalls(search)
-        for kind in ("metrics", "intervals"):
-            found[kind] |= {n: value for n, value in recalls[kind].items() if value is not None}
-        found["tables"] += [
-            {"title": "Candidates", "columns": ["Items", "Number"], "rows": [["all", most]]}
-        ]
-        return found
+        return super().details(Remade(examples, _of_logit))
 
     def tally(self) -> Tally:
-        """Return what gathers the metrics by user of one slice."""
-        return _OfSlice(self)
+        """Return what measures examples, users, and what is found for them."""
+        return _OfSearch(self, super().tally())
 
     def fill(self, search: Search, part: Part) -> None:
-        """Add examples to a search."""
-        size = _size(part.outputs)
+        """Add examples to a search, but what weighs nothing."""
+        size, weights = _size(part.outputs), weights_of(part)
+        if not weights.all():
+            part, weights = at(part, weights > 0), weights[weights > 0]
         users, items = (part.columns[each] for each in (self._user, self._item))
         vectors = part.outputs[:, 1 : 1 + size], part.outputs[:, 1 + size :]
-        search.add(users, items, part.labels.astype(bool), *vectors)
+        search.add(users, items, part.labels.astype(bool), *vectors, weights)
 
-    def recalls(self, search: Search) -> dict[str, dict[str, Any]]:
-        """Return `metrics` and `intervals` of a search; a metric that is not defined is None."""
-        found = search.recalls(self._numbers)
-        metrics: dict[str, Any] = dict.fromkeys(map(_named, self._numbers))
-        metrics |= {_named(each): float(v.mean()) for each, v in found.items() if len(v)}
-        return {
-            "metrics": metrics,
-            "intervals": {_named(each): interval(v) for each, v in found.items() if len(v)},
-        }
+    def recalls(self, search: Search) -> dict[str, Queries]:
+        """Return the recalls of a search; none of a number above that of the candidates."""
+        weights, found = search.weights, search.recalls(self._numbers)
+        return {_named(each): Queries(values, weights) for each, values in found.items()}
 
 
-class _OfSlice(Tally):
-    def __init__(self, task: Recommendation) -> None:
-        self._task = task
-        self._search = Search()
-        self._scored: list[tuple[Array, Array, Floats]] = []
+class _OfSearch(Tally):
+    def __init__(self, task: Recommendation, ranking: Tally) -> None:
+        self._task, self._ranking, self._search = task, ranking, Search()
 
     def add(self, part: Part) -> None:
+        self._ranking.add(_of_logit(part))
         self._task.fill(self._search, part)
-        users = part.columns[self._task.columns[0]]
-        self._scored.append((users, part.labels.astype(bool), part.outputs[:, 0].copy()))
+
+    def condense(self) -> None:
+        self._ranking.condense()
 
     def result(self) -> dict[str, Any]:
-        found = self._task.recalls(self._search)
-        given = (np.concatenate(each) for each in zip(*self._scored, strict=True))
-        for name, values in by_query(*given).items():
-            found["metrics"][name] = float(values.mean()) if len(values) else None
-            found["intervals"] |= {name: interval(values)} if len(values) else {}
+        found = self._ranking.result()
+        recalls = self._task.recalls(self._search)
+        # Of a metric that is not defined there is none.
+        found["metrics"] |= dict.fromkeys(self._task.recall_names)
+        for name, each in recalls.items():
+            if len(each.values):
+                found["metrics"][name], found["intervals"][name] = each.mean, each.interval
+        rows = [["all", self._search.candidates]]
+        found["tables"] += [{"title": "Candidates", "columns": ["Items", "Number"], "rows": rows}]
         return found
+
+
+def _of_logit(part: Part) -> Part:
+    return part._replace(outputs=part.outputs[:, :1])
 
 
 def _named(number: int) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.tasks.measuring import InParts, measured, target
+from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
 from tests.trainer.tasks.test_registry import dataset, feature
 from trainer.config.schema import TaskConfig
 from trainer.config.thresholds import ChampionRule
@@ -43,9 +43,9 @@ def task_of(labels, **args):
 def test_an_evaluation_has_the_metrics_of_a_ranking_and_the_recalls():
     labels, outputs, columns = case()
     task = task_of(labels)
-    details = task.details(InParts(labels, outputs, **columns))
+    details = evaluated(task, InParts(labels, outputs, **columns))
     plain = Ranking(target(labels), group="user")
-    ranked = plain.details(InParts(labels, outputs[:, :1], user=columns["user"]))
+    ranked = evaluated(plain, InParts(labels, outputs[:, :1], user=columns["user"]))
     assert details["metrics"].items() > ranked["metrics"].items()
     assert details["confusion_matrix"] == ranked["confusion_matrix"]
     search = Search()
@@ -80,7 +80,7 @@ def test_a_slice_is_an_evaluation_of_its_own():
     for number, row in enumerate(rows):
         chosen = half["half"] == number
         own = {name: each[chosen] for name, each in columns.items()}
-        found = task.details(InParts(labels[chosen], outputs[chosen], **own))
+        found = evaluated(task, InParts(labels[chosen], outputs[chosen], **own))
         for name in ("ndcg", "query_auc", "recall_at_3"):
             assert row["metrics"][name] == pytest.approx(found["metrics"][name])
             assert row["intervals"][name] == pytest.approx(found["intervals"][name])
@@ -114,7 +114,7 @@ def test_more_than_the_candidates_cannot_be_found():
     labels, outputs, columns = case()
     task = task_of(labels, k=[1000])
     with pytest.raises(UserError, match=r"task.args.k: recall at 1000 of the \d+ items"):
-        task.details(InParts(labels, outputs, **columns))
+        evaluated(task, InParts(labels, outputs, **columns))
 
 
 def refused(group="user", **args):
@@ -164,7 +164,10 @@ def examples(count=300, users=40, items=60, *, rounded=False):
 
 
 def counted(given, k):
-    """The recall of each user that took something, by the definition, one pair after the other."""
+    """The recall of each user that took something, by the definition, one pair after the other.
+
+    Of equal scores that are not all found it is the share that is.
+    """
     who, what, taken, of_users, of_items = given
     vector = {item: of_items[np.flatnonzero(what == item)[0]] for item in np.unique(what)}
     found = []
@@ -174,8 +177,11 @@ def counted(given, k):
         relevant = np.unique(what[taken & (who == user)])
         hits = 0
         for item in relevant:
-            others = [score for other, score in scores.items() if other != item]
-            hits += sum(score >= scores[item] for score in others) < k
+            better, equal = (
+                sum(as_good(score, scores[item]) for score in scores.values())
+                for as_good in (np.greater, np.equal)
+            )
+            hits += np.clip((k - better) / equal, 0, 1)
         found.append(hits / len(relevant))
     return found
 
@@ -199,10 +205,28 @@ def test_it_is_what_counting_finds(rounded, at_once):
     assert 0 < found[5].mean() < found[20].mean() < 1
 
 
-def test_a_model_that_scores_all_alike_finds_nothing():
+@pytest.mark.parametrize("value", [0, 1 / 3])
+def test_a_model_that_scores_all_alike_finds_what_a_random_order_does(value):
     who, what, taken, of_users, of_items = examples()
-    search = search_of((who, what, taken, np.zeros_like(of_users), of_items))
-    assert search.recalls([10])[10].max() == 0
+    # Whatever is lost by rounding is lost of all of them.
+    search = search_of((who, what, taken, of_users, np.full_like(of_items, value)))
+    np.testing.assert_allclose(search.recalls([10])[10], 10 / search.candidates)
+
+
+def test_a_user_weighs_as_its_examples_do_and_what_weighs_nothing_is_no_candidate():
+    labels, outputs, columns = case()
+    weights = RANDOM.random(len(labels)) * (RANDOM.random(len(labels)) < 0.7)
+    task, some = task_of(labels), weights > 0
+    found = evaluated(task, InParts(labels, outputs, weights, **columns))["metrics"]
+    own = {name: each[some] for name, each in columns.items()}
+    left = evaluated(task, InParts(labels[some], outputs[some], weights[some], **own))["metrics"]
+    assert found == pytest.approx({**left, "loss": found["loss"]})
+    who, what = own["user"], own["item"]
+    given = (who, what, labels[some] > 0, outputs[some, 1:4], outputs[some, 4:])
+    takers = np.unique(who[labels[some] > 0])
+    heavy = [weights[some][who == user].mean() for user in takers]
+    expected = np.average(counted(given, 3), weights=heavy)
+    assert found["recall_at_3"] == pytest.approx(expected)
 
 
 def test_all_are_found_among_as_many_as_there_are_and_none_is_defined_beyond():

@@ -1,0 +1,141 @@
+"""Sums over weighted examples, of which metrics and their standard errors are made.
+
+Moments       of metrics that are means of values of the examples
+Groups        of metrics that are functions of sums: the examples are dealt to groups, and the
+              metric is made anew without each of them (the jackknife; Quenouille 1949)
+Calibration   of probabilities by bins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.tasks.exact import intervals
+from trainer.tasks.exact.intervals import Interval
+from trainer.tasks.metrics import BINS, plain
+
+_MOST_GROUPS, _FEWEST_GROUPS, _NUMBERS = 100, 20, 100_000
+Floats = npt.NDArray[np.floating[Any]]
+Doubles = npt.NDArray[np.float64]
+
+
+class Moments:
+    """Means of some values of the examples, and their standard errors."""
+
+    def __init__(self) -> None:
+        """Begin without examples."""
+        self._near: Any = None
+        self._weight = self._squares = 0.0
+        self._first = self._squared_first = self._second = np.zeros(0)
+
+    def add(self, values: Floats, weights: Floats) -> None:
+        """Add examples: values [values, n], weights [n]."""
+        values, weights = values.astype(np.float64), weights.astype(np.float64)
+        if self._near is None:
+            # Squares of what is far from 0 would have no precision left.
+            self._near = values.mean(axis=1)
+            self._first = self._squared_first = self._second = np.zeros(len(values))
+        centred, squares = values - self._near[:, np.newaxis], weights**2
+        self._weight += weights.sum()
+        self._squares += squares.sum()
+        self._first = self._first + centred @ weights
+        self._squared_first = self._squared_first + centred @ squares
+        self._second = self._second + centred**2 @ squares
+
+    @property
+    def count(self) -> float:
+        """How many examples of equal weight would be as much."""
+        return float(intervals.kish(self._weight, self._squares))
+
+    def result(self) -> tuple[list[float], list[float]]:
+        """Return the means and their standard errors."""
+        mean, count = self._first / self._weight, self.count
+        spread = self._second - 2 * mean * self._squared_first + mean**2 * self._squares
+        error = np.sqrt(np.maximum(spread, 0)) / self._weight
+        few = np.sqrt(count / (count - 1)) if count > 1 else 1.0
+        return (self._near + mean).tolist(), (error * few).tolist()
+
+
+class Groups:
+    """Sums of the examples by group; each example is dealt to the next one."""
+
+    def __init__(self, size: int) -> None:
+        """Begin without examples, which have so many numbers; the first one is the weight."""
+        groups = int(np.clip(_NUMBERS // size, _FEWEST_GROUPS, _MOST_GROUPS))
+        self._sums, self._next = np.zeros((groups, size)), 0
+
+    def add(self, values: Doubles) -> None:
+        """Add examples [n, size]."""
+        groups, size = self._sums.shape
+        dealt = np.pad(values, ((0, -len(values) % groups), (0, 0))).reshape(-1, groups, size)
+        self._sums += np.roll(dealt.sum(axis=0), self._next, axis=0)
+        self._next = (self._next + len(values)) % groups
+
+    @property
+    def total(self) -> Doubles:
+        """The sums over all examples."""
+        found: Doubles = self._sums.sum(axis=0)
+        return found
+
+    def errors(self, function: Callable[[Doubles], Doubles]) -> list[float]:
+        """Return the standard errors of the metrics [..., metrics] that sums [..., size] make."""
+        some = self._sums[self._sums[:, 0] > 0]
+        without = function(self.total - some)
+        spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
+        found: list[float] = np.sqrt(spread * (len(some) - 1) / max(len(some), 1)).tolist()
+        return found
+
+
+class Calibration:
+    """How far probabilities are from shares: the mean of |probability - share of true labels|.
+
+    The mean is over bins of equal width, weighted by what is in them (Guo et al. 2017).
+    """
+
+    def __init__(self) -> None:
+        """Begin without examples."""
+        self._sums = np.zeros((4, BINS))
+
+    def add(self, true: Any, sure: Floats, weights: Floats) -> None:
+        """Add probabilities [n], and whether what they are of is true [n]."""
+        place = np.minimum((sure * BINS).astype(np.int64), BINS - 1)
+        each = (weights, weights * sure, weights * true, weights**2)
+        self._sums += [np.bincount(place, one, BINS) for one in each]
+
+    def _bins(self) -> tuple[Doubles, ...]:
+        weight, sure, true, squares = self._sums[:, self._sums[0] > 0]
+        return weight, sure / weight, true / weight, squares
+
+    def error(self) -> float:
+        """Return the mean."""
+        weight, sure, true, _ = self._bins()
+        return float(weight @ np.abs(sure - true) / weight.sum())
+
+    def interval(self) -> Interval:
+        """Return that of the mean, by those of the share of each bin.
+
+        Bins by which shares may be off by chance say nothing of the lower end.
+        """
+        weight, sure, true, squares = self._bins()
+        shares, away = weight / weight.sum(), np.abs(sure - true)
+        low, high = intervals.wilson(true, intervals.kish(weight, squares))
+        least = np.maximum(np.maximum(low - sure, sure - high), 0)
+        most = np.maximum(np.abs(low - sure), np.abs(high - sure))
+        error = self.error()
+        upper = error + float(np.sqrt(((shares * (most - away)) ** 2).sum()))
+        return [min(float(shares @ least), error), min(upper, 1.0)]
+
+    def curve(self) -> list[dict[str, float]]:
+        """Return the reliability of each bin: `confidence`, `accuracy` and `examples`."""
+        return [
+            {
+                "confidence": float(sure),
+                "accuracy": float(true),
+                "examples": plain(weight),
+            }
+            for weight, sure, true, _ in zip(*self._bins(), strict=True)
+        ]

@@ -1,0 +1,416 @@
+"""What an evaluation measures of the examples of each kind of task, whole or in slices.
+
+Metrics are those of scikit-learn, in double precision, with their intervals. `result` has
+`metrics` and `intervals`, and of several classes `per_class` and `confusion_matrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from trainer.tasks import metrics
+from trainer.tasks.base import Array, Floats, Part, Tally, weights_of
+from trainer.tasks.exact import intervals
+from trainer.tasks.exact.areas import Scores
+from trainer.tasks.exact.sums import Calibration, Groups, Moments
+
+Doubles = npt.NDArray[np.float64]
+_TWO = 2
+
+
+class OfTwo(Tally):
+    """Of one logit: whether an example is of the positive class."""
+
+    def __init__(self, decided: Callable[[Array], Array]) -> None:
+        """Begin without examples; `decided` says of outputs which are taken as positive."""
+        self._decided = decided
+        # Weights and their squares, by label and by what was decided.
+        self._cells = np.zeros((_TWO, _TWO, _TWO))
+        self._means, self._calibration, self._scores = Moments(), Calibration(), Scores()
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        weights, yes = weights_of(part), part.labels.astype(bool).ravel()
+        cell = yes * _TWO + self._decided(part.outputs)
+        self._cells += [np.bincount(cell, w, _TWO**2).reshape(_TWO, _TWO) for w in _both(weights)]
+        logits = part.outputs[:, 0].astype(np.float64)
+        sure = special.expit(logits)
+        loss, other = np.logaddexp(0, -logits), np.logaddexp(0, logits)
+        values = [np.where(yes, *each) for each in ((loss, other), (other, loss))]
+        values += [np.where(yes, *each) for each in ((1 - sure, sure), (sure, 1 - sure))]
+        values[2:] = [each**2 for each in values[2:]]
+        self._means.add(np.stack(values), weights)
+        self._calibration.add(yes, sure, weights)
+        self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
+
+    def condense(self) -> None:
+        """Hold few of the scores."""
+        self._scores.condense()
+
+    def result(self) -> dict[str, Any]:
+        """Return all metrics."""
+        (loss, other, brier, furthest), errors = self._means.result()
+        areas, count = self._scores.result(), self._means.count
+        found, ends = _of_cells(self._cells)
+        metrics_of_losses = {
+            "log_loss": loss,
+            "brier_score": brier,
+            "calibration_error": self._calibration.error(),
+        }
+        log_loss = intervals.above_zero(loss, errors[0], count, other)
+        score = intervals.above_zero(brier, errors[2], count, furthest)
+        more = {
+            "log_loss": log_loss,
+            "loss": log_loss,
+            "brier_score": score and [score[0], min(score[1], 1.0)],
+            "calibration_error": self._calibration.interval(),
+        }
+        return {
+            "metrics": {"loss": loss, **found, **areas.metrics(), **metrics_of_losses},
+            "intervals": {**ends, **areas.intervals(), **_defined(more)},
+            "confusion_matrix": metrics.plain_rows(self._cells[0]),
+            "calibration": self._calibration.curve(),
+        }
+
+
+def _of_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, intervals.Interval]]:
+    """Return accuracy, precision, recall and F1 of the positive class, and their intervals."""
+    (right, all_of), (hits, taken) = (
+        (cells[:, 0, 0] + cells[:, 1, 1], cells.sum(axis=(1, 2))),
+        (cells[:, 1, 1], cells[:, :, 1].sum(axis=1)),
+    )
+    true = cells[:, 1].sum(axis=1)
+    # F1 rises with the share of hits among what is true or taken.
+    parts = {
+        "accuracy": (right, all_of),
+        "precision": (hits, taken),
+        "recall": (hits, true),
+        "f1": (hits, true + taken - hits),
+    }
+    found, ends = {}, {}
+    for name, (part, whole) in parts.items():
+        found[name] = _share(part[0], whole[0])
+        ends[name] = intervals.of_share(found[name], float(intervals.kish(*whole)))
+    found["f1"], ends["f1"] = _f1(found["f1"]), [_f1(each) for each in ends["f1"]]
+    return found, ends
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole > 0 else 0.0
+
+
+def _f1(jaccard: Any) -> Any:
+    return 2 * jaccard / (1 + jaccard)
+
+
+class OfClasses(Tally):
+    """Of a logit for each class, of which one is true."""
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        """Begin without examples of these classes."""
+        self._labels, count = labels, len(labels)
+        # Weights and their squares, of what is right, true and taken to be of each class.
+        self._counts = np.zeros((2, 3, count))
+        self._means, self._calibration, self._scores = Moments(), Calibration(), Scores(count)
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        labels, weights = part.labels.astype(np.int64).ravel(), weights_of(part)
+        chances = metrics.log_softmax(part.outputs)
+        guess, classes = part.outputs.argmax(axis=1), len(self._labels)
+        right = guess == labels
+        own = -chances[np.arange(len(labels)), labels]
+        others = (-chances.sum(axis=1) - own) / max(classes - 1, 1)
+        top = metrics.in_top(labels, part.outputs)
+        self._means.add(np.stack([own, others, right, top]), weights)
+        for at, each in enumerate(_both(weights)):
+            groups = ((labels[right], each[right]), (labels, each), (guess, each))
+            self._counts[at] += [np.bincount(of, some, classes) for of, some in groups]
+        self._calibration.add(right, np.exp(chances.max(axis=1)), weights)
+        self._scores.add(labels, chances, weights)
+
+    def condense(self) -> None:
+        """Hold few of the scores."""
+        self._scores.condense()
+
+    def result(self) -> dict[str, Any]:
+        """Return all metrics, and those of each class."""
+        (loss, others, accuracy, top), errors = self._means.result()
+        count, areas = self._means.count, self._scores.result()
+        log_loss = intervals.above_zero(loss, errors[0], count, others)
+        ends = {
+            "log_loss": log_loss,
+            "loss": log_loss,
+            "accuracy": intervals.of_share(accuracy, count),
+            "top_3_accuracy": intervals.of_share(top, count),
+            **intervals_of_averages(self._counts),
+            **areas.intervals("macro_"),
+            "calibration_error": self._calibration.interval(),
+        }
+        right, true, taken = self._counts[0]
+        return {
+            "metrics": {
+                "loss": loss,
+                "accuracy": accuracy,
+                "top_3_accuracy": top,
+                **metrics.averages(right, true, taken),
+                **areas.metrics("macro_"),
+                "log_loss": loss,
+                "calibration_error": self._calibration.error(),
+            },
+            "intervals": _defined(ends),
+            "per_class": metrics.per_class((right, true, taken), areas.each, self._labels),
+            "calibration": self._calibration.curve(),
+        }
+
+
+def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
+    """Return those of means over the classes, from `counts` [2, right true taken, classes].
+
+    Those are sums of weights and of their squares. An error lowers F1 of two classes at once, so
+    that these vary together.
+    """
+    some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
+    right, true, taken = some.transpose(1, 0, 2)
+    found = {}
+    for name, whole in (("precision", taken), ("recall", true), ("f1", true + taken - right)):
+        shares = np.divide(right[0], whole[0], out=np.zeros(len(whole[0])), where=whole[0] > 0)
+        low, high = intervals.wilson(shares, intervals.kish(*whole))
+        together = 1.0 + shares if name == "f1" else 1.0
+        if name == "f1":
+            shares, low, high = _f1(shares), _f1(low), _f1(high)
+        even = np.full(len(shares), 1 / len(shares))
+        often = true[0] / true[0].sum()
+        mean = often @ shares
+        # How often each class occurs varies as well.
+        spread = np.sqrt(often @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1))
+        found[f"macro_{name}"] = intervals.of_mean(shares, (low, high), even, together)
+        found[f"weighted_{name}"] = intervals.of_mean(
+            shares, (low, high), often, together, float(spread)
+        )
+    return {name: found[name] for name in metrics.AVERAGES}
+
+
+class OfLabels(Tally):
+    """Of a logit for each of several classes, any number of which are true."""
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        """Begin without examples of these classes."""
+        self._labels, self._scores, self._calibration = labels, Scores(len(labels)), Calibration()
+        self._groups = Groups(3 + 3 * len(labels))
+        self._weight = np.zeros(2)
+        self._loss = Moments()
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        weights, true = weights_of(part), part.labels.astype(bool)
+        logits = part.outputs.astype(np.float64)
+        taken = logits > 0
+        same = true == taken
+        shares = [np.ones(len(weights)), same.all(axis=1), same.mean(axis=1)]
+        rows = np.concatenate([np.stack(shares, axis=1), true & taken, true, taken], axis=1)
+        self._groups.add(rows * weights[:, np.newaxis])
+        self._weight += [each.sum() for each in _both(weights)]
+        each = np.repeat(weights, len(self._labels))
+        self._calibration.add(true.ravel(), special.expit(logits).ravel(), each)
+        self._scores.add(true, part.outputs, weights)
+        losses = np.logaddexp(0, np.where(true, -logits, logits)).mean(axis=1)
+        self._loss.add(losses[np.newaxis], weights)
+
+    def condense(self) -> None:
+        """Hold few of the scores."""
+        self._scores.condense()
+
+    def result(self) -> dict[str, Any]:
+        """Return all metrics, and those of each class."""
+        total, areas = self._groups.total, self._scores.result()
+        values, errors = _of_labels(total).tolist(), self._groups.errors(_of_labels)
+        names = ("binary_accuracy", "subset_accuracy", *(f"micro_{each}" for each in _MICRO))
+        found = dict(zip((*names, "macro_f1"), values, strict=True))
+        count = float(intervals.kish(*self._weight))
+        ends = {
+            name: intervals.bounded(value, error, count)
+            for (name, value), error in zip(found.items(), errors, strict=True)
+        }
+        (loss,), (error,) = self._loss.result()
+        right, true, taken = total[3:].reshape(3, -1)
+        return {
+            "metrics": {
+                "loss": loss,
+                **found,
+                **areas.metrics("macro_"),
+                "calibration_error": self._calibration.error(),
+            },
+            "intervals": _defined(
+                {
+                    **ends,
+                    **areas.intervals("macro_"),
+                    "loss": intervals.above_zero(loss, error, count),
+                    "calibration_error": self._calibration.interval(),
+                }
+            ),
+            "per_class": metrics.per_class((right, true, taken), areas.each, self._labels),
+        }
+
+
+_MICRO = ("precision", "recall", "f1")
+
+
+def _of_labels(sums: Doubles) -> Doubles:
+    """Return the metrics of `OfLabels` [..., metrics] of sums [..., numbers]."""
+    weight, all_right, right = np.moveaxis(sums[..., :3], -1, 0)
+    counts = sums[..., 3:].reshape(*sums.shape[:-1], 3, -1)
+    hits, true, taken = counts.sum(axis=-1).transpose(-1, *range(sums.ndim - 1))
+    each = _divided(2 * counts[..., 0, :], counts[..., 1, :] + counts[..., 2, :])
+    micro = (_divided(hits, taken), _divided(hits, true), _divided(2 * hits, true + taken))
+    shares = (_divided(right, weight), _divided(all_right, weight))
+    return np.stack([*shares, *micro, each.mean(axis=-1)], axis=-1)
+
+
+def _divided(part: Any, whole: Any) -> Any:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
+
+
+class OfPlaces(Tally):
+    """Of a logit for each class at each of several places; of labels below 0 nothing counts."""
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        """Begin without examples of these classes."""
+        self._labels, classes = labels, len(labels)
+        self._groups, self._weight = Groups(2 + 3 * classes), np.zeros(2)
+        self._matrix = np.zeros((classes, classes))
+        self._loss = Moments()
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        weights, classes = weights_of(part), len(self._labels)
+        true = part.labels.astype(np.int64).reshape(len(weights), -1)
+        taken = part.outputs.argmax(axis=-1).reshape(true.shape)
+        known = true >= 0
+        example = np.arange(len(weights))[:, np.newaxis] * classes
+        cells = [
+            np.bincount((example + found)[where], minlength=len(weights) * classes)
+            for found, where in ((true, known & (true == taken)), (true, known), (taken, known))
+        ]
+        rows = np.stack(cells).reshape(3, len(weights), classes).transpose(1, 0, 2)
+        all_right = ((true == taken) | ~known).all(axis=1)
+        ones = np.stack([np.ones(len(weights)), all_right], axis=1)
+        rows = np.concatenate([ones, rows.reshape(len(weights), -1)], axis=1)
+        self._groups.add(rows * weights[:, np.newaxis])
+        self._weight += [each.sum() for each in _both(weights)]
+        each = np.broadcast_to(weights[:, np.newaxis], true.shape)[known]
+        self._matrix += metrics.confusion(true[known], taken[known], classes, each)
+        chances = metrics.log_softmax(part.outputs.reshape(-1, classes))
+        own = -chances[np.arange(len(chances)), np.maximum(true, 0).ravel()].reshape(true.shape)
+        losses = (own * known).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+        self._loss.add(losses[np.newaxis], weights)
+
+    def result(self) -> dict[str, Any]:
+        """Return all metrics, and those of each class."""
+        names = ("accuracy", "macro_f1", "example_accuracy")
+        found: dict[str, Any] = dict(
+            zip(names, _of_places(self._groups.total).tolist(), strict=True)
+        )
+        if not self._matrix.any():
+            found |= dict.fromkeys(("accuracy", "macro_f1"))
+        count, errors = float(intervals.kish(*self._weight)), self._groups.errors(_of_places)
+        ends: dict[str, Any] = {
+            name: None if value is None else intervals.bounded(value, error, count)
+            for (name, value), error in zip(found.items(), errors, strict=True)
+        }
+        (loss,), (error,) = self._loss.result()
+        ends["loss"] = intervals.above_zero(loss, error, count)
+        no_areas = [metrics.NO_AREA] * len(self._labels)
+        counts = metrics.by_class(self._matrix)
+        return {
+            "metrics": {"loss": loss, **found},
+            "intervals": _defined(ends),
+            "per_class": metrics.per_class(counts, no_areas, self._labels),
+            "confusion_matrix": metrics.plain_rows(self._matrix),
+        }
+
+
+def _of_places(sums: Doubles) -> Doubles:
+    """Return the metrics of `OfPlaces` [..., metrics] of sums [..., numbers]."""
+    right, true, taken = np.moveaxis(sums[..., 2:].reshape(*sums.shape[:-1], 3, -1), -2, 0)
+    f1, occurs = _divided(2 * right, true + taken), (true + taken) > 0
+    macro = _divided(f1.sum(axis=-1), occurs.sum(axis=-1).astype(float))
+    accuracy = _divided(right.sum(axis=-1), true.sum(axis=-1))
+    return np.stack([accuracy, macro, _divided(sums[..., 1], sums[..., 0])], axis=-1)
+
+
+class OfNumbers(Tally):
+    """Of one or several numbers; `scale` is the label's unit in that of the loss."""
+
+    def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
+        """Begin without examples; `predicted` makes numbers in the label's units of outputs."""
+        self._predicted, self._scale, self._near = predicted, scale, np.zeros(0)
+        self._means, self._groups = Moments(), Groups(1 + 3 * numbers)
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        weights = weights_of(part)
+        true, outputs = (
+            np.asarray(each).reshape(len(weights), -1).astype(np.float64)
+            for each in (part.labels, part.outputs)
+        )
+        away = self._predicted(outputs) - true
+        if not len(self._near):
+            # Squares of what is far from 0 would have no precision left.
+            self._near = true.mean(axis=0)
+        centred = true - self._near
+        self._means.add(np.stack([np.abs(away).mean(axis=1), (away**2).mean(axis=1)]), weights)
+        ones = np.ones((len(weights), 1))
+        rows = np.concatenate([ones, centred, centred**2, away**2], axis=1)
+        self._groups.add(rows * weights[:, np.newaxis])
+
+    def result(self) -> dict[str, Any]:
+        """Return all metrics."""
+        (absolute, squared), errors = self._means.result()
+        count, explained = self._means.count, float(_explained(self._groups.total)[0])
+        ends = {
+            "mean_absolute_error": intervals.above_zero(absolute, errors[0], count),
+            "mean_squared_error": intervals.above_zero(squared, errors[1], count),
+            "r2_score": intervals.below_one(explained, self._groups.errors(_explained)[0], count),
+        }
+        if of_squares := ends["mean_squared_error"]:
+            ends["root_mean_squared_error"] = [each**0.5 for each in of_squares]
+            ends["loss"] = [each * self._scale**2 for each in of_squares]
+        return {
+            "metrics": {
+                "loss": squared * self._scale**2,
+                "mean_absolute_error": absolute,
+                "mean_squared_error": squared,
+                "root_mean_squared_error": squared**0.5,
+                "r2_score": explained,
+            },
+            "intervals": _defined(ends),
+        }
+
+
+def _explained(sums: Doubles) -> Doubles:
+    """Return R2 [..., 1], the mean over the numbers, of sums [..., numbers].
+
+    Of equal labels it is 1 if they are all met, else 0, as in scikit-learn.
+    """
+    weight = sums[..., :1]
+    total, squares, residual = np.split(sums[..., 1:], 3, axis=-1)
+    variance = squares - total**2 / np.maximum(weight, 1e-300)
+    # What is left of equal labels after rounding is no variance.
+    varies = variance > 1e-14 * squares
+    each = np.where(varies, 1 - _divided(residual, variance), np.where(residual > 0, 0.0, 1.0))
+    found: Doubles = each.mean(axis=-1, keepdims=True)
+    return found
+
+
+def _both(weights: Floats) -> tuple[Floats, Floats]:
+    return weights, weights**2
+
+
+def _defined(ends: dict[str, Any]) -> dict[str, intervals.Interval]:
+    return {name: each for name, each in ends.items() if each is not None}
