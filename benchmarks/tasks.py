@@ -48,7 +48,6 @@ METRICS = {
     "bracket_depths": "accuracy",
 }
 PAGE = "docs/tasks.md"
-_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->\n")
 
 
 def configuration(name: str, strategy: str, seed: int) -> Config:
@@ -162,12 +161,15 @@ def main() -> None:
         name, way, seed, home = arguments
         sys.stdout.write(f"{json.dumps(measured(name, way, int(seed), Path(home)))}\n")
         return
-    found = run(ROOT / "build" / "tasks.json")
-    page = ROOT / PAGE
-    before, rest = page.read_text(encoding="utf-8").split(_MARKS[0])
-    _, after = rest.split(_MARKS[1])
-    text = before + _MARKS[0] + "\n" + table(found) + "\n" + _MARKS[1] + after
-    page.write_text(text, encoding="utf-8")
+    put(ROOT / PAGE, "measured", table(run(ROOT / "build" / "tasks.json")))
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Write a table between the marks of its name in a page."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
