@@ -1,27 +1,29 @@
 """Twelve real tables: the best constant, a linear model, boosting, and the default model.
 
 The tables come with packages, of which statsmodels, vega_datasets and palmerpenguins are none of
-this project's: install them first. Each goes through `flotilla run TABLE.csv --label COLUMN` in one
-process, with nothing else said, and `docs/tasks.md` gets what the evaluation found.
+this project's: install them first. Of each the configuration says the file, the label and the
+model, `tabular`; it trains in one process, and is evaluated and judged. `docs/tasks.md` gets the
+table, and `build/real_tables.json` keeps what was found.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tasks import PAGE, ROOT, put
+from benchmarks.tasks import PAGE, ROOT, launched, put
 from trainer import storage
+from trainer.checkpoints.decisions import handed_on
+from trainer.config.load import parse_config
+from trainer.data.prepare import prepare
+from trainer.evaluation.evaluate import evaluate
+from trainer.promotion import gate
 
-# Blessed, or refused.
-_ENDED = {0, 3}
-_FEW = 0.02
 Table = Any
 
 
@@ -79,38 +81,48 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
 
 
 def run(kept: Path, chosen: list[str]) -> dict[str, dict[str, Any]]:
-    """Run what is not kept yet, or what is chosen; return what each run found."""
+    """Measure what is not kept yet, or what is chosen; return what was found of each table."""
     found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     kept.parent.mkdir(exist_ok=True)
-    for name, (_, label, make) in TABLES.items():
-        if name in found and name not in chosen:
-            continue
-        with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as home:
-            source = Path(home, f"{name}.csv")
-            frame = make()
-            frame.dropna(subset=[label]).to_csv(source, index=False)
-            found[name] = {"shape": frame.shape, **_ran(source, label)}
-        kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    for name in TABLES:
+        if name not in found or name in chosen:
+            found[name] = measured(name)
+            kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return found
 
 
-def _ran(source: Path, label: str) -> dict[str, Any]:
-    settings = ["training.strategy=single", f"data.types={json.dumps(_types(label))}"]
-    command = [sys.executable, "-m", "pipelines.cli", "run", str(source), "--label", label]
-    command += ["--workdir", str(source.parent / "runs"), "--json"]
-    command += [word for each in settings for word in ("--set", each)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=source.parent)
-    if done.returncode not in _ENDED:
-        raise RuntimeError(f"{source.name}: {done.stderr[-2000:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    measured = json.loads(storage.read_file(answer["artifacts"]["evaluation"], "metrics.json"))
-    kinds = ("task", "main_metric", "examples", "metrics", "intervals", "constant", "baselines")
-    return {"status": answer["status"], **{kind: measured.get(kind) for kind in kinds}}
-
-
-def _types(label: str) -> dict[str, str]:
-    # Counts are quantities, and the numbers of classes are none.
-    return {"mdvis": {"mdvis": "float"}, "target": {}}.get(label, {})
+def measured(name: str) -> dict[str, Any]:
+    """Prepare a table, train, evaluate and judge; return what the evaluation and the gate said."""
+    _, label, make = TABLES[name]
+    with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as folder:
+        home, frame = Path(folder), make()
+        frame.dropna(subset=[label]).to_csv(home / "table.csv", index=False)
+        config = parse_config(
+            {
+                "data": {
+                    "source": str(home / "table.csv"),
+                    "label": label,
+                    # A count is a quantity here.
+                    "types": {label: "float"} if label == "mdvis" else {},
+                },
+                "model": {"name": "tabular"},
+                "training": {"strategy": "single"},
+            }
+        )
+        (home / "scratch").mkdir()
+        dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
+        checkpoint = handed_on(launched(config, dataset, home), config.training.hand_on).uri
+        evaluation, decision = (storage.uri_of(home / each) for each in ("evaluation", "decision"))
+        evaluate(config, dataset, checkpoint, evaluation, home / "scratch")
+        judged = gate.check(config, evaluation, decision)
+        found = json.loads(storage.read_file(evaluation, "metrics.json"))
+    kinds = ("main_metric", "examples", "metrics", "constant", "baselines")
+    return {
+        "rows": len(frame),
+        "blessed": judged.blessed,
+        "reasons": judged.reasons,
+        **{kind: found[kind] for kind in kinds},
+    }
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -128,7 +140,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     main = found["main_metric"]
-    yield f"{found['shape'][0]:,}, {found['examples']:,}"
+    yield f"{found['rows']:,}, {found['examples']:,}"
     yield f"`{main}`"
     yield _cell(found["constant"]["metrics"].get(main))
     by_name = {each["name"]: each for each in found["baselines"]}
@@ -136,7 +148,8 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
         yield _cell(by_name[name]["metrics"].get(main)) if name in by_name else ""
     yield _cell(found["metrics"].get(main))
     better = [name for name, each in by_name.items() if each["beats"]]
-    yield "; ".join([found["status"], *(f"{name} is better" for name in better)])
+    verdict = "blessed" if found["blessed"] else "refused"
+    yield "; ".join([verdict, *(f"{name} is better" for name in better)])
 
 
 def _cell(value: float | None) -> str:

@@ -84,20 +84,20 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
         model = compiled.fitted(config, dataset, work)
         objective.accept(model, model.output)
     else:
-        last = _launched(config, dataset, work)
+        last = index_of(launched(config, dataset, work))[-1].uri
         model, _ = restored(config, spec, objective, last, work)
     files = [str(path) for path in stage_shards(dataset, work / "test", "test")]
     sums = objective.totals(model, evaluation_batches(spec, files, batch_size=1000))
     return objective.means(np.asarray(sums))
 
 
-def _launched(config: Config, dataset: str, work: Path) -> str:
-    """Train on a cluster of this machine; return the URI of the last checkpoint."""
+def launched(config: Config, dataset: str, work: Path) -> str:
+    """Train on a cluster of this machine; return the URI of the checkpoints."""
     checkpoints = storage.uri_of(work / "checkpoints")
     local.launch(
         Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=work / "tasks")
     )
-    return index_of(checkpoints)[-1].uri
+    return checkpoints
 
 
 def run(kept: Path) -> dict[str, dict[str, list[float]]]:
