@@ -233,7 +233,7 @@ def _beaten(evaluation: Facts) -> list[str]:
     return [
         f"A simple model is better: {made_by(each)}{_scored(evaluation, each)}."
         for each in evaluation.get("baselines") or ()
-        if (each.get("paired") or {}).get("verdict") == "worse"
+        if each.get("beats") is True
     ]
 
 

@@ -6,6 +6,7 @@ import pytest
 from tests.trainer.tasks.measuring import InParts, target
 from trainer.baselines.baselines import Baseline
 from trainer.evaluation import baseline
+from trainer.report import headline, report
 from trainer.tasks.classification import Classification
 from trainer.tasks.objective import Objective
 
@@ -47,6 +48,23 @@ def test_one_that_answers_fewer_is_compared_on_those(monkeypatch):
     assert found["paired"]["examples"] == 40
     hits = (simple.argmax(axis=1) == CLASS[:40]).mean()
     assert found["metrics"]["accuracy"] == pytest.approx(hits)
+
+
+def test_the_report_says_so_where_the_model_loses_by_more_than_the_interval(monkeypatch):
+    strong = Baseline(
+        name="gradient boosting", made_by="m", rows=9, seconds=3.0, outputs=noisy(0.1)
+    )
+    for own, is_said in ((3.0, True), (0.1, False)):
+        rows = judged(monkeypatch, noisy(own), strong)
+        evaluation = {
+            "metrics": {"accuracy": 0.4}, "main_metric": "accuracy", "baselines": rows,
+            "directions": {"accuracy": "higher"},
+        }  # fmt: skip
+        notes = [each for each in headline.notes_of(evaluation, []) if "simple model" in each]
+        assert bool(notes) is is_said
+        page = report.render({"evaluation": evaluation, "metrics": evaluation["metrics"]})
+        assert "gradient boosting" in page.lower()
+    assert rows[0]["paired"]["interval"] is not None
 
 
 def test_one_that_is_skipped_says_why(monkeypatch):

@@ -156,8 +156,8 @@ def test_notes_say_what_no_rule_refuses() -> None:
         baselines=[
             {"name": "gradient boosting", "made_by": "scikit-learn", "rows": 2000,
              "of_rows": 90000, "seconds": 2.94, "metrics": {"accuracy": 0.98},
-             "paired": {"verdict": "worse"}},
-            {"name": "linear", "paired": {"verdict": "better"}},
+             "beats": True},
+            {"name": "linear", "beats": False},
         ],
         champion={
             "remarks": ["The champion was trained on 12 of the 360 test examples."],
