@@ -112,9 +112,8 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
     if value < limit:
         says = (
             f"{percent(share(there[name], examples))} of the examples are {name!r} of "
-            f"{target}: a model that never says so has a high accuracy; bound a metric that sees "
-            f"it, as gate.min: {{accuracy@{target}: 0.8}}, and think of training.class_weights: "
-            "balanced"
+            f"{target}, so that accuracy says nothing of them: bound how many are found, as "
+            f"gate.min: {{accuracy@{target}: 0.8}}, and think of training.class_weights: balanced"
         )
         yield Finding(
             "imbalance", says, target, "train", share(there[name], examples), limit / len(there)
