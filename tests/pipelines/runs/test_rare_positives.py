@@ -110,7 +110,9 @@ def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
     measured = found.read("evaluation", "metrics.json")
     remark = measured["champion"]["remarks"][0]
     count, whole = (int(remark.split()[place]) for place in (0, 2))
-    assert count == whole == measured["examples"]
+    assert whole == measured["examples"]
+    # Few of them have an equal one in the training split of this model.
+    assert whole - 20 < count <= whole
     assert "were in the champion's training split" in remark
     assert remark in found.read("decision", "decision.json")["notes"]
 
