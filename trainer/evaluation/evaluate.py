@@ -125,6 +125,7 @@ def _asked(config: Config, champion: str) -> dict[str, str]:
         "champion": champion,
         "compared_by": compared_by,
         "baseline": config.evaluation.baseline,
+        "main_metric": config.task.main_metric,
     }
 
 
