@@ -65,7 +65,7 @@ def work(step: Step) -> str:
         step.mlpipeline_ui_metadata, logs := storage.join(job.checkpoints, "logs")
     )
     launchers.launch(job, PodDefaults(image=step.image, store_secret=step.store_secret))
-    found = handed_on(job.checkpoints, settings.training.hand_on)
+    found = handed_on(job.checkpoints, settings.training.hand_on, settings.task.main_metric)
     metrics = _metrics(found)
     step.output.done(found.uri, metrics, found.best.by if found.best else None)
     descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})

@@ -142,7 +142,9 @@ PLACES = {
     "curves of the report": in_curves,
     "tracker": in_tracker,
     "scalars of KFP": lambda made: next(iter(descriptor.scalars(made.metrics))),
-    "checkpoint": lambda made: handed_on(made.checkpoints, "best").why.rpartition(" ")[2],
+    "checkpoint": lambda made: (
+        handed_on(made.checkpoints, "best").why.endswith(f" {spoken(made.name)}") and made.name
+    ),
 }
 
 

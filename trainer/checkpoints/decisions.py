@@ -10,6 +10,7 @@ from typing import Any
 from trainer import events, storage
 from trainer.checkpoints.index import IndexEntry, index_of, none_below, read_checkpoint
 from trainer.config.schema import TrainingConfig
+from trainer.report.wording import spoken
 
 # So many checkpoints are kept for an evaluator that has not measured them; one that never does must
 # not fill the disk.
@@ -83,8 +84,8 @@ def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
 def _best_by(best: IndexEntry) -> tuple[str, str]:
     """Return by what the best one was selected, and why not by the main metric, or nothing."""
     by, main = best.by, best.main
-    why = "" if by == main else f": a validation does not measure {main.name}"
-    return f"best by validation {by.name}", why
+    why = "" if by == main else f": a validation does not measure {spoken(main.name)}"
+    return f"best by validation {spoken(by.name)}", why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +109,15 @@ class HandedOn:
     best: IndexEntry | None
 
 
-def handed_on(uri: str, choice: str) -> HandedOn:
+def handed_on(uri: str, choice: str, main_metric: str = "") -> HandedOn:
     """Return the checkpoint below `uri` that training hands on, and emit which one it is.
 
     With `choice` "best" it is the best by the validation's main metric that is not damaged; else,
     or where none was measured after training began, the last. Raises `UserError` where there is
-    none, or a last one that is damaged.
+    none, or a last one that is damaged. `main_metric` is that of a run whose training was over
+    when it was resumed with another one.
     """
-    found = index_of(uri)
+    found = index_of(uri, main_metric)
     if not found:
         raise none_below(uri)
     ranked = best_first(found) if choice == "best" else []

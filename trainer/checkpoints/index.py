@@ -109,13 +109,17 @@ class IndexEntry:
         return self.main if self.main.column in self.validation else BY_LOSS
 
 
-def index_of(uri: str) -> list[IndexEntry]:
-    """Return the published checkpoints below `uri`, oldest first."""
+def index_of(uri: str, main_metric: str = "") -> list[IndexEntry]:
+    """Return the published checkpoints below `uri`, oldest first.
+
+    They are compared by `main_metric`, or by the one that the newest of them names.
+    """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
     # A run may have been resumed with another one, or by the first version that says it.
-    main = MainMetric.of(said[-1]) if said else BY_LOSS
+    own = {"main_metric": main_metric} if main_metric else {}
+    main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
     for at, step, manifest in there:
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")

@@ -126,15 +126,15 @@ class TestHandedOn:
     @pytest.mark.parametrize(
         ("main_metric", "direction", "areas", "expected"),
         [
-            ("auc", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (20, "best by validation auc")),
-            ("auc", "lower", {10: 0.6, 20: 0.9, 30: 0.7}, (10, "best by validation auc")),
+            ("auc", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (20, "best by validation AUC")),
+            ("auc", "lower", {10: 0.6, 20: 0.9, 30: 0.7}, (10, "best by validation AUC")),
             # The lower loss of two that are equal.
-            ("auc", "higher", {10: 0.9, 20: 0.9, 30: 0.9}, (30, "best by validation auc")),
+            ("auc", "higher", {10: 0.9, 20: 0.9, 30: 0.9}, (30, "best by validation AUC")),
             # What a validation could not define is worse than any.
-            ("auc", "higher", {20: 0.4}, (20, "best by validation auc")),
+            ("auc", "higher", {20: 0.4}, (20, "best by validation AUC")),
             (
                 "ndcg", "higher", {10: 0.6, 20: 0.9, 30: 0.7},
-                (30, "best by validation loss: a validation does not measure ndcg"),
+                (30, "best by validation loss: a validation does not measure NDCG"),
             ),
             # That of an earlier version says none.
             ("", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (30, "best by validation loss")),
@@ -157,6 +157,7 @@ class TestHandedOn:
         more = {"main_metric": "auc", "directions": {"auc": "higher"}}
         run({30: 0.4}, areas={30: 0.5}, **more)
         assert handed_on(uri, "best").global_step == 20
+        assert handed_on(uri, "best", "loss").global_step == 10
 
     def test_a_damaged_one_makes_room_for_the_next_best_and_is_named(self, run, tmp_path, caplog):
         uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
