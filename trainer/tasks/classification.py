@@ -34,7 +34,7 @@ class Classification(Softmax):
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         "accuracy": "higher",
-        "top_3_accuracy": "higher",
+        metrics.TOP_NAME: "higher",
         **dict.fromkeys(metrics.AVERAGES, "higher"),
         "macro_auc": "higher",
         "macro_average_precision": "higher",
@@ -47,6 +47,10 @@ class Classification(Softmax):
         if target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it takes one whole number that names a class, not {target}")
         super().__init__(target)
+        if 0 < target.num_classes <= metrics.TOP:
+            # All of so few classes are in the top.
+            known = self.directions.items()
+            self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
     def check(self) -> None:
         """Refuse numbers below zero, and splits of which no metric would say anything."""

@@ -22,6 +22,7 @@ import tensorflow as tf
 from trainer.tasks.base import Tested
 
 TOP = 3
+TOP_NAME = f"top_{TOP}_accuracy"
 BINS = 15
 CURVE_POINTS = 100
 #: Metrics of a classifier that are means over its classes.

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.trainer.tasks.measuring import InParts, target
 from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.evaluation import predictions
+from trainer.evaluation import predictions, slices
 from trainer.evaluation.predictions import (
     MOST_WORST,
     OTHER,
@@ -27,6 +27,7 @@ from trainer.tasks import base
 from trainer.tasks.base import Part, SplitError, Target
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.classification import Classification
+from trainer.tasks.exact import areas
 from trainer.tasks.metrics import losses
 from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.multilabel_classification import MultilabelClassification
@@ -59,7 +60,7 @@ def test_details_of_the_task_come_with_its_metrics():
     objective = classifier()
     examples = InParts(LABELS, LOGITS)
     found, details = measured(objective, examples), objective.task.details(examples)
-    assert found["metrics"].keys() == found["intervals"].keys() == Classification.directions.keys()
+    assert found["metrics"].keys() == found["intervals"].keys() == objective.directions.keys()
     assert details.items() <= found.items()
 
 
@@ -364,11 +365,15 @@ def peak(task, count, folder):
 def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(base.drawn, "__defaults__", (AT_ONCE,))
+    # Areas are exact of as many as are held.
+    monkeypatch.setattr(slices, "_MOST_ROWS", AT_ONCE)
+    monkeypatch.setattr(areas, "_LEAST", AT_ONCE // 8)
+    monkeypatch.setattr(areas, "_FEW", AT_ONCE // 8)
     # What is imported and traced once is no array of examples.
     peak(task, AT_ONCE, tmp_path / "first")
     few, many = (peak(task, count, tmp_path / f"{count}") for count in (FEW, MANY))
-    # The predictions of a regression alone are 4 bytes each.
-    assert many < few + 4 * (MANY - FEW)
+    # The predictions, labels and weights of a regression are 12 bytes each.
+    assert many < few + 6 * (MANY - FEW)
 
 
 def written(path, batches):

@@ -87,9 +87,10 @@ def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
     assert metrics.curves(labels, logits, list("abc")) == []
 
 
-def test_few_classes_are_all_in_the_top():
-    labels, logits = predictions(classes=2, lift=0)
-    assert measure(labels, logits)["metrics"]["top_3_accuracy"] == 1.0
+def test_of_few_classes_all_are_in_the_top_which_is_no_metric():
+    labels, logits = predictions(classes=3, lift=0)
+    assert metrics.TOP_NAME not in measure(labels, logits)["metrics"]
+    assert metrics.TOP_NAME not in of_classes(3).task.directions
 
 
 def test_curves_keep_their_ends_and_their_area():
@@ -143,7 +144,9 @@ def test_a_thousand_classes_of_which_most_do_not_occur():
     labels, logits = np.array([7, 7, 999]), np.zeros((3, 1000), np.float32)
     logits[:, 7] = 1
     found = measure(labels, logits)
-    assert found["intervals"]["weighted_recall"] == [0, 1]
+    low, high = found["intervals"]["weighted_recall"]
+    assert low < 0.3
+    assert high > 0.9
     assert found["metrics"]["weighted_recall"] == pytest.approx(2 / 3)
 
 

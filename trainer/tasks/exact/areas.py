@@ -13,7 +13,7 @@ that is the variance of DeLong, DeLong and Clarke-Pearson (1988).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,13 +204,13 @@ def _from_here_on(values: Doubles) -> Doubles:
 class Scores:
     """The scores of examples in columns, with what is true of each, and the areas of every column.
 
-    They are exact while the examples are held, which takes their scores, labels and weights: of one
-    column 13 bytes each in single precision. `condense` leaves about `_FEW` scores of them.
+    They are exact while the examples are held, which takes their outputs, labels and weights: of
+    one column 13 bytes each in single precision. `condense` leaves about `_FEW` scores of them.
     """
 
-    def __init__(self, columns: int = 1) -> None:
-        """Begin without examples."""
-        self._columns = columns
+    def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
+        """Begin without examples; `scored` makes scores of what is held of them."""
+        self._columns, self._scored = columns, scored
         self._held: list[tuple[Any, Floats, Floats]] = []
         self._ranked: list[Ranked] = []
 
@@ -265,7 +265,8 @@ class Scores:
             parts = self._held or [(empty.astype(bool), empty, empty[:, 0])]
             labels, scores, weights = (np.concatenate(e) for e in zip(*parts, strict=True))
             self._held = [(labels, scores, weights)]
-        return self._held[0]
+        labels, scores, weights = self._held[0]
+        return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
         """Say which examples are true; of one kind, which need no order, say nothing."""
@@ -319,10 +320,9 @@ class ColumnAreas(NamedTuple):
                 intervals.bounded(row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,))
                 for row in columns
             ]
-            shares = np.full(len(columns), 1 / len(columns))
-            both = np.array(ends).T
+            each = np.array(ends).T
             found[prefix + name] = intervals.of_mean(
-                columns[:, at], (both[0], both[1]), shares, self.inflation[at]
+                columns[:, at], (each[0], each[1]), self.inflation[at]
             )
         return found
 

@@ -34,16 +34,21 @@ def kish(weight: Any, squares: Any) -> Any:
     return np.divide(weight**2, squares, out=np.zeros_like(weight), where=squares > 0)
 
 
-def wilson(share: Any, count: Any) -> tuple[Any, Any]:
+def wilson(share: Any, count: Any, normal: float = NORMAL) -> tuple[Any, Any]:
     """Return the ends of the score intervals of shares (Wilson 1927, J. Am. Stat. Assoc. 22).
 
     SciPy's takes whole counts. Of no examples a share is anything.
     """
     share, count = np.asarray(share, np.float64), np.asarray(count, np.float64)
-    middle = share * count + NORMAL**2 / 2
-    inside = np.maximum(share * (1 - share), 0) * count + NORMAL**2 / 4
-    margin, whole = NORMAL * np.sqrt(inside), count + NORMAL**2
-    return np.maximum((middle - margin) / whole, 0), np.minimum((middle + margin) / whole, 1)
+    inside = np.maximum(share * (1 - share), 0) * count + normal**2 / 4
+    margin = normal * np.sqrt(inside) / (count + normal**2)
+    near = middle(share, count, normal)
+    return np.maximum(near - margin, 0), np.minimum(near + margin, 1)
+
+
+def middle(share: Any, count: Any, normal: float = NORMAL) -> Any:
+    """Return the middle of the score interval of a share."""
+    return (share * count + normal**2 / 2) / (count + normal**2)
 
 
 def of_share(share: float, count: float) -> Interval:
@@ -82,22 +87,16 @@ def below_one(value: float, error: float, count: float) -> Interval | None:
     return [1 - found[1], 1 - found[0]] if found else None
 
 
-def of_mean(
-    values: Any, ends: tuple[Any, Any], shares: Any, inflation: Any = 1.0, spread: float = 0.0
-) -> Interval:
+def of_mean(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
     """Return that of a mean of values from 0 to 1 by those of each of them (Zou and Donner 2008).
 
-    How far each end is from its value adds up by squares. `shares` of the values make 1,
-    `inflation` is of the squares, of values that vary together, and `spread` is the standard error
-    by the shares themselves.
+    How far each end is from its value adds up by squares; `inflation` is that of their sum for
+    values that vary together.
     """
-    values, shares = np.asarray(values), np.asarray(shares)
-    mean = float(shares @ values)
     low, high = (
-        np.sqrt(np.sum(inflation * (shares * (end - values)) ** 2) + (NORMAL * spread) ** 2)
-        for end in ends
+        float(np.sqrt(inflation * ((end - values) ** 2).sum())) / len(values) for end in ends
     )
-    return [max(mean - float(low), 0.0), min(mean + float(high), 1.0)]
+    return [max(float(values.mean()) - low, 0.0), min(float(values.mean()) + high, 1.0)]
 
 
 def _t(count: float) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 from trainer.tasks.exact import intervals
 from trainer.tasks.exact.intervals import Interval
@@ -118,12 +119,14 @@ class Calibration:
     def interval(self) -> Interval:
         """Return that of the mean, by those of the share of each bin.
 
-        Bins by which shares may be off by chance say nothing of the lower end.
+        Bins by which shares may be off by chance, any of them, say nothing of the lower end.
         """
         weight, sure, true, squares = self._bins()
-        shares, away = weight / weight.sum(), np.abs(sure - true)
-        low, high = intervals.wilson(true, intervals.kish(weight, squares))
+        shares, away, count = weight / weight.sum(), np.abs(sure - true), len(weight)
+        of_all = -float(special.ndtri((1 - intervals.CONFIDENCE) / 2 / count))
+        low, high = intervals.wilson(true, intervals.kish(weight, squares), of_all)
         least = np.maximum(np.maximum(low - sure, sure - high), 0)
+        low, high = intervals.wilson(true, intervals.kish(weight, squares))
         most = np.maximum(np.abs(low - sure), np.abs(high - sure))
         error = self.error()
         upper = error + float(np.sqrt(((shares * (most - away)) ** 2).sum()))

@@ -116,7 +116,8 @@ class OfClasses(Tally):
         self._labels, count = labels, len(labels)
         # Weights and their squares, of what is right, true and taken to be of each class.
         self._counts = np.zeros((2, 3, count))
-        self._means, self._calibration, self._scores = Moments(), Calibration(), Scores(count)
+        self._means, self._calibration = Moments(), Calibration()
+        self._scores = Scores(count, metrics.log_softmax)
 
     def add(self, part: Part) -> None:
         """Add some examples."""
@@ -132,7 +133,7 @@ class OfClasses(Tally):
             groups = ((labels[right], each[right]), (labels, each), (guess, each))
             self._counts[at] += [np.bincount(of, some, classes) for of, some in groups]
         self._calibration.add(right, np.exp(chances.max(axis=1)), weights)
-        self._scores.add(labels, chances, weights)
+        self._scores.add(labels, part.outputs, weights)
 
     def condense(self) -> None:
         """Hold few of the scores."""
@@ -143,11 +144,13 @@ class OfClasses(Tally):
         (loss, others, accuracy, top), errors = self._means.result()
         count, areas = self._means.count, self._scores.result()
         log_loss = intervals.above_zero(loss, errors[0], count, others)
+        shares = {"accuracy": accuracy}
+        if len(self._labels) > metrics.TOP:
+            shares[metrics.TOP_NAME] = top
         ends = {
             "log_loss": log_loss,
             "loss": log_loss,
-            "accuracy": intervals.of_share(accuracy, count),
-            "top_3_accuracy": intervals.of_share(top, count),
+            **{name: intervals.of_share(share, count) for name, share in shares.items()},
             **intervals_of_averages(self._counts),
             **areas.intervals("macro_"),
             "calibration_error": self._calibration.interval(),
@@ -156,8 +159,7 @@ class OfClasses(Tally):
         return {
             "metrics": {
                 "loss": loss,
-                "accuracy": accuracy,
-                "top_3_accuracy": top,
+                **shares,
                 **metrics.averages(right, true, taken),
                 **areas.metrics("macro_"),
                 "log_loss": loss,
@@ -172,27 +174,33 @@ class OfClasses(Tally):
 def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     """Return those of means over the classes, from `counts` [2, right true taken, classes].
 
-    Those are sums of weights and of their squares. An error lowers F1 of two classes at once, so
-    that these vary together.
+    Those are sums of weights and of their squares. The variance of a mean says how many examples
+    of one class would be as much, which have Wilson's interval (Kott and Carr 1997). An error
+    lowers F1 of two classes at once.
     """
     some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
     right, true, taken = some.transpose(1, 0, 2)
     found = {}
+    often = true[0] / true[0].sum()
+    weigh = {"macro": np.full(len(often), 1 / len(often)), "weighted": often}
     for name, whole in (("precision", taken), ("recall", true), ("f1", true + taken - right)):
-        shares = np.divide(right[0], whole[0], out=np.zeros(len(whole[0])), where=whole[0] > 0)
-        low, high = intervals.wilson(shares, intervals.kish(*whole))
-        together = 1.0 + shares if name == "f1" else 1.0
+        count, shares = intervals.kish(*whole), _divided(right[0], whole[0])
+        # Of a class that is always right some examples may still be wrong, and one that nothing was
+        # taken to be may have any precision.
+        smooth = intervals.middle(shares, count)
+        variance = smooth * (1 - smooth) / np.maximum(count, 1)
         if name == "f1":
-            shares, low, high = _f1(shares), _f1(low), _f1(high)
-        even = np.full(len(shares), 1 / len(shares))
-        often = true[0] / true[0].sum()
-        mean = often @ shares
-        # How often each class occurs varies as well.
-        spread = np.sqrt(often @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1))
-        found[f"macro_{name}"] = intervals.of_mean(shares, (low, high), even, together)
-        found[f"weighted_{name}"] = intervals.of_mean(
-            shares, (low, high), often, together, float(spread)
-        )
+            # It rises with the share of hits among what is true or taken.
+            variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
+            shares, smooth = _f1(shares), _f1(smooth)
+        for average, each in weigh.items():
+            mean, near = float(each @ shares), float(each @ smooth)
+            total = each**2 @ variance
+            if average == "weighted":
+                # How often each class occurs varies as well.
+                total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
+            effective = near * (1 - near) / total if total > 0 else 0.0
+            found[f"{average}_{name}"] = intervals.of_share(mean, effective)
     return {name: found[name] for name in metrics.AVERAGES}
 
 

@@ -107,13 +107,14 @@ class Search:
         there = [each for each in numbers if each <= len(items)]
         found = {number: np.zeros(len(rows)) for number in there}
         # Equal vectors have equal scores, whatever the order of their sums.
-        of_items, same = np.unique(of_items, axis=0, return_inverse=True)
+        as_bytes = np.ascontiguousarray(of_items).view(np.dtype((np.void, of_items[0].nbytes)))
+        _, first, same = np.unique(as_bytes.ravel(), return_index=True, return_inverse=True)
         takers, user, counts = np.unique(rows, return_inverse=True, return_counts=True)
         ends, size = np.cumsum(counts), max(1, at_once // max(1, len(items)))
         for begin in range(0, len(takers) if there else 0, size):
             some = takers[begin : begin + size]
             pairs = slice(ends[begin] - counts[begin], ends[begin + len(some) - 1])
-            scores = (of_users[some] @ of_items.T)[:, same.ravel()]
+            scores = (of_users[some] @ of_items[first].T)[:, same]
             at = user[pairs] - begin
             own = scores[at, columns[pairs]]
             for number in there:
