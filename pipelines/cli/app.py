@@ -176,13 +176,14 @@ def _comparison_table(found: Comparison) -> Table:
 def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
     """Return the values of a metric, each with its difference to the first."""
     from trainer.report.headline import difference
-    from trainer.report.wording import side_by_side
+    from trainer.report.wording import like, side_by_side
 
-    interval = next(filter(None, intervals or ()), None)
+    first = row[0] if isinstance(row[0], float) else 0.0
+    interval = next(filter(None, intervals or ()), like(first))
     texts = [text for text, _ in side_by_side(row, interval, "")]
     return [
-        f"{text} ({'+' if value > row[0] else '-'}{difference(value - row[0], interval)})"
-        if isinstance(value, float) and isinstance(row[0], float) and value != row[0]
+        f"{text} ({'+' if value > first else '-'}{difference(value - first, interval)})"
+        if isinstance(value, float) and isinstance(row[0], float) and value != first
         else text
         for value, text in zip(row, texts, strict=True)
     ]

@@ -72,7 +72,7 @@ def show_model(
 ) -> Answer:
     """Show one version with its lineage; the champion when left out."""
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal, display_path
@@ -83,7 +83,7 @@ def show_model(
     row = asdict(found.version)
     facts = {"name": name, "version": row["version"], "measured": row["measured"]}
     facts["verdict"] = "champion" if row["champion"] else "registered"
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items():
         if key != "measured":
             text = rounded(value) if key == "metrics" else formatted(value)

@@ -129,7 +129,7 @@ def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answe
 
 
 def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
-    from pipelines.cli.display import Terminal
+    from pipelines.cli.display import Terminal, verdict_lines
     from pipelines.sweeps import local
 
     begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
@@ -149,6 +149,8 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
         Terminal().print(_table(begun.sweep))
     for line in _closing_lines(begun.sweep, result, workdir):
         say(f"flotilla: {line}")
+    for line in verdict_lines(result) if result.measured else ():
+        errors.print(line, soft_wrap=True)
     return _answer(begun.sweep, result)
 
 
@@ -176,7 +178,7 @@ def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
     if best and best.last:
         lines.append(f"best: trial {best.number} ({_value(sweep, best.last)}), run {best.run_id}")
         lines.append(f"the same again: {sweep.command()}")
-    if result.status not in ("blessed", "done"):
+    if result.status not in ("blessed", "done") and not result.reasons:
         message = result.message
         is_said = not message or message.startswith(result.status)
         lines.append(message or result.status if is_said else f"{result.status}: {message}")

@@ -54,6 +54,6 @@ def test_metrics_are_side_by_side_and_settings_where_they_differ(compare):
     assert table["settings"] == {"training.steps": [100, 200]}
     assert table["cost"]["tasks"] == [{"ps": 1, "worker": 2, "chief": 1}] * 2
     lines = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
-    assert lines["test: accuracy"] == ["(+0.01)", "best"]
+    assert lines["test: accuracy"] == ["(+0.0100)", "best"]
     assert (found["main_metric"], found["best"]) == ("accuracy", [RUNS[1]])
     assert lines["training.steps"] == ["100", "200"]

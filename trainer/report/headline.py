@@ -258,10 +258,15 @@ def _scored(evaluation: Facts, baseline: Facts) -> str:
 
 def _unjudged(champion: Facts) -> list[str]:
     """Name the classes of which there are too few examples to say whether they were lost."""
-    few = [each for each in champion.get("classes") or () if each.get("judged") is False]
+    few = [
+        each
+        for each in champion.get("classes") or ()
+        if each.get("judged") is False and not each.get("lost")
+    ]
     if not few:
         return []
+    count = max(number((champion.get("class_counts") or {}).get("not_judged")) or 0, len(few))
     first = [f"{named(each.get('label'))} ({each.get('examples')})" for each in few[:_MOST_CLASSES]]
     names = ", ".join(first)
-    more = f" and {len(few) - len(first)} more" if len(few) > len(first) else ""
+    more = f" and {count - len(first):.0f} more" if count > len(first) else ""
     return [f"Too few test examples to say whether the model has lost a class: {names}{more}."]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.report.charts import number
-from trainer.report.wording import apart, capital, formatted, interval_text, named, spoken
+from trainer.report.wording import apart, capital, formatted, interval_text, like, named, spoken
 
 #: The keys of the rules that compare.
 CONSTANT = "gate.constant"
@@ -122,7 +122,7 @@ def _compared(rule: Facts, opponent: str, interval: object) -> str:
     own, other = _finite(found.get("own")), _finite(found.get("other"))
     begin, than = f"{capital(metric)}", f" than that of {opponent}"
     if own is not None and other is not None:
-        mine, theirs = apart(own, other, interval=interval)
+        mine, theirs = apart(own, other, interval=interval or like(own))
         answer = f" ({named(found['answer'])})" if found.get("answer") else ""
         begin, than = f"{begin} is {mine}, that of {opponent}{answer} {theirs}; it", ""
     bound, threshold = _finite(rule.get("value")), _finite(rule.get("threshold"))

@@ -89,7 +89,8 @@ def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[t
     """Return values as texts that show which is larger, and of each whether it is the best."""
     plain = [each if isinstance(each, float) and math.isfinite(each) else None for each in values]
     known = [each for each in plain if each is not None]
-    texts = iter(apart(*known, interval=interval, most=_COMPARED_DIGITS))
+    places = interval or like(known[0] if known else 0.0)
+    texts = iter(apart(*known, interval=places, most=_COMPARED_DIGITS))
     best = (min if better == "lower" else max)(known, default=None)
     return [
         (rounded(value), False)

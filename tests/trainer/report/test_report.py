@@ -126,7 +126,7 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
     head = page.words.index("Metric")
     assert page.words[head : head + 12] == [
         "Metric", "Model", "Interval", "Champion", "Constant", "Linear",
-        "Loss", "0.3", "-", "0.4", "0.25", "AUC",
+        "Loss", "0.3000", "-", "0.4000", "0.2500", "AUC",
     ]  # fmt: skip
     for words in [
         "Positive class: churned, from a probability of 0.31, chosen on 1000 validation examples.",

@@ -50,7 +50,7 @@ ERROR = {"metric": "mean_absolute_error", "own": 46.93, "other": 44.1}
         (
             {**MARGINAL, "metric": "mean_absolute_error_difference", "bound": "max",
              "value": 3.14, "threshold": 1.0, "found": ERROR},
-            "Mean absolute error is 46.93, that of the champion 44.1; it may be up to 3.1 higher, "
+            "Mean absolute error is 46.93, that of the champion 44.10; it may be up to 3.1 higher, "
             "and only 1.0 is allowed (gate.champion.margin).",
         ),
         (
@@ -69,16 +69,16 @@ ERROR = {"metric": "mean_absolute_error", "own": 46.93, "other": 44.1}
              "threshold": 0, "value": -0.004,
              "found": {"metric": "average_precision", "own": 0.0312, "other": 0.03,
                        "answer": "0.03 for 'yes'", "examples": 360, "needed": 2000}},
-            "Average precision is 0.0312, that of a constant (0.03 for 'yes') 0.03; it may be up "
-            "to 0.0040 lower, and has to be higher (gate.constant). 360 test examples are too few "
-            "to be sure; about 2,000 would do.",
+            "Average precision is 0.03120, that of a constant (0.03 for 'yes') 0.03000; it may be "
+            "up to 0.0040 lower, and has to be higher (gate.constant). 360 test examples are too "
+            "few to be sure; about 2,000 would do.",
         ),
         (
             {"metric": "recall_difference@label=churned", "key": CLASS_MARGIN, "bound": "min",
              "threshold": -0.32, "value": -0.62,
              "found": {"metric": "recall", "label": "churned", "own": 0.1, "other": 0.65}},
-            "Recall of the class churned is 0.1, that of the champion 0.65; it may be up to 0.62 "
-            "lower, and only 0.32 is allowed (gate.champion.class_margin).",
+            "Recall of the class churned is 0.1000, that of the champion 0.6500; it may be up to "
+            "0.62 lower, and only 0.32 is allowed (gate.champion.class_margin).",
         ),
         ({"metric": "labelled", "value": 1, "threshold": 1, "bound": "min", "passed": True},
          "There are as many labels as the model has outputs."),

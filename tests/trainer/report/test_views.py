@@ -282,7 +282,7 @@ def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says() -> None:
     assert "Label\nPredicted\nLoss\nError\n1.5\n3\n2.25\n1.5" in page.text
     assert EVIL not in html
     first = page.words.index("Mean absolute error")
-    assert page.words[first + 1 : first + 4] == ["1", "Loss", "2"]
+    assert page.words[first + 1 : first + 4] == ["1.000", "Loss", "2.000"]
 
 
 def test_the_weakest_parts_have_the_worst_value_whatever_its_direction() -> None:
