@@ -64,8 +64,7 @@ def published(folder, columns, targets=("label",), *, test=TEST, classes=None, *
     uri = storage.uri_of(folder / "dataset")
     storage.publish(source, uri, kind="dataset", fields=fields)
     spec = DatasetSpec.from_manifest(storage.read_manifest(uri))
-    files = [folder / "dataset" / name for name in spec.files("test")]
-    return Splits(spec=spec, uri=uri, test=files, scratch=folder / "scratch")
+    return Splits(spec=spec, uri=uri, scratch=folder / "scratch")
 
 
 def in_order(values, test=TEST):

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -36,12 +36,16 @@ from trainer.baselines.fitting import (
     labels_of,
 )
 from trainer.baselines.rows import Clock, NoBaselineError, Rows, Splits, batches, training_rows
-from trainer.tasks.base import Task
+from trainer.data.read import stage_shards
+from trainer.tasks.base import Floats, Task
 from trainer.tasks.regression import Regression
 from trainer.tasks.retrieval.recommendation import Recommendation
 
 #: For all baselines together; measuring what they answer comes to it.
 SECONDS = 20.0
+# Of what is left, that fitting may take; answering takes the rest.
+_SHARE = 0.8
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Training examples, and test examples.
 MOST_ROWS = 100_000
 # Columns times rows times trees of one iteration: 0.1 s of a core.
@@ -51,11 +55,20 @@ _FEWEST_ROWS = 1000
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 
+class Answers(NamedTuple):
+    """Outputs for examples, with their labels and weights."""
+
+    labels: Any
+    outputs: Any
+    weights: Floats
+
+
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A baseline: what it learnt of, in how many seconds, and its outputs for test examples.
+    """A baseline: of how many rows it has learnt, and in how many seconds it was done.
 
-    `skipped` says why there are none. Outputs are those of the task for the first test examples.
+    `skipped` says why it was not. Outputs are those of the task for the first test examples, and
+    `validation` is what it answers where a threshold is chosen.
     """
 
     name: str
@@ -64,24 +77,28 @@ class Baseline:
     of_rows: int = 0
     seconds: float = 0.0
     outputs: Any = None
+    validation: Answers | None = None
     skipped: str = ""
 
 
 def baselines_of(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
     """Fit the baselines of a task to training examples, and let them answer the first test ones."""
+    # Of libraries that are loaded later the threads are not limited.
+    from sklearn import ensemble, linear_model  # noqa: F401, PLC0415
+
     clock = Clock(seconds)
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")
         try:
-            chosen = _ways(task, splits, clock)
-            found = [*_fitted(chosen.ways, splits.spec.examples("train"), clock)]
-            return _answered(found, splits, chosen, clock)
+            chosen = _chosen(task, splits, clock)
         # A model that was trained for hours is not lost for it.
         except Exception as error:
             return [Baseline(name="baseline", skipped=_why(error))]
-
-
-_Fit = tuple[Baseline, Answer | None]
+        shares = [_SHARE / count for count in range(len(chosen.ways), 0, -1)]
+        return [
+            _made(way, chosen, splits, clock, share)
+            for way, share in zip(chosen.ways, shares, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +106,6 @@ class _Way:
     name: str
     made_by: str
     fit: Callable[[Clock], tuple[Answer, int]]
-    of_the_time: float
 
 
 def _why(error: Exception) -> str:
@@ -98,19 +114,24 @@ def _why(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """The baselines of a task, the features that they take, and how many test rows they answer."""
+    """The baselines of a task, the features that they take, and how many rows they answer.
+
+    `decides` is whether they decide by a threshold.
+    """
 
     ways: Sequence[_Way]
     names: Sequence[str]
     answered: int
+    decides: bool
 
 
-def _ways(task: Task, splits: Splits, clock: Clock) -> _Chosen:
+def _chosen(task: Task, splits: Splits, clock: Clock) -> _Chosen:
     spec = splits.spec
     if isinstance(task, Recommendation):
         rows = training_rows(splits, task.columns, _MOST_PAIRS, clock)
         most = min(MOST_ROWS, _MOST_OUTPUTS // (1 + 2 * recommending.FACTORS))
-        return _Chosen(ways=_of_pairs(task, rows), names=task.columns, answered=most)
+        ways = _of_pairs(task, rows)
+        return _Chosen(ways=ways, names=task.columns, answered=most, decides=True)
     if (count := labels_of(task)) > MOST_NUMBERS:
         raise NoBaselineError(f"none is for {count} numbers at once")
     names = columns.usable(spec)
@@ -126,6 +147,7 @@ def _ways(task: Task, splits: Splits, clock: Clock) -> _Chosen:
         ways=_of_columns(task, known, rows, without),
         names=names,
         answered=min(most, _MOST_OUTPUTS // max(classes, count)),
+        decides=any(part.positive_by for part in task.parts.values()),
     )
 
 
@@ -146,7 +168,6 @@ def _of_columns(task: Task, known: Columns, rows: Rows, without: Sequence[str]) 
                 + (" of TF-IDF" if texts and known.texts else "")
                 + (f", without {', '.join(left_out)}" if left_out else ""),
                 fit=partial(fitted, kind(known), task, rows),
-                of_the_time=0.4 if texts else 0.8,
             )
         )
     return ways
@@ -157,7 +178,7 @@ def _of_pairs(task: Recommendation, rows: Rows) -> list[_Way]:
         def fit(clock: Clock) -> tuple[Answer, int]:
             return make(task, rows, clock), rows.count
 
-        return _Way(name=name, made_by=made_by, fit=fit, of_the_time=0.5)
+        return _Way(name=name, made_by=made_by, fit=fit)
 
     return [
         way("popularity", "counts of the training examples", recommending.popularity),
@@ -165,42 +186,29 @@ def _of_pairs(task: Recommendation, rows: Rows) -> list[_Way]:
     ]
 
 
-def _fitted(ways: Sequence[_Way], of_rows: int, clock: Clock) -> Iterator[_Fit]:
-    for way in ways:
-        began = time.monotonic()
-        made = Baseline(name=way.name, made_by=way.made_by, of_rows=of_rows)
-        try:
-            answer, count = way.fit(clock.share(way.of_the_time))
-        except Exception as error:
-            yield replace(made, skipped=_why(error)), None
-            continue
-        yield replace(made, rows=count, seconds=time.monotonic() - began), answer
+def _made(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float) -> Baseline:
+    """Fit a baseline within a share of the time that is left, and let it answer."""
+    made = Baseline(name=way.name, made_by=way.made_by, of_rows=splits.spec.examples(TRAIN))
+    began = time.monotonic()
+    try:
+        answer, rows = way.fit(clock.share(share))
+        validation = None
+        if chosen.decides and splits.spec.examples(VALIDATION):
+            validation = _answers(answer, splits, VALIDATION, chosen, clock)
+        outputs = _answers(answer, splits, TEST, chosen, clock).outputs
+    except Exception as error:
+        return replace(made, skipped=_why(error))
+    seconds = time.monotonic() - began
+    return replace(made, rows=rows, seconds=seconds, outputs=outputs, validation=validation)
 
 
-def _answered(
-    fits: Sequence[_Fit], splits: Splits, chosen: _Chosen, clock: Clock
-) -> list[Baseline]:
-    """Let all answer the first test examples, of which each shard has a random order."""
-    made, outputs = [each for each, _ in fits], [list[Any]() for _ in fits]
-    examples = splits.spec.examples("test")
-    drawn = np.arange(examples) < chosen.answered
-    for rows in batches(splits.spec, splits.test, chosen.names, drawn):
-        for place, (_, answer) in enumerate(fits):
-            if answer is None or made[place].skipped:
-                continue
-            began = time.monotonic()
-            try:
-                clock.check()
-                outputs[place].append(answer(rows, clock))
-            except Exception as error:
-                made[place] = replace(made[place], skipped=_why(error))
-            spent = made[place].seconds + time.monotonic() - began
-            made[place] = replace(made[place], seconds=spent)
-    return [
-        each if each.skipped else replace(each, outputs=_joined(given))
-        for each, given in zip(made, outputs, strict=True)
-    ]
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return tf.nest.map_structure(lambda *each: np.concatenate(each), *parts)
+def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
+    """Return answers to the first examples of a split, of which each shard has a random order."""
+    drawn = np.arange(splits.spec.examples(split)) < chosen.answered
+    files = stage_shards(splits.uri, splits.scratch / split, split)
+    found = []
+    for rows in batches(splits.spec, files, chosen.names, drawn):
+        clock.check()
+        found.append(Answers(rows.labels, answer(rows, clock), rows.weights))
+    joined: Answers = tf.nest.map_structure(lambda *each: np.concatenate(each), *found)
+    return joined

@@ -77,11 +77,10 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Where a dataset has its examples: published at `uri`, those to test on fetched already."""
+    """Where a dataset has its examples, and a folder on this machine to fetch them into."""
 
     spec: DatasetSpec
     uri: str
-    test: Sequence[Path]
     scratch: Path
 
 
@@ -103,13 +102,14 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
         examples, size = examples + count, size + sizes[name]
     if not examples:
         raise NoBaselineError(f"a training shard has more than {_MOST_BYTES >> 20} MiB")
-    storage.fetch(splits.uri, splits.scratch, only=set(files).__contains__, manifest=manifest)
+    folder = splits.scratch / SPLIT
+    storage.fetch(splits.uri, folder, only=set(files).__contains__, manifest=manifest)
     most = min(most, _MOST_READ * examples // size)
     drawn = np.zeros(examples, np.bool_)
     chosen = np.random.default_rng(0).choice(examples, min(most, examples), replace=False)
     drawn[chosen] = True
     parts = []
-    for rows in batches(spec, [splits.scratch / name for name in files], names, drawn):
+    for rows in batches(spec, [folder / name for name in files], names, drawn):
         clock.check()
         parts.append(rows.at(rows.weights > 0))
     found = _joined(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,11 @@ import tensorflow as tf
 
 from trainer.baselines.baselines import Baseline, baselines_of
 from trainer.baselines.rows import Splits
-from trainer.config.thresholds import ChampionRule
+from trainer.config.thresholds import SHARES, ChampionRule
 from trainer.errors import UserError
 from trainer.evaluation.comparison import Opponents, compare
 from trainer.evaluation.predictions import measured
+from trainer.evaluation.threshold import chosen_by
 from trainer.tasks.base import Examples, Part
 from trainer.tasks.objective import Objective, at
 
@@ -67,21 +69,31 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
     count = len(tf.nest.flatten(baseline.outputs)[0])
     model = _First(examples=own, count=count)
     other = _First(examples=own, count=count, outputs=baseline.outputs)
+    theirs = objective
+    if baseline.validation:
+        decided = [name for name, part in objective.task.parts.items() if part.positive_by]
+        theirs = objective.at(chosen_by(decided, *baseline.validation))
     try:
-        metrics = measured(objective, other)["metrics"]
-        paired = _paired(objective, model, other)
+        metrics = measured(theirs, other)["metrics"]
+        paired = _paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
     # As few users or items as a sample has may define no metric.
     except UserError as error:
         return {**found, "skipped": str(error)}
 
 
-def _paired(objective: Objective, model: Examples, other: Examples) -> dict[str, Any]:
+def _paired(
+    objective: Objective, model: Examples, theirs: Objective, other: Examples
+) -> dict[str, Any]:
     """Return what `compare` does of the model, with the `interval` of the difference."""
-    first = compare(Opponents(objective=objective, own=model, other=other), _RULE)
-    turned = compare(Opponents(objective=objective, own=other, other=model), _RULE)
+    first = compare(Opponents(objective=objective, own=model, other=other, theirs=theirs), _RULE)
+    turned = compare(Opponents(objective=theirs, own=other, other=model, theirs=objective), _RULE)
     bounds = first["bound"], turned["bound"]
-    return {**first, "interval": None if None in bounds else sorted((bounds[0], -bounds[1]))}
+    if None in bounds:
+        return {**first, "interval": None}
+    most = 1.0 if first["metric"].endswith(SHARES) else math.inf
+    interval = sorted(min(max(each, -most), most) for each in (bounds[0], -bounds[1]))
+    return {**first, "interval": interval}
 
 
 def _is_worse(paired: dict[str, Any]) -> bool:

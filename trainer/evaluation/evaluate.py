@@ -99,7 +99,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
             beaten = constant.is_beaten(summary["constant"], there.get("metrics", {}))
             summary["constant"]["champion"] = beaten
         if config.evaluation.baseline == "auto":
-            splits = Splits(spec=spec, uri=dataset, test=files, scratch=scratch / "train")
+            splits = Splits(spec=spec, uri=dataset, scratch=scratch)
             summary["baselines"] = judged_baselines(objective, found.own, splits)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}

@@ -64,6 +64,18 @@ def thresholds_of(  # noqa: PLR0913, PLR0917
     }
 
 
+def chosen_by(
+    parts: Iterable[str], labels: Any, outputs: Any, weights: Any
+) -> dict[str, Threshold]:
+    """Return the threshold of each output by what one model gives for validation examples."""
+    found = {}
+    for name in parts:
+        true, logits = (each[name] if name else each for each in (labels, outputs))
+        value = best(*_columns(true, logits, weights))
+        found[name] = Threshold() if value is None else Threshold(value, SPLIT, len(weights))
+    return found
+
+
 def _columns(labels: Any, outputs: Any, weights: Any) -> tuple[Array, Floats, Floats]:
     sure = tf.sigmoid(outputs[:, 0]).numpy()
     weighs = np.ones(len(sure)) if weights is None else np.asarray(weights, np.float64).ravel()

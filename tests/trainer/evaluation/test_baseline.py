@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from tests.trainer.tasks.measuring import InParts, target
-from trainer.baselines.baselines import Baseline
+from trainer.baselines.baselines import Answers, Baseline
 from trainer.evaluation import baseline
 from trainer.report import headline, report
+from trainer.tasks.binary_classification import BinaryClassification, Threshold
 from trainer.tasks.classification import Classification
 from trainer.tasks.objective import Objective
 
@@ -65,6 +66,22 @@ def test_the_report_says_so_where_the_model_loses_by_more_than_the_interval(monk
         page = report.render({"evaluation": evaluation, "metrics": evaluation["metrics"]})
         assert "gradient boosting" in page.lower()
     assert rows[0]["paired"]["interval"] is not None
+
+
+def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
+    yes = (CLASS == 0).astype("int64")
+    # All of its probabilities are below a half, and that of the model's threshold.
+    low = (RANDOM.normal(size=(COUNT, 1)) + 4 * yes[:, np.newaxis] - 6).astype("float32")
+    answers = Answers(yes, low, np.ones(COUNT))
+    objective = Objective(BinaryClassification(target(yes))).at({"": Threshold(0.9)})
+    rows = []
+    for validation in (None, answers):
+        simple = Baseline(name="linear", outputs=low, validation=validation)
+        monkeypatch.setattr(baseline, "baselines_of", lambda *_, found=simple: [found])
+        rows += baseline.judged_baselines(objective, InParts(yes, -low), None)
+    assert rows[0]["metrics"]["recall"] == 0
+    assert rows[1]["metrics"]["f1"] > 0.9
+    assert rows[0]["metrics"]["auc"] == rows[1]["metrics"]["auc"]
 
 
 def test_one_that_is_skipped_says_why(monkeypatch):
