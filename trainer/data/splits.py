@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,17 +19,6 @@ from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError, UserError
 
 TRAIN, VALIDATION, TEST = range(len(SPLITS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Where every example goes.
-
-    `targets` has for each split of the source that is read an array over its examples, in order,
-    of indexes into `SPLITS`.
-    """
-
-    targets: Mapping[str, NDArray[np.int8]]
 
 
 def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
@@ -55,10 +43,14 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
     return {"train": shards} | {split: count for split, count in others.items() if count}
 
 
-def plan(name: str, sizes: Mapping[str, int], *, validation: float, seed: int) -> Plan:
+def plan(
+    name: str, sizes: Mapping[str, int], *, validation: float, seed: int
+) -> dict[str, NDArray[np.int8]]:
     """Draw validation, and test where the source has none, from the training split.
 
     A validation split of the source's own is taken as it is, where it has a test split as well.
+    For each split of the source that is read there are its examples, in order, as indexes into
+    `SPLITS`.
 
     Args:
         name: of the dataset, for errors.
@@ -84,7 +76,7 @@ def plan(name: str, sizes: Mapping[str, int], *, validation: float, seed: int) -
         targets["validation"] = np.full(source["validation"], VALIDATION, np.int8)
     if test_source:
         targets[test_source] = np.full(source[test_source], TEST, np.int8)
-    return Plan(targets=targets)
+    return targets
 
 
 def _held_out(examples: int, validation: float) -> int:

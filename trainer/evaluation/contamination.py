@@ -18,6 +18,7 @@ from trainer.config.data_gate import DataGateConfig
 from trainer.data_gate.examples import Copies, copied, copied_only, shared
 from trainer.data_gate.profile import DatasetProfile, SplitProfile, profile_of
 from trainer.errors import UserError
+from trainer.report.wording import rounded, spoken
 
 _TRAIN, _TEST = "train", "test"
 _GENERATIONS = 20
@@ -107,11 +108,13 @@ class Judges:
         there = _described(own["examples"], own["spans"])
         here = _described(self.dataset.examples(_TEST), self.dataset.spans)
         value = own["metrics"].get(metric)
-        both = "" if value is None or now is None else f": {metric} {value:.4g} there, {now:.4g}"
-        return (
+        line = (
             f"The champion was judged on other test examples in its own run of {own['date']} "
-            f"({there}) than here ({here}){both}{' here' if both else ''}"
+            f"({there}) than here ({here})"
         )
+        if value is None or now is None:
+            return line
+        return f"{line}: {spoken(metric)} {rounded(value)} there, {rounded(now)} here"
 
 
 def _described(examples: int, spans: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ def shards_of(found, shards):
 
 
 def count(found, which):
-    return sum(int((targets == which).sum()) for targets in found.targets.values())
+    return sum(int((targets == which).sum()) for targets in found.values())
 
 
 def test_a_share_of_training_becomes_validation():
@@ -50,14 +50,14 @@ def test_no_validation():
 
 def test_the_sources_own_test_split_is_used_whole():
     found = drawn({"train": 100, "test": 20})
-    assert set(found.targets) == {"train", "test"}
-    assert (found.targets["test"] == TEST).all()
+    assert set(found) == {"train", "test"}
+    assert (found["test"] == TEST).all()
 
 
 def test_the_sources_own_validation_split_is_used_whole():
     found = drawn({"train": 100, "test": 20, "validation": 30})
     assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [100, 30, 20]
-    assert (found.targets["validation"] == VALIDATION).all()
+    assert (found["validation"] == VALIDATION).all()
 
 
 def test_no_validation_leaves_the_sources_own_out():
@@ -67,35 +67,35 @@ def test_no_validation_leaves_the_sources_own_out():
 
 def test_the_sources_validation_is_the_test_where_there_is_no_other():
     found = drawn({"train": 100, "validation": 30})
-    assert (found.targets["validation"] == TEST).all()
+    assert (found["validation"] == TEST).all()
     assert count(found, VALIDATION) == 10
 
 
 def test_an_empty_test_split_is_none():
-    assert (drawn({"train": 100, "test": 0, "validation": 30}).targets["validation"] == TEST).all()
+    assert (drawn({"train": 100, "test": 0, "validation": 30})["validation"] == TEST).all()
 
 
 def test_test_is_drawn_from_training_as_large_as_validation():
     found = drawn({"train": 100, "unsupervised": 50}, validation=0.2)
-    assert set(found.targets) == {"train"}
+    assert set(found) == {"train"}
     assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [60, 20, 20]
 
 
 def test_the_draw_follows_the_seed():
     sizes = {"train": 1000, "test": 5}
-    first, same, other = (drawn(sizes, seed=seed).targets["train"] for seed in (3, 3, 4))
+    first, same, other = (drawn(sizes, seed=seed)["train"] for seed in (3, 3, 4))
     assert np.array_equal(first, same)
     assert not np.array_equal(first, other)
 
 
 def test_the_draw_is_spread_over_the_source():
-    chosen = np.flatnonzero(drawn({"train": 10_000, "test": 5}).targets["train"] == VALIDATION)
+    chosen = np.flatnonzero(drawn({"train": 10_000, "test": 5})["train"] == VALIDATION)
     assert abs(chosen.mean() - 5000) < 500
 
 
 def test_the_draw_never_changes():
     # The same configuration has to give the same data with every version of the libraries.
-    chosen = drawn({"train": 20, "test": 5}, validation=4, seed=7).targets["train"]
+    chosen = drawn({"train": 20, "test": 5}, validation=4, seed=7)["train"]
     assert np.flatnonzero(chosen == VALIDATION).tolist() == [1, 2, 5, 17]
 
 
@@ -159,7 +159,7 @@ def test_every_example_goes_to_one_place(train, test, validation, shards, seed):
         written = shards_of(found, shards)
     except UserError:
         return
-    assert {name: len(targets) for name, targets in found.targets.items()} == {
+    assert {name: len(targets) for name, targets in found.items()} == {
         name: size for name, size in sizes.items() if size
     }
     counts = {

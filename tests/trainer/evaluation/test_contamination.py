@@ -107,7 +107,7 @@ def test_another_seed_counts_the_examples_that_the_champion_was_trained_on(tmp_p
     )
     # Of its own test examples most are others now.
     assert len(remarks) == 2
-    assert remarks[1].endswith(": auc 0.9 there, 0.8 here")
+    assert remarks[1].endswith(": AUC 0.9 there, 0.8 here")
 
 
 def test_a_few_examples_are_counted(tmp_path):

@@ -7,6 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trainer.config.data import DataConfig
 from trainer.data import features
 from trainer.data.builders import datasets
@@ -15,7 +18,7 @@ from trainer.data.builders.png import quicken
 from trainer.data.features import Selection
 from trainer.data.preparation.beam import pipeline_options
 from trainer.data.source import Batch, Part, Source
-from trainer.data.splits import Plan, plan
+from trainer.data.splits import plan
 
 # Of a part in memory, as far as that is known.
 PART_BYTES = 64 << 20
@@ -62,7 +65,7 @@ class BuilderSource(Source):
         size = max(1, PART_BYTES // max(1, selection.example_bytes))
         ranges = [
             (origin, first, min(first + size, len(targets)))
-            for origin, targets in self._plan().targets.items()
+            for origin, targets in self._plan().items()
             for first in range(0, len(targets), size)
         ]
         return [
@@ -72,7 +75,7 @@ class BuilderSource(Source):
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a range."""
-        splits = self._plan().targets[part.origin]
+        splits = self._plan()[part.origin]
         at, end = part.where["first"], part.where["end"]
         for columns in self._batches(selection, part.origin, at, end):
             # Those for `data.map` have no targets.
@@ -92,7 +95,7 @@ class BuilderSource(Source):
 
         yield from batches(self.name, self._builder, selection, split, first, end)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> dict[str, NDArray[np.int8]]:
         if datasets.is_drawn(self._builder):
             sizes = dict(self._builder.sizes)
         else:
