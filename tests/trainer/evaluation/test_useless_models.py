@@ -8,14 +8,17 @@ import json
 import numpy as np
 import pytest
 
+from tests.trainer import small_run
 from tests.trainer.tasks.measuring import target
 from trainer import storage
 from trainer.config.load import parse_config
+from trainer.errors import UserError
+from trainer.evaluation import constant
 from trainer.evaluation.champion import Champion, compared
-from trainer.evaluation.evaluate import summarized
+from trainer.evaluation.evaluate import evaluate, summarized
 from trainer.evaluation.predictions import Predictions, unsound
 from trainer.promotion import gate
-from trainer.report.rules import CONSTANT
+from trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
 from trainer.tasks.base import Part, Task, Whole
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.classification import Classification
@@ -93,6 +96,8 @@ def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rul
     if champion is not None:
         there = Champion(uri="file:///champion", answer=None, incomparable="")
         summary["champion"] = compared(there, objective, found, config.gate.champion)
+        beaten = constant.is_beaten(summary["constant"], summary["champion"]["metrics"])
+        summary["constant"]["champion"] = beaten
     (folder / "measured").mkdir()
     (folder / "measured" / "metrics.json").write_text(json.dumps(summary))
     evaluation = storage.uri_of(folder / "evaluation")
@@ -129,6 +134,9 @@ USELESS = {
         SequenceLabelling(target(PLACES, num_classes=3)), PLACES, noise(6, 3),
     ),
     "a task of the user's, the mean": (OwnTask(target(SIZES)), SIZES, 30 + noise(1) / 100),
+    "scores at random": (
+        Ranking(target(YES, num_classes=2), group="query"), YES, noise(1), {"query": QUERIES},
+    ),
     "popularity only": (
         recommender(), TAKEN,
         np.stack([LIKED[ITEMS], np.ones(COUNT), LIKED[ITEMS]], axis=1).astype("float32"),
@@ -194,3 +202,50 @@ def test_several_outputs_have_to_beat_their_constants_together(tmp_path):
         size = 20 + strength * (SIZES[:, np.newaxis] - 20)
         decision = decided(tmp_path / name, task, labels, {"kind": kind, "size": size})
         assert decision.blessed is blessed, decision.reasons
+
+
+# The case of 28,000 rows of which 280 are positive: a fifth of them judges.
+FINDS = logits(RARE, 4, -6)
+FINDS_NOTHING = noise(1, count=RARE_COUNT)[::-1] - 6
+
+
+def test_a_model_that_finds_nothing_does_not_take_the_place_of_one_that_finds_something(tmp_path):
+    (tmp_path / "first").mkdir()
+    first = decided(tmp_path / "first", OF_RARE, RARE, FINDS)
+    assert first.blessed
+    assert first.rules[0].metric == "average_precision_over_constant"
+    decision = decided(tmp_path, OF_RARE, RARE, FINDS_NOTHING, champion=FINDS)
+    assert not decision.blessed
+    failed = {rule.key for rule in decision.rules if not rule.passed}
+    assert {CONSTANT, MARGIN} <= failed
+    assert "it does not beat a constant" in decision.headline
+
+
+def test_a_class_that_the_champion_finds_is_not_lost(tmp_path):
+    champion = 4 * one_hot(CLASS, 4) + noise(4)
+    # Better on all others, so that no mean over the examples tells it.
+    challenger = 9 * one_hot(np.where(CLASS == 3, 0, CLASS), 4) + noise(4) / 9
+    decision = decided(tmp_path, CLASSES, CLASS, challenger, champion=champion)
+    failed = [rule for rule in decision.rules if not rule.passed]
+    assert [rule.key for rule in failed if rule.found.get("label") == "3"] == [CLASS_MARGIN]
+
+
+def test_a_champion_that_does_not_beat_a_constant_is_said_to_be_so(tmp_path):
+    nothing = np.zeros((COUNT, 1), "float32")
+    decision = decided(tmp_path, BINARY, YES, logits(YES, 2), champion=nothing)
+    assert decision.blessed, decision.reasons
+    assert any("The champion does not beat a constant in AUC" in note for note in decision.notes)
+
+
+def test_numbers_that_are_not_finite_for_some_examples_end_the_evaluation(tmp_path):
+    run = small_run.small_run(tmp_path / "run")
+    kernel = run.model.variables[0].numpy()
+    shares = (run.images.reshape(len(run.images), -1) > 0).mean(axis=0)
+    # Each weight is finite, as a checkpoint has to be; their sum is not, where some are lit.
+    kernel[(shares > 0) & (shares < 0.9)] = 3e38
+    run.model.variables[0].assign(kernel)
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model)
+    with pytest.raises(UserError, match=r"no finite numbers for \d+ of 97 test examples"):
+        evaluate(
+            run.config, run.dataset, checkpoint, storage.uri_of(tmp_path / "evaluation"), tmp_path
+        )
