@@ -242,10 +242,10 @@ def test_numbers_that_are_not_finite_for_some_examples_end_the_evaluation(tmp_pa
     kernel = run.model.variables[0].numpy()
     shares = (run.images.reshape(len(run.images), -1) > 0).mean(axis=0)
     # Each weight is finite, as a checkpoint has to be; their sum is not, where some are lit.
-    kernel[(shares > 0) & (shares < 0.9)] = 3e38
+    kernel[(shares > 0) & (shares < 0.4)] = 3e38
     run.model.variables[0].assign(kernel)
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model)
-    with pytest.raises(UserError, match=r"no finite numbers for \d+ of 97 test examples"):
+    with pytest.raises(UserError, match=r"no finite numbers for [1-9]\d? of 97 test examples"):
         evaluate(
             run.config, run.dataset, checkpoint, storage.uri_of(tmp_path / "evaluation"), tmp_path
         )
