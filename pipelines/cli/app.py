@@ -182,8 +182,10 @@ def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
     interval = next(filter(None, intervals or ()), like(first))
     texts = [text for text, _ in side_by_side(row, interval, "")]
     return [
-        f"{text} ({'+' if value > first else '-'}{difference(value - first, interval)})"
-        if isinstance(value, float) and isinstance(row[0], float) and value != first
+        f"{text} ({'+' if value > first else '-'}{size})"
+        if isinstance(value, float)
+        and isinstance(row[0], float)
+        and (size := difference(value - first, interval))
         else text
         for value, text in zip(row, texts, strict=True)
     ]

@@ -371,7 +371,7 @@ _SHORTEST_METRIC = 12
 
 def local_runs_table(runs: Iterable[RunResult], width: int) -> Table:
     """Return the table of runs of this machine, a line each; of their columns what has room."""
-    return fitted([_cells(run) for run in runs], width, _SPARE)
+    return fitted([cells_of(run) for run in runs], width, _SPARE)
 
 
 def fitted(rows: Sequence[Mapping[str, str]], width: int, spare: Sequence[str]) -> Table:
@@ -399,7 +399,8 @@ def fitted(rows: Sequence[Mapping[str, str]], width: int, spare: Sequence[str]) 
     return table
 
 
-def _cells(run: RunResult) -> dict[str, str]:
+def cells_of(run: RunResult) -> dict[str, str]:
+    """Return what a table says of a run, by the heads of its columns."""
     moment, seconds = begun_of(run)
     return {
         "run": run.run_id,

@@ -11,12 +11,16 @@ from pipelines.cli.exit import Answer, answers, detaching, note, output, write
 from pipelines.cli.options import Run, RunsDir, of_instance
 from pipelines.cli.run import RUNS, answer_of
 from pipelines.runs.kfp_access import Instance, is_named
-from trainer.masking import COLOURS, printable
+from trainer.masking import COLOURS, one_line, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipelines.runs.outcome import RunResult
+
+
+# Where no table is drawn.
+_PIPED = ("run", "verdict", "began UTC", "metric", "constant")
 
 
 @answers
@@ -30,7 +34,7 @@ def list_runs(
     """List runs, newest first: those of the KFP instance that is named, else of this machine."""
     if experiment or is_named(instance.endpoint):
         return _list_remote(instance, experiment, limit)
-    from pipelines.cli.display import Terminal, local_runs_table
+    from pipelines.cli.display import Terminal, cells_of, local_runs_table
     from pipelines.runs import control
 
     found = control.list_local(workdir, limit)
@@ -39,7 +43,10 @@ def list_runs(
         with output():
             terminal.print(local_runs_table(found, terminal.width))
     else:
-        lines = "".join(f"{run.run_id}  {run.status}\n" for run in found)
+        lines = "".join(
+            f"{'  '.join(one_line(each) for name in _PIPED if (each := cells[name]))}\n"
+            for cells in map(cells_of, found)
+        )
         write(lines or f"no runs below {workdir}\n")
     return Answer(more={"runs": [_row(run) for run in found]})
 

@@ -20,7 +20,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
@@ -130,10 +130,17 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
         *_over_constant(config.gate, measured),
         *_against_champion(config.gate, measured, champion),
     )
+    rules = tuple(_with_interval(rule, measured.get("intervals") or {}) for rule in rules)
     decision = _decided(config.name, measured, rules, output)
     origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
     _publish(decision, {"champion": champion.get("uri", ""), **origin})
     return decision
+
+
+def _with_interval(rule: Rule, intervals: Mapping[str, Any]) -> Rule:
+    """Return the rule with what its value is rounded by."""
+    interval = intervals.get(rule.found.get("metric", rule.metric))
+    return replace(rule, found={**rule.found, "interval": interval}) if interval else rule
 
 
 def _decided(

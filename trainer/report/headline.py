@@ -23,7 +23,7 @@ Facts = Mapping[str, Any]
 
 # The share of the gain over a constant that a proposed bound leaves, where no interval is known.
 _KEPT = 0.9
-_MOST_CLASSES = 5
+_MOST_CLASSES, _MOST_DIGITS = 5, 6
 
 
 def headline(facts: Facts) -> str:
@@ -31,9 +31,9 @@ def headline(facts: Facts) -> str:
     name = one_line(str(facts.get("name") or "")) or "run"
     version = facts.get("version")
     subject = f"{name} v{version}" if version else name
-    found = in_words(facts.get("measured") or {})
-    ending = _ending(facts)
-    return f"{subject}: {found}; {ending}" if found else f"{subject}: {ending}"
+    measures = facts.get("measured") or {}
+    found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
+    return f"{subject}: {'; '.join(filter(None, [found, _ending(facts)]))}"
 
 
 def measured(evaluation: Facts) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def measured(evaluation: Facts) -> dict[str, Any]:
     main, others = MainMetric.of(evaluation), opponents(evaluation)
     return {
         "metric": main.name,
-        "value": _finite(metrics.get(main.name)),
+        "value": number(metrics.get(main.name)),
         "interval": (evaluation.get("intervals") or {}).get(main.name),
         "better": main.better,
-        **{name: _finite(others.get(name, {}).get(main.name)) for name in ("champion", "constant")},
+        **{name: number(others.get(name, {}).get(main.name)) for name in ("champion", "constant")},
         "positive": positive_classes(evaluation),
     }
 
@@ -59,10 +59,6 @@ def measured(evaluation: Facts) -> dict[str, Any]:
 def opponents(evaluation: Facts) -> dict[str, Facts]:
     """Return the metrics of champion, constant and baselines, by name, as far as there are."""
     known = {name: evaluation.get(name) or {} for name in ("champion", "constant")}
-    metrics, paired = known["constant"].get("metrics"), known["constant"].get("paired") or {}
-    if metrics and number(paired.get("constant")) is not None:
-        # The gate holds the model against this one.
-        known["constant"] = {"metrics": {**metrics, paired.get("metric"): paired["constant"]}}
     known |= {str(each.get("name")): each for each in evaluation.get("baselines") or ()}
     return {name: each["metrics"] for name, each in known.items() if each.get("metrics")}
 
@@ -110,11 +106,6 @@ def constant_of(found: Facts) -> str:
     return _values(found)[-1] if number(found.get("constant")) is not None else ""
 
 
-def in_words(found: Facts) -> str:
-    """Return the main metric, its difference to the champion, and what a constant reaches."""
-    return ", ".join(filter(None, [main_value(found), *comparisons(found)]))
-
-
 def comparisons(found: Facts) -> list[str]:
     """Return what is said next to a value: the difference to the champion, and the constant's."""
     value, champion, constant = (
@@ -129,15 +120,14 @@ def comparisons(found: Facts) -> list[str]:
 
 
 def difference(value: float, interval: object) -> str:
-    """Return the size of a difference with the digits of what differs; never 0 where it is none."""
+    """Return the size of a difference with the digits of what differs; empty where none is left."""
     text = rounded(abs(value), interval)
-    return text if not value or float(text) else f"{abs(value):.1g}"
+    return text if float(text) else ""
 
 
 def _difference(found: Facts, value: float) -> str:
-    if not value:
+    if not (size := difference(value, _interval(found))):
         return "the same as the champion"
-    size = difference(value, _interval(found))
     if found.get("better") != "lower":
         return f"{'+' if value > 0 else '-'}{size} on the champion"
     return f"{size} {'higher' if value > 0 else 'lower'} than the champion's"
@@ -156,11 +146,6 @@ def _ending(facts: Facts) -> str:
     if verdict == "refused" and step:
         return f"refused by {step}"
     return f"{verdict} in {step}" if step else verdict
-
-
-def _finite(value: object) -> float | None:
-    plain = number(value)
-    return plain if plain is not None and math.isfinite(plain) else None
 
 
 def has_bound(rules: Iterable[Facts]) -> bool:
@@ -206,9 +191,14 @@ def _proposed(found: Facts, value: float, *, is_lower: bool) -> str:
         bound = start + _KEPT * (value - start)
     if constant is not None and (bound > constant) == is_lower:
         bound = (value + constant) / 2
-    # Two digits, on the side that the model keeps to.
-    size = 10.0 ** (math.floor(math.log10(abs(bound))) - 1) if bound else 1.0
-    return f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.2g}"
+    text, largest = f"{bound:g}", math.floor(math.log10(abs(bound))) if bound else 0
+    for digits in range(2, _MOST_DIGITS):
+        # On the side that the model keeps to, and the constant does not.
+        size = 10.0 ** (largest - digits + 1)
+        text = f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.{digits}g}"
+        if constant is None or (float(text) < constant if is_lower else float(text) > constant):
+            break
+    return text
 
 
 def _asks_constant(rules: Sequence[Facts]) -> bool:

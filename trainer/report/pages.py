@@ -8,7 +8,7 @@ import jinja2
 
 from trainer.masking import printable
 from trainer.report.rules import sentence
-from trainer.report.wording import duration, formatted, interval_text, rounded, spoken, titled
+from trainer.report.wording import duration, formatted, interval_text, like, rounded, spoken, titled
 
 _OWN = Path(__file__).parent
 
@@ -24,6 +24,7 @@ def environment(folder: Path = _OWN) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.globals["share"] = like(0.5)
     made.filters.update(
         duration=duration,
         formatted=formatted,

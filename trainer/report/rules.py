@@ -2,13 +2,12 @@
 
 A rule is plain data, as `decision.json` has it: `metric`, `bound` (`min` or `max`), `threshold`,
 `value`, `key`, `note`, `passed`. That of a comparison holds a bound of the difference as its value,
-and in `found`, as far as it is known: `metric`, `own`, `other`, `opponent`, `label` (a class),
-`answer` (of a constant), `examples`, and `needed`, how many would do.
+and in `found`, as far as it is known: `metric`, `own` with its `interval`, `other`, `opponent`,
+`label` (a class), `answer` (of a constant), `examples`, and `needed`, how many would do.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,10 +51,10 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
         text = _SEEN[metric][not rule.get("passed")]
         text = text.replace("the champion", str(found.get("opponent") or "the champion"))
         return f"{capital(text)}{': ' if rule.get('note') else ''}{rule.get('note') or ''}."
-    interval = (intervals or {}).get(found.get("metric") or metric.removesuffix(DIFFERENCE))
+    interval = found.get("interval") or (intervals or {}).get(found.get("metric") or metric)
     if opponent := _opponent(rule):
         return _compared(rule, opponent, interval)
-    value, threshold = _finite(rule.get("value")), number(rule.get("threshold"))
+    value, threshold = number(rule.get("value")), number(rule.get("threshold"))
     said, asked = "not a finite number", formatted(rule.get("threshold"))
     if value is not None and threshold is not None:
         said, limit = apart(value, threshold, interval=interval)
@@ -83,7 +82,7 @@ def because(rule: Facts) -> str:
         asked = number(rule.get("threshold")) or 0.0
         is_gain = asked > 0 if rule.get("bound") == "min" else asked < 0
         return f"it may be {'no better' if is_gain else 'worse'} than {opponent}"
-    if _finite(rule.get("value")) is None:
+    if number(rule.get("value")) is None:
         return f"{_name(metric)} is not a finite number"
     side = "below" if rule.get("bound") == "min" else "above"
     return f"{_name(metric)} is {side} {formatted(rule.get('threshold'))}"
@@ -101,11 +100,6 @@ def _found(rule: Facts) -> Facts:
     return found if isinstance(found, Mapping) else {}
 
 
-def _finite(value: object) -> float | None:
-    plain = number(value)
-    return plain if plain is not None and math.isfinite(plain) else None
-
-
 def _opponent(rule: Facts) -> str:
     """Return with what a rule compares the model; empty for a rule that holds a bound."""
     # A decision of an earlier version may have no key.
@@ -119,13 +113,13 @@ def _compared(rule: Facts, opponent: str, interval: object) -> str:
     metric = spoken(found.get("metric") or str(rule.get("metric")).removesuffix(DIFFERENCE))
     if "label" in found:
         metric += f" of the class {named(found['label'])}"
-    own, other = _finite(found.get("own")), _finite(found.get("other"))
+    own, other = number(found.get("own")), number(found.get("other"))
     begin, than = f"{capital(metric)}", f" than that of {opponent}"
     if own is not None and other is not None:
         mine, theirs = apart(own, other, interval=interval or like(own))
         answer = f" ({named(found['answer'])})" if found.get("answer") else ""
         begin, than = f"{begin} is {mine}, that of {opponent}{answer} {theirs}; it", ""
-    bound, threshold = _finite(rule.get("value")), _finite(rule.get("threshold"))
+    bound, threshold = number(rule.get("value")), number(rule.get("threshold"))
     source = f" ({rule['key']})" if rule.get("key") else ""
     if bound is None or threshold is None:
         return f"{begin} cannot be compared with {opponent} on these examples{source}."
@@ -152,7 +146,7 @@ def _sure(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[st
 
 
 def _too_few(found: Facts) -> str:
-    examples, needed = _finite(found.get("examples")), _finite(found.get("needed"))
+    examples, needed = number(found.get("examples")), number(found.get("needed"))
     if not examples or not needed or needed <= examples:
         return ""
     of = f" of the class {named(found['label'])}" if "label" in found else ""

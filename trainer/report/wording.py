@@ -15,8 +15,8 @@ Facts = Mapping[str, Any]
 NOTHING = "-"
 # Where no interval is known.
 _DIGITS = 4
-# More do not tell two numbers apart, and of two models they say nothing.
-_MOST_DIGITS, _COMPARED_DIGITS = 17, 6
+# More do not tell two numbers apart.
+_MOST_DIGITS = 17
 # From here on, or below it, a number is read by its power of ten.
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
@@ -75,29 +75,23 @@ def interval_text(interval: object, between: str = " to ") -> str:
     return between.join(rounded(end, interval) for end in ends) if ends else ""
 
 
-def apart(*values: float, interval: object = None, most: int = _MOST_DIGITS) -> list[str]:
-    """Return numbers with so many digits, up to `most`, that a reader sees which one is larger."""
+def apart(*values: float, interval: object = None) -> list[str]:
+    """Return numbers with so many digits that a reader sees which one is larger."""
     texts = [rounded(each, interval) for each in values]
-    for digits in range(2, most + 1):
+    for digits in range(2, _MOST_DIGITS + 1):
         if _tells(texts, values):
             return texts
         texts = [f"{each:.{digits}g}" for each in values]
-    return texts if most < _MOST_DIGITS else [repr(each) for each in values]
+    return [repr(each) for each in values]
 
 
 def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
-    """Return values as texts that show which is larger, and of each whether it is the best."""
-    plain = [each if isinstance(each, float) and math.isfinite(each) else None for each in values]
-    known = [each for each in plain if each is not None]
+    """Return values with the same decimal places, and of each whether it is the best."""
+    known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
-    texts = iter(apart(*known, interval=places, most=_COMPARED_DIGITS))
-    best = (min if better == "lower" else max)(known, default=None)
-    return [
-        (rounded(value), False)
-        if each is None
-        else (next(texts), each == best and any(other != best for other in known))
-        for value, each in zip(values, plain, strict=True)
-    ]
+    best = rounded((min if better == "lower" else max)(known), places) if known else ""
+    is_one = any(rounded(each, places) != best for each in known)
+    return [(text := rounded(each, places), is_one and text == best) for each in values]
 
 
 def spoken(name: object) -> str:

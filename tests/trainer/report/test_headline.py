@@ -57,8 +57,12 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
             "churn: AUC 0.9640, +0.0008 on the champion, constant 0.5000; blessed",
         ),
         (
+            {"verdict": "blessed", "measured": {**CHURN, "champion": 0.4}},
+            "churn: average precision 0.41, +0.01 on the champion, constant 0.03; blessed",
+        ),
+        (
             {"verdict": "blessed", "measured": {**CHURN, "champion": 0.4124}},
-            "churn: average precision 0.41, -0.0001 on the champion, constant 0.03; blessed",
+            "churn: average precision 0.41, the same as the champion, constant 0.03; blessed",
         ),
         ({"verdict": "failed", "step": "train_model"}, "churn: failed in train_model"),
         ({"verdict": "interrupted"}, "churn: interrupted"),
@@ -125,7 +129,7 @@ def evaluated(**more: Any) -> dict[str, Any]:
             evaluated(intervals={}, constant={"metrics": {"accuracy": 0.9}}),
             "gate.min.accuracy=0.96",
         ),
-        (evaluated(constant={"metrics": {"accuracy": 0.965}}), "gate.min.accuracy=0.96"),
+        (evaluated(constant={"metrics": {"accuracy": 0.965}}), "gate.min.accuracy=0.967"),
         (
             {"main_metric": "mae", "metrics": {"mae": 46.9}, "directions": {"mae": "lower"},
              "intervals": {"mae": [45.1, 48.7]}},
