@@ -39,13 +39,12 @@ class OfTwo(Tally):
         cell = yes * _TWO + self._decided(part.outputs)
         self._cells += [np.bincount(cell, w, _TWO**2).reshape(_TWO, _TWO) for w in _both(weights)]
         logits = part.outputs[:, 0].astype(np.float64)
-        sure = special.expit(logits)
-        loss, other = np.logaddexp(0, -logits), np.logaddexp(0, logits)
-        values = [np.where(yes, *each) for each in ((loss, other), (other, loss))]
-        values += [np.where(yes, *each) for each in ((1 - sure, sure), (sure, 1 - sure))]
-        values[2:] = [each**2 for each in values[2:]]
-        self._means.add(np.stack(values), weights)
-        self._calibration.add(yes, sure, weights)
+        towards, small = np.where(yes, logits, -logits), np.exp(-np.abs(logits))
+        loss, left = np.log1p(small), np.where(towards > 0, small, 1) / (1 + small)
+        # Of the label, and of the other class where that is not known.
+        losses = loss + np.maximum(-towards, 0), loss + np.maximum(towards, 0)
+        self._means.add(np.stack([*losses, left**2, (1 - left) ** 2]), weights)
+        self._calibration.add(yes, np.where(yes, 1 - left, left), weights)
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
 
     def condense(self) -> None:
@@ -185,10 +184,9 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     weigh = {"macro": np.full(len(often), 1 / len(often)), "weighted": often}
     for name, whole in (("precision", taken), ("recall", true), ("f1", true + taken - right)):
         count, shares = intervals.kish(*whole), _divided(right[0], whole[0])
-        # Of a class that is always right some examples may still be wrong, and one that nothing was
-        # taken to be may have any precision.
-        smooth = intervals.middle(shares, count)
-        variance = smooth * (1 - smooth) / np.maximum(count, 1)
+        # Of a class that is always right some examples may still be wrong.
+        smooth = np.where(count > 0, intervals.middle(shares, count), 0)
+        variance = _divided(smooth * (1 - smooth), count)
         if name == "f1":
             # It rises with the share of hits among what is true or taken.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
@@ -200,7 +198,9 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
                 # How often each class occurs varies as well.
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
-            found[f"{average}_{name}"] = intervals.of_share(mean, effective)
+            low, high = intervals.of_share(mean, effective)
+            # A class that nothing was taken to be has any precision.
+            found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
 
