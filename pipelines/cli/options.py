@@ -14,8 +14,9 @@ from pipelines.runs.kfp_access import Instance
 
 # In the help of a command that trains.
 TRAINED = (
-    "--json adds `global_step`, the updates that were applied, and `handed_on_step`, that of the "
-    "model (training.hand_on); where it was evaluated `main_metric`, and which value is `better`."
+    "--json adds `headline` and `notes`; `global_step`, the updates that were applied, and "
+    "`handed_on_step`, that of the model (training.hand_on); where it was evaluated `main_metric`, "
+    "and which value is `better`."
 )
 
 Config = Annotated[
