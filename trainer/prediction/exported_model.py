@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.evaluation.signature import LABELS, SERVING
 from trainer.evaluation.threshold import of_manifest
 from trainer.models.registry import refused_input
+from trainer.promotion.registry import kinds_in
 from trainer.signing import signing
 
 KIND = "model"
@@ -99,8 +100,7 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]
     made_from = fields.get("made_from", {})
-    # A model of an earlier version names its task alone.
-    kinds = fields.get("kinds") or {"": fields.get("task", "classification")}
+    kinds = kinds_in(fields)
     labels = folder / LABELS
     return ExportedModel(
         uri=uri,

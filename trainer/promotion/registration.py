@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage
-from trainer.class_names import key_of
+from trainer.class_names import are_same
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
@@ -179,18 +179,17 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     before, since = champion.manifest.fields, f"changed since {champion.uri}"
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
-        was = positive.get(name, now_positive)
-        if key_of(was) != key_of(now_positive):
-            key = f"task.outputs.{name}" if name else "task"
+        key, was = f"task.outputs.{name}" if name else "task", positive.get(name, now_positive)
+        if registry.kinds_in(before).get(name) == "classification":
+            return (
+                f"the task{f' of {name!r}' * bool(name)} {since}, which answers an output for each "
+                f"class; set {key}.name: classification, or give this model another name"
+            )
+        if not are_same([was], [now_positive]):
             return (
                 f"the positive class {was!r} {since} to {now_positive!r}; set {key}.positive: "
                 f"{was!r}, or give this model another name"
             )
-    if (before.get("task", ""), now["task"]) == ("classification", "binary_classification"):
-        return (
-            f"the task {since}, of which the answers are an output for each class; set task.name: "
-            "classification, or give this model another name"
-        )
     # A model of an earlier version says none of the last three: its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]

@@ -348,10 +348,15 @@ def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
     if "positive" in fields:
         said = fields["positive"]
         return dict(said) if isinstance(said, Mapping) else {"": said}
-    kinds = fields.get("kinds") or {"": fields.get("task", "")}
+    kinds = kinds_in(fields)
     labels = {"": labels_in(uri), **fields.get("labels", {})}
     binary = [name for name, kind in kinds.items() if kind in OF_TWO_CLASSES]
     return {name: labels[name][1] for name in binary if len(labels.get(name, ())) > 1}
+
+
+def kinds_in(fields: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the kind of each output of a model; one of an earlier version names its task alone."""
+    return fields.get("kinds") or {"": fields.get("task", "classification")}
 
 
 def labels_in(model: str) -> list[str]:

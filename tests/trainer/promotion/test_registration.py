@@ -73,7 +73,7 @@ class Run:
             "saved_model": "serving/digits/7", "decision": decision, "global_step": number,
             "num_labels": changed.get("num_labels", 10), "inputs": changed.get("inputs", INPUTS),
             "task": changed.get("task", "classification"),
-            **({"positive": changed["positive"]} if "positive" in changed else {}),
+            **{key: changed[key] for key in ("positive", "kinds") if key in changed},
         }  # fmt: skip
         uri = storage.uri_of(self.folder / f"model-{number}")
         storage.publish(source, uri, kind="model", fields=fields)
@@ -325,8 +325,18 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
         (
             {"num_labels": 2, "labels": ["no", "yes"]},
             {**BINARY, "positive": "yes"},
-            "the task changed since {uri}, of which the answers are an output for each class; set "
-            "task.name: classification, or give this model another name",
+            "the task changed since {uri}, which answers an output for each class; set task.name: "
+            "classification, or give this model another name",
+        ),
+        (
+            {"task": "multi_output", "kinds": {"a": "classification"}},
+            {
+                "task": "multi_output",
+                "kinds": {"a": "binary_classification"},
+                "positive": {"a": "yes"},
+            },
+            "the task of 'a' changed since {uri}, which answers an output for each class; set "
+            "task.outputs.a.name: classification, or give this model another name",
         ),
     ],
 )
