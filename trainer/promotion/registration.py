@@ -180,7 +180,8 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
         key, was = f"task.outputs.{name}" if name else "task", positive.get(name, now_positive)
-        if registry.kinds_in(before).get(name) == "classification":
+        kinds = tuple(registry.kinds_in(each).get(name) for each in (before, now))
+        if kinds == ("classification", "binary_classification"):
             return (
                 f"the task{f' of {name!r}' * bool(name)} {since}, which answers an output for each "
                 f"class; set {key}.name: classification, or give this model another name"

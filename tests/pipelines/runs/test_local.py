@@ -293,7 +293,9 @@ TREE = {
         "name": "my.tasks:Own",
         "loss": "huber",
         "metrics": ["poisson", "my.metrics:own"],
-        "outputs": {AWKWARD: {"weight": 0.5}},
+        "outputs": {AWKWARD: {"weight": 0.5, "positive": "1.0"}},
+        "positive": "yes",
+        "main_metric": "macro_f1",
         "args": {"text": AWKWARD},
     },
     "model": {
@@ -360,14 +362,16 @@ TREE = {
             "worker": {"volumes": [{"name": "a", "mount_path": "/a", "source": {"emptyDir": {}}}]},
         },
     },
-    "evaluation": {"batch_size": 17, "slices": [AWKWARD, "b"]},
+    "evaluation": {"batch_size": 17, "slices": [AWKWARD, "b"], "baseline": "none"},
     "gate": {
         "min": {"macro_f1": 0.1, f"accuracy@{AWKWARD}={AWKWARD}": 0.5},
         "max": {"loss": 2.5, "accuracy": 1.0},
+        "constant": "reported",
         "champion": {
             "metric": "macro_f1",
             "margin": "2.5%",
             "confidence": 0.875,
+            "class_margin": "25%",
             "better": "higher",
         },
     },
