@@ -93,6 +93,9 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         )
     streaming = streaming_to(job, cluster)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested, streaming)
+    if strategy.publishes and checkpoints.positive:
+        spec = tasks.with_positive(job.config.task, DatasetSpec.from_manifest(dataset))
+        events.emit(events.DataNote(text=tasks.described(job.config.task, spec)))
     if topology_of(job.config.training.strategy).workers:
         # The strategy makes a server when it connects to the cluster.
         loopback.close_to_others(cluster.address(task))
@@ -176,8 +179,6 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     objective = tasks.objective_of(config, spec)
     dry_run.require_task(objective.task, spec.features)
     checkpoints.positive = positive_of(objective.task)
-    if checkpoints.positive:
-        events.emit(events.DataNote(text=tasks.described(config.task, spec)))
     checkpoints.require_fit = partial(evaluate.require_positive, objective.task, spec)
     make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
