@@ -80,6 +80,8 @@ class Objective:
         self.task = task
         self.main_metric = main_metric or task.main_metric
         self._better = better
+        # Directions of the metrics that are not the task's own.
+        self._further: dict[str, Direction | None] = {}
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
             raise ConfigError(
@@ -253,8 +255,7 @@ class Objective:
 
         Those of the model are known once one was accepted and measured; see `measures`.
         """
-        further = {each.name: named.direction_of(each.metric) for each in self._measured()}
-        known = {**further, LOSS: "lower", **self.task.directions}
+        known = {**self._further, LOSS: "lower", **self.task.directions}
         if self._better and self.main_metric in known:
             known[self.main_metric] = known[self.main_metric] or self._better
         return known
@@ -383,6 +384,7 @@ class Objective:
         compiled = self.compiled.measured(labels, given) if self.compiled else ()
         for each in chain(further, compiled):
             if each.name not in seen:
+                self._further[each.name] = named.direction_of(each.metric)
                 yield each
             elif each.metric.name not in named.kind_of(each.metric):
                 raise ConfigError(

@@ -169,8 +169,8 @@ def require_metrics(config: Config, objective: Objective) -> None:
             raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
     if main and not known[main]:
         raise ConfigError(
-            f"task.main_metric: it is not known which value of {main!r} is better; set "
-            "gate.champion.better to higher or lower"
+            f"task.main_metric: it is not known which value of {main!r} is better; say it by "
+            f"gate.champion: {{metric: {main}, better: higher}}, or lower"
         )
 
 

@@ -329,7 +329,10 @@ def test_a_metric_that_nothing_measures_is_refused():
     [
         ("acuracy", "classification and the model measure no 'acuracy'; did you mean 'accuracy'?"),
         ("accuracy@label=2", "classification and the model measure no 'accuracy@label=2'"),
-        ("share", "it is not known which value of 'share' is better; set gate.champion.better"),
+        (
+            "share",
+            "it is not known which value of 'share' is better; say it by gate",
+        ),
         ("accuracy", ""),
     ],
 )
