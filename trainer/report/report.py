@@ -141,12 +141,12 @@ def headline_of(facts: Facts) -> str:
 def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
     history = _rows(facts, "history")
     flags = views.flags(incidents, _rows(facts, "checkpoints"))
-    evaluation = facts.get("evaluation") or {}
+    evaluation, steps = facts.get("evaluation") or {}, _rows(facts, "steps")
     # Where nothing was evaluated, training says by which one it selects.
-    said = next((e for e in (evaluation, *_rows(facts, "steps")) if e.get("main_metric")), {})
+    said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
     drawn = {titled(name): series for name, series in metrics.items()}
-    charts, constant = [], []
+    charts, constant = [], _handed_on(steps)
     for title, series in {**drawn, **dict(_CHARTS)}.items():
         value = (
             is_constant(history, _ACROSS, next(iter(series))) if title == "Learning rate" else None
@@ -165,6 +165,13 @@ def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
         "flagged": views.counted(text for _, text in flags),
         "last": history[-1] if history else {},
     }
+
+
+def _handed_on(steps: Sequence[Facts]) -> list[str]:
+    """Return which checkpoint was evaluated, and why, in a sentence where that is known."""
+    metrics = next((m for e in steps if (m := e.get("metrics") or {}).get("handed_on_as")), {})
+    step, of = metrics.get("handed_on_step"), metrics.get("global_step")
+    return [f"Evaluated: global step {step} of {of}, {metrics['handed_on_as']}."] if metrics else []
 
 
 def _cost(cost: Facts) -> dict[str, Any]:

@@ -501,3 +501,12 @@ def test_a_page_that_is_wrong_is_noticed(chromium: Browser, tmp_path: Path) -> N
     assert seen.requests == [(tmp_path / "elsewhere.png").as_uri()]
     assert any("oh" in each for each in seen.complaints)
     assert any("Error: no" in each for each in seen.complaints)
+
+
+def test_the_page_says_which_checkpoint_was_evaluated_and_why() -> None:
+    why = "best by validation loss: a validation does not measure NDCG"
+    metrics = {"global_step": 9, "handed_on_step": 4, "handed_on_as": why}
+    history = [{"global_step": n, "loss": 1 / n, "validation_loss": n} for n in (4, 9)]
+    steps = [{"step": "train_model", "status": "done", "metrics": metrics}]
+    html = report.render({"steps": steps, "history": history})
+    assert f"Evaluated: global step 4 of 9, {why}." in html
