@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,23 +58,10 @@ def _is_column(feature: FeatureSpec) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Categories:
-    """The most frequent values of a column, by a number from 0 on; NaN for any other one."""
-
-    values: Array
-    numbers: Array
-
-    @classmethod
-    def of(cls, column: Array, most: int) -> _Categories:
-        values, counts = np.unique(column, return_counts=True)
-        kept = np.sort(np.argsort(-counts, kind="stable")[:most])
-        return cls(values[kept], np.arange(len(kept)))
-
-    def of_each(self, column: Array) -> Floats:
-        places = np.searchsorted(self.values, column).clip(max=len(self.values) - 1)
-        found = np.where(self.values[places] == column, self.numbers[places], np.nan)
-        return found.astype(np.float64)
+def _code(values: Array, column: Array) -> Floats:
+    """Return the place of each value in sorted ones; NaN for any other one."""
+    places = np.searchsorted(values, column).clip(max=len(values) - 1)
+    return np.where(values[places] == column, places.astype(np.float64), np.nan)
 
 
 class Columns:
@@ -87,34 +73,29 @@ class Columns:
         #: How fine the histograms of a tree may be.
         self.bins = 255 if self.is_narrow else 63
         self._classes = classes
-        self._categories: dict[str, _Categories] = {}
-        self._texts: list[str] = []
+        # The most frequent values, in order.
+        self._categories: dict[str, Array] = {}
+        #: The features that are texts.
+        self.texts: list[str] = []
         self._numbers: list[str] = []
         for name, column in rows.columns.items():
             feature = spec.features[name]
             if not _is_text(feature) and (feature.shape or not feature.num_classes):
                 self._numbers.append(name)
                 continue
-            found = _Categories.of(column, self.bins - 1)
-            many = _is_text(feature) and len(np.unique(column)) > max(
-                _FEW_VALUES, rows.count // _TIMES
-            )
-            if many:
-                self._texts.append(name)
+            values, counts = np.unique(column, return_counts=True)
+            if _is_text(feature) and len(values) > max(_FEW_VALUES, rows.count // _TIMES):
+                self.texts.append(name)
             else:
-                self._categories[name] = found
-
-    @property
-    def texts(self) -> list[str]:
-        """The features that are texts."""
-        return self._texts
+                kept = np.argsort(-counts, kind="stable")[: self.bins - 1]
+                self._categories[name] = values[np.sort(kept)]
 
     @property
     def plain(self) -> bool:
-        """Whether there are other ones."""
+        """Whether there are features that are none."""
         return bool(self._numbers or self._categories)
 
-    def learn_trees(self, rows: Rows) -> Matrix:
+    def learn_trees(self, rows: Rows, clock: Clock) -> Matrix:
         """Learn the steps of numbers; return the matrix of the rows."""
         numbers = self._all_numbers(rows)
         steps = np.linspace(0, 1, self.bins)[1:-1]
@@ -123,10 +104,11 @@ class Columns:
             np.unique(np.quantile(known, steps, method="lower")) if len(known) else None
             for known in (column[~np.isnan(column)] for column in numbers.T)
         ]
-        return self.trees(rows)
+        return self.trees(rows, clock)
 
-    def trees(self, rows: Rows) -> Matrix:
+    def trees(self, rows: Rows, clock: Clock) -> Matrix:
         """Return numbers by their steps [n, columns], NaN where one is missing, then categories."""
+        clock.check()
         numbers = self._all_numbers(rows).T
         found = [
             np.where(np.isnan(column), np.nan, np.searchsorted(steps, column))
@@ -134,7 +116,7 @@ class Columns:
             # A column of nothing is none.
             if steps is not None
         ]
-        codes = [each.of_each(rows.columns[name]) for name, each in self._categories.items()]
+        codes = [_code(values, rows.columns[name]) for name, values in self._categories.items()]
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
@@ -151,7 +133,7 @@ class Columns:
 
     def learn_linear(self, rows: Rows, clock: Clock) -> Matrix:
         """Learn scales and words; return the matrix of the rows, of as many as there was time."""
-        rows = rows.first(MOST_TEXTS) if self._texts else rows
+        rows = rows.first(MOST_TEXTS) if self.texts else rows
         numbers = self._all_numbers(rows)
         # Squares of very large numbers would be infinite.
         self._largest = _or_one(np.nanmax(np.abs(numbers), axis=0, initial=0.0))
@@ -159,7 +141,7 @@ class Columns:
         self._has_gaps = np.isnan(scaled).any(axis=0)
         self._means = np.nan_to_num(np.nanmean(scaled, axis=0))
         self._stds = _or_one(np.nanstd(scaled, axis=0))
-        counts, taken = self._count_words(rows.columns, rows.count, clock)
+        counts, taken = self._count_words(rows.columns, rows.count, clock.share(1 / 2))
         self._weights = []
         for each in counts:
             from sklearn.feature_extraction.text import TfidfTransformer  # noqa: PLC0415
@@ -185,8 +167,8 @@ class Columns:
         gaps = np.isnan(scaled[:, self._has_gaps]).astype(np.float64)
         dense = np.hstack([np.nan_to_num(scaled).clip(-_FAR, _FAR), gaps])
         codes = [
-            _one_hot(each.of_each(rows.columns[name]), len(each.values))
-            for name, each in self._categories.items()
+            _one_hot(_code(values, rows.columns[name]), len(values))
+            for name, values in self._categories.items()
         ]
         return sparse.hstack([sparse.csr_matrix(dense), *codes], format="csr") if codes else dense
 
@@ -194,7 +176,7 @@ class Columns:
         self, columns: Mapping[str, Array], rows: int, clock: Clock
     ) -> tuple[list[Matrix], int]:
         """Count words and pairs of them, by a hash; of as many rows as there is time for."""
-        if not self._texts:
+        if not self.texts:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
@@ -204,11 +186,11 @@ class Columns:
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,
             norm=None, decode_error="replace",
         )  # fmt: skip
-        found: list[list[Matrix]] = [[] for _ in self._texts]
+        found: list[list[Matrix]] = [[] for _ in self.texts]
         taken = 0
         while taken < rows and (clock.left > 0 or not taken):
             part = slice(taken, taken + _TEXTS_AT_ONCE)
-            for each, name in zip(found, self._texts, strict=True):
+            for each, name in zip(found, self.texts, strict=True):
                 each.append(words.transform(columns[name][part]))
             taken = min(part.stop, rows)
         return [sparse.vstack(each, format="csr") for each in found], taken

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,19 +36,6 @@ MOST_NUMBERS = 32
 Answer = Callable[[Rows, Clock], Any]
 
 
-class Kind(Protocol):
-    """A kind of model: what it makes of the columns, and of one label."""
-
-    def known(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of the training rows, of the first ones as there is time for."""
-
-    def matrix(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of further rows."""
-
-    def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
-        """Return a fitted estimator of scikit-learn."""
-
-
 class Label(NamedTuple):
     """What is predicted: values [n] that are numbers, or from 0 on classes; and weights [n]."""
 
@@ -57,28 +44,21 @@ class Label(NamedTuple):
     is_class: bool
 
 
-class Boosting:
-    """Gradient boosting of trees on histograms; categories and missing numbers as they are."""
+class Kind(NamedTuple):
+    """A kind of model: the matrix of the rows that it learns of, and of others; how it is fitted.
 
-    name = "gradient boosting"
+    Of the training rows there may be fewer in their matrix, as the time allows.
+    """
 
-    def __init__(self, columns: Columns) -> None:
-        """Take columns."""
-        self._columns = columns
+    known: Callable[[Rows, Clock], Matrix]
+    matrix: Callable[[Rows, Clock], Matrix]
+    fit: Callable[[Matrix, Label, Clock], Any]
 
-    def known(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the numbers and the categories."""
-        found = self._columns.learn_trees(rows)
-        clock.check()
-        return found
 
-    def matrix(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the numbers and the categories."""
-        clock.check()
-        return self._columns.trees(rows)
+def boosting(columns: Columns) -> Kind:
+    """Return gradient boosting on histograms; categories and missing numbers as they are."""
 
-    def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
-        """Return the trees that there was time for."""
+    def fitted(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
 
         classes, counts = np.unique(of.values, return_counts=True) if of.is_class else ((), ())
@@ -89,9 +69,9 @@ class Boosting:
         model = getattr(ensemble, f"HistGradientBoosting{kind}")(
             warm_start=True,
             random_state=0,
-            categorical_features=self._columns.are_categories(x.shape[1]),
-            max_bins=self._columns.bins,
-            max_leaf_nodes=_LEAVES if is_large and self._columns.is_narrow else _LEAVES // 2,
+            categorical_features=columns.are_categories(x.shape[1]),
+            max_bins=columns.bins,
+            max_leaf_nodes=_LEAVES if is_large and columns.is_narrow else _LEAVES // 2,
             # Each class needs some rows on both sides.
             early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
         )
@@ -103,26 +83,13 @@ class Boosting:
         _in_slices(fit, most, clock)
         return model
 
+    return Kind(columns.learn_trees, columns.trees, fitted)
 
-class Linear:
-    """Logistic regression, or ridge, of standardised numbers, one-hot categories and TF-IDF."""
 
-    name = "linear"
+def linear(columns: Columns) -> Kind:
+    """Return logistic regression, or ridge, of numbers, one-hot categories and TF-IDF."""
 
-    def __init__(self, columns: Columns) -> None:
-        """Take columns."""
-        self._columns = columns
-
-    def known(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the numbers, categories and texts, of as many rows as there is time for."""
-        return self._columns.learn_linear(rows, clock.share(1 / 3))
-
-    def matrix(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the numbers, categories and texts."""
-        return self._columns.linear(rows, clock)
-
-    def fitted(self, x: Matrix, of: Label, clock: Clock) -> Any:
-        """Return what converged, or what there was time for."""
+    def fitted(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415
 
         if not of.is_class:
@@ -140,6 +107,8 @@ class Linear:
 
         _in_slices(fit, _MOST_SOLVED, clock)
         return model
+
+    return Kind(columns.learn_linear, columns.linear, fitted)
 
 
 def _in_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
@@ -191,7 +160,7 @@ def fitted(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, in
 
     def one(values: Array, *, is_class: bool) -> Any:
         nonlocal left
-        found = kind.fitted(
+        found = kind.fit(
             x, Label(values[:count], None if equal else weights, is_class), clock.share(1 / left)
         )
         left -= 1
