@@ -141,7 +141,9 @@ def test_several_labels_are_learnt_one_by_one(tmp_path):
         "row": MultilabelClassification(target("row", shape=(3,))),
         "sum": Regression(target("sum", "float32")),
     }
-    for each in baselines_of(MultiOutput(tasks, dict.fromkeys(tasks, 1.0)), splits):
+    found = baselines_of(MultiOutput(tasks, dict.fromkeys(tasks, 1.0)), splits)
+    assert found[0].made_by == "scikit-learn LogisticRegression and Ridge"
+    for each in found:
         assert each.skipped == ""
         assert ((each.outputs["row"] > 0) == in_order(row)).mean() > 0.9
         assert np.abs(each.outputs["sum"][:, 0] - in_order(x + y)).mean() < 0.5

@@ -50,6 +50,8 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 MOST_ROWS = 100_000
 # Inputs that are left out.
 _NAMED = 3
+# Of classes, and of numbers.
+_TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
 # Columns times rows times trees of one iteration: 0.1 s of a core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
@@ -154,9 +156,9 @@ def _chosen(task: Task, splits: Splits, clock: Clock) -> _Chosen:
 
 
 def _of_columns(task: Task, known: Columns, rows: Rows, without: Sequence[str]) -> list[_Way]:
-    is_regression = isinstance(task, Regression)
-    trees = f"HistGradientBoosting{'Regressor' if is_regression else 'Classifier'}"
-    line = "Ridge" if is_regression else "LogisticRegression"
+    numbers = {isinstance(part, Regression) for part in task.parts.values()}
+    trees = " and ".join(f"HistGradientBoosting{_TREES[each]}" for each in sorted(numbers))
+    line = " and ".join(_LINES[each] for each in sorted(numbers))
     name = "linear" if known.plain else "TF-IDF, linear"
     kinds = [(name, f"{line} of TF-IDF" if known.texts else line, linear, without)]
     if known.plain:
