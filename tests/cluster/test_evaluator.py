@@ -9,6 +9,7 @@ from trainer.checkpoints.decisions import best_first
 from trainer.checkpoints.history import read_validations
 from trainer.checkpoints.index import index_of
 from trainer.config.load import parse_config
+from trainer.config.main_metric import MainMetric
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation import evaluate
@@ -51,7 +52,7 @@ def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_pa
     rows = read_validations(run.checkpoints)
     steps = [row["global_step"] for row in rows]
     assert steps == [*range(0, STEPS, EVERY), STEPS]
-    best = min(rows, key=lambda row: row["validation_loss"])
+    best = min(rows, key=MainMetric(name="accuracy", better="higher").order)
     found = index_of(run.checkpoints)
     assert best_first(found)[0].global_step == best["global_step"]
     assert {each.global_step for each in found[-KEEP:]} == {STEPS, steps[-2]}
