@@ -9,12 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from trainer import user_code
 from trainer.baselines.baselines import Baseline, baselines_of
 from trainer.baselines.rows import Splits
 from trainer.config.thresholds import SHARES, ChampionRule
 from trainer.errors import UserError
 from trainer.evaluation.comparison import Opponents, compare
-from trainer.evaluation.predictions import measured
+from trainer.evaluation.predictions import measured, unsound
 from trainer.evaluation.threshold import chosen_by
 from trainer.tasks.base import Examples, Part
 from trainer.tasks.objective import Objective, at
@@ -64,7 +65,9 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
         "beats": False,
         "skipped": baseline.skipped,
     }
-    if baseline.skipped:
+    if not baseline.skipped and (bad := unsound(baseline.outputs)):
+        found["skipped"] = f"it gives no finite numbers for {bad} examples"
+    if found["skipped"]:
         return found
     count = len(tf.nest.flatten(baseline.outputs)[0])
     model = _First(examples=own, count=count)
@@ -77,9 +80,11 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
         metrics = measured(theirs, other)["metrics"]
         paired = _paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
-    # As few users or items as a sample has may define no metric.
-    except UserError as error:
-        return {**found, "skipped": str(error)}
+    # As few users or items as a sample has may define no metric; and a model that was trained for
+    # hours is not lost for what is measured of another one.
+    except Exception as error:
+        why = str(error) if isinstance(error, UserError) else user_code.line_of(error)
+        return {**found, "skipped": why}
 
 
 def _paired(

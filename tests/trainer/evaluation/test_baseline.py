@@ -84,6 +84,21 @@ def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
     assert rows[0]["metrics"]["auc"] == rows[1]["metrics"]["auc"]
 
 
+def test_what_fails_is_skipped(monkeypatch):
+    endless = noisy(0.5)
+    endless[3] = np.inf
+    (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", outputs=endless))
+    assert found["skipped"] == "it gives no finite numbers for 1 examples"
+
+    def fails(*_):
+        raise MemoryError("no\nmemory")
+
+    monkeypatch.setattr(baseline, "measured", fails)
+    (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", outputs=noisy(0.5)))
+    assert found["skipped"].startswith("MemoryError: no (")
+    assert (found["metrics"], found["beats"]) == ({}, False)
+
+
 def test_one_that_is_skipped_says_why(monkeypatch):
     (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", skipped="no time"))
     assert (found["skipped"], found["metrics"], found["paired"]) == ("no time", {}, {})
