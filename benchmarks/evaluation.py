@@ -34,7 +34,12 @@ FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
     "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=10),
 }
-CONFIG = parse_config({"model": {"name": "mlp", "args": {"hidden_units": [100]}}})
+CONFIG = parse_config(
+    {
+        "model": {"name": "mlp", "args": {"hidden_units": [100]}},
+        "evaluation": {"baseline": "none"},
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ def _first_loss(run: Run, settings: tuple[str, ...], dataset: str, checkpoints: 
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         found = evaluate(
-            load_config(Path(run.config), settings),
+            load_config(Path(run.config), (*settings, "evaluation.baseline=none")),
             dataset,
             storage.join(checkpoints, "step-00000000"),
             (scratch / "evaluation").as_uri(),

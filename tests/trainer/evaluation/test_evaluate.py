@@ -304,7 +304,8 @@ from pathlib import Path
 from trainer.config.load import parse_config
 from trainer.evaluation.evaluate import evaluate
 dataset, checkpoint, output, scratch = sys.argv[1:]
-config = parse_config({"model": {"name": "softmax"}, "evaluation": {"batch_size": 200}})
+evaluation = {"batch_size": 200, "baseline": "none"}
+config = parse_config({"model": {"name": "softmax"}, "evaluation": evaluation})
 evaluate(config, dataset, checkpoint, output, Path(scratch))
 status = Path("/proc/self/status").read_text()
 print(int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024)
