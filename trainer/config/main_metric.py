@@ -32,13 +32,14 @@ class MainMetric:
         """Return that of what was written down.
 
         An evaluation or a model of before it was said is a classifier's, whose accuracy comes after
-        its loss.
+        its loss; of before directions were, the name says which value is better.
         """
         others = (name for name in said.get("metrics") or {} if name != LOSS)
         name = str(said.get("main_metric") or next(others, LOSS))
         directions = said.get("directions")
         known = directions.get(name) if isinstance(directions, Mapping) else None
-        return cls(name=name, better=known or ("lower" if name == LOSS else "higher"))
+        guess = "lower" if name.endswith((LOSS, "error")) else "higher"
+        return cls(name=name, better=known if known in ("higher", "lower") else guess)
 
     @property
     def column(self) -> str:

@@ -19,6 +19,7 @@ ERROR = MainMetric(name="error", better="lower")
         ({"main_metric": "error", "directions": {"error": "lower"}}, ERROR),
         # Of a model that was registered before directions were.
         ({"main_metric": "auc"}, AUC),
+        ({"main_metric": "error"}, ERROR),
         ({"main_metric": "loss", "metrics": {"accuracy": 0.5}}, MainMetric()),
         # Of an evaluation of before: a classifier's.
         ({"metrics": {"loss": 0.5, "accuracy": 0.9}}, MainMetric(name="accuracy", better="higher")),
@@ -26,6 +27,7 @@ ERROR = MainMetric(name="error", better="lower")
         ({}, MainMetric()),
         # Damaged.
         ({"main_metric": "auc", "directions": ["auc"], "metrics": None}, AUC),
+        ({"main_metric": "auc", "directions": {"auc": {}}}, AUC),
     ],
 )
 def test_what_was_written_says_it(said, expected):
