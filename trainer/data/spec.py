@@ -91,16 +91,8 @@ class DatasetSpec:
             split: [*each, *[0] * (len(labels) - len(each))][::-1]
             for split, each in self.target_counts.get(target, {}).items()
         }
-        moments = dict(self.target_moments.get(target, {}))
-        if moments:
-            low, high = 1 - moments["max"], 1 - moments["min"]
-            moments |= {"mean": 1 - moments["mean"], "min": low, "max": high}
-        return replace(
-            found,
-            swapped=self.swapped ^ {target},
-            target_counts={**self.target_counts, **({target: counts} if counts else {})},
-            target_moments={**self.target_moments, **({target: moments} if moments else {})},
-        )
+        turned = {**self.target_counts, target: counts} if counts else self.target_counts
+        return replace(found, swapped=self.swapped ^ {target}, target_counts=turned)
 
     @property
     def roles(self) -> tuple[str, ...]:
