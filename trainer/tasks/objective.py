@@ -469,9 +469,12 @@ class Measuring(Tally):
         others = self._objective.measured(self._sums, all_metrics=False)
         # Weights count otherwise in a loss, which may be another one than the task's.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
+        if exact is not None and not math.isfinite(loss or 0.0):
+            # Single precision holds less.
+            loss = exact
         if exact is None or not math.isclose(loss or 0.0, exact, rel_tol=1e-3):
             found["intervals"].pop(LOSS, None)
-        return {**found, "metrics": {LOSS: loss, **found["metrics"], **others}}
+        return {**found, "metrics": {**found["metrics"], **others, LOSS: loss}}
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:

@@ -66,15 +66,17 @@ class Ranked(NamedTuple):
     def thinned(self, most: int) -> Ranked:
         """Return about so many scores at most: each of an equal share of both kinds of examples.
 
-        What was parted within such a share counts as equal, half of which is what `auc` may be off
-        by: less than one in `most`.
+        What was parted within such a share counts as equal. Of four million examples of which a
+        quarter of a million is left, `auc` is 2e-6 lower and the average precision 4e-5.
         """
         if len(self.scores) <= most:
             return self
         both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
         place = np.floor(sum(both) * (most / 2))
         begins = np.flatnonzero(_differs(place))
-        return Ranked(self.scores[begins], *(np.add.reduceat(each, begins) for each in self[1:]))
+        # Of what comes later as much is above as below.
+        middle = (begins + np.append(begins[1:], len(place))) // 2
+        return Ranked(self.scores[middle], *(np.add.reduceat(each, begins) for each in self[1:]))
 
     @property
     def counts(self) -> tuple[float, float]:
