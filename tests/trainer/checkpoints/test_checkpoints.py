@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model
+from trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model, two_for_one
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.config.optimizer import OptimizerConfig
 from trainer.config.schema import ModelConfig, TrainingConfig
@@ -335,6 +335,28 @@ def test_no_attempt_resumes_with_other_data(tmp_path):
     with pytest.raises(UserError, match="step-00000010 was trained on other data") as caught:
         checkpoints("bb").newest()
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_run_says_itself_which_checkpoints_it_goes_on_with(tmp_path):
+    found = Checkpoints(storage.uri_of(tmp_path / "all"), keep=3, scratch=tmp_path / "scratch")
+    variables = {"global_step": tf.Variable(10, dtype=tf.int64)}
+    found.save(variables, io_device=None, fields={"positive": "yes"})
+
+    def refuse(each):
+        raise UserError(f"trained for {each.fields['positive']}")
+
+    found.require_fit = refuse
+    with pytest.raises(UserError, match="trained for yes"):
+        found.newest()
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "says"),
+    [([16, 2], [16, 1], True), ([2], [1], True), ([16, 3], [16, 1], False), (None, [1], False),
+     ([2], [], False)],
+)  # fmt: skip
+def test_a_model_of_two_classes_with_two_outputs_is_known(there, here, says):
+    assert ("task.name: classification" in two_for_one(there, here)) == says
 
 
 SPEC = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
