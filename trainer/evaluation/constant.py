@@ -7,8 +7,7 @@
      "champion": whether the champion's main metric is better, where there is a champion}
 
 The best one is known afterwards, from the labels of the examples that are judged, so that no model
-without inputs is better. `paired` has further `constant`, the value that was to be beaten, and
-`needed`: how many examples would show the gain, null where there is none or they are enough. It is
+without inputs is better. `paired` has further `constant`, the value that was to be beaten, and is
 one of two tests:
 
     by example   the paired test of the metric, with the constant as the opponent
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from scipy import stats
 
 from trainer import user_code
 from trainer.config.thresholds import ChampionRule
@@ -52,10 +50,6 @@ _SHUFFLES = 399
 _MOST_SHUFFLED = 20_000
 # Standard deviations, above which a mean is no chance.
 _FAR = 3
-# Nine of ten models of the same gain pass then.
-_POWER = 0.9
-# A gain that would take so many times the examples is as well by chance.
-_MOST_TIMES = 100
 _BUILT_IN = "trainer.tasks."
 _log = logging.getLogger(__name__)
 
@@ -70,19 +64,19 @@ def compared(
         # Nothing is the best where neither a higher nor a lower value is better.
         return {"answer": "", "metrics": values, "paired": None}
     value, constant = best[metric]
-    mine = metrics.get(metric)
+    mine, unit = metrics.get(metric), objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer}
     if mine is None:
         better = objective.directions[metric]
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
-    elif shuffled := _shuffled(objective, own, metric, mine, value):
+    elif not unit and (shuffled := _shuffled(objective, own, metric, mine, value)):
+        # What belongs together is not given to others one by one.
         paired |= shuffled
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
         other = Remade(own, constant.answered)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
-    paired["needed"] = _needed(paired)
     values[metric] = paired["constant"]
     return {"answer": paired.pop("answer"), "metrics": values, "paired": paired}
 
@@ -217,21 +211,3 @@ def _shuffled(
         "method": "outputs given to other examples",
         **more,
     }
-
-
-def _needed(paired: Mapping[str, Any]) -> int | None:
-    """Return about how many examples would show the gain, if there are more like these."""
-    gain, bound = paired["difference"], paired["bound"]
-    if gain is None or bound is None:
-        return None
-    if paired["better"] == "lower":
-        gain, bound = -gain, -bound
-    if not bound <= 0 < gain:
-        return None
-    sure, power = (float(stats.norm.ppf(each)) for each in (paired["confidence"], _POWER))
-    times = ((sure + power) / sure * (gain - bound) / gain) ** 2
-    if times > _MOST_TIMES:
-        return None
-    # It is about as many: two digits of it.
-    needed = times * paired["examples"]
-    return int(round(needed, 1 - math.floor(math.log10(needed))))

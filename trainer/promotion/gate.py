@@ -40,6 +40,8 @@ REFUSED = "refused"
 COMPARABLE = "the champion"
 # Classes that are lost, of which a rule says more than the number.
 _FEW = 4
+# As many examples more, as a count of them says something.
+_MOST_TIMES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +234,8 @@ def _over_constant(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[
             "own": measured["metrics"].get(metric),
             "other": paired["constant"],
             "answer": constant["answer"],
-            **{name: paired[name] for name in ("difference", "confidence", "examples", "needed")},
+            **{name: paired[name] for name in ("difference", "confidence", "examples")},
+            "needed": needed(paired, 0.0),
         },
     )
 
@@ -318,18 +321,21 @@ def needed(paired: Mapping[str, Any], margin: float) -> int:
     It is 0 where there are enough, and where more of them would not change what was found.
     """
     found, bound, count = paired["difference"], paired["bound"], paired["examples"]
-    if found is None or bound is None or not margin > 0:
+    if found is None or bound is None:
         return 0
     lost, at_most = (-found, -bound) if paired["better"] == "higher" else (found, bound)
-    if not lost <= margin < at_most:
+    # Of models that are equal; without a margin, of those that gain as much as this one.
+    distance = margin if margin > 0 else margin - lost
+    if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # Nine of ten equal models pass then, if examples differ as much as these.
+    # Nine of ten pass then, if examples differ as much as these.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
-    wanted = count * ((sure + power) * error / margin) ** 2
-    if not count < wanted < math.inf:
+    times = ((sure + power) * error / distance) ** 2
+    # What would take that many is as well by chance.
+    if not 1 < times < _MOST_TIMES:
         return 0
-    return int(round(wanted, 1 - math.floor(math.log10(wanted))))
+    return int(round(count * times, 1 - math.floor(math.log10(count * times))))
 
 
 def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:

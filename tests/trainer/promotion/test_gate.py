@@ -356,7 +356,7 @@ def over_constant(bound: float | None, better: str = "higher") -> dict[str, Any]
     """Return what an evaluation says of a constant that has 0.9 of the accuracy."""
     paired = {
         "metric": "accuracy", "better": better, "confidence": 0.995, "examples": 360,
-        "difference": 0.05, "bound": bound, "method": "by hand", "constant": 0.9, "needed": 800,
+        "difference": 0.05, "bound": bound, "method": "by hand", "constant": 0.9,
     }  # fmt: skip
     return {"answer": "always 'a'", "metrics": {"accuracy": 0.9}, "paired": paired}
 
@@ -389,7 +389,7 @@ def test_a_constant_that_is_not_beaten_is_named_and_so_are_the_examples_that_it_
     [reason] = decision.reasons
     assert "that of a constant (always 'a') 0.9" in reason
     assert "has to be higher (gate.constant)" in reason
-    assert reason.endswith("360 test examples are too few to be sure; about 800 would do.")
+    assert reason.endswith("360 test examples are too few to be sure; about 1,200 would do.")
 
 
 def test_a_constant_that_is_reported_only_refuses_nothing_and_is_a_note(tmp_path: Path) -> None:
