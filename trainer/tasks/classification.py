@@ -14,6 +14,7 @@ from trainer.tasks.base import (
     Constant,
     Direction,
     Examples,
+    Floats,
     Part,
     Shape,
     Tally,
@@ -129,6 +130,13 @@ class Classification(Softmax):
             Constant(f"always {self.labels[top]!r}", SURE * (np.arange(len(counts)) == top)),
             Constant("each class as often as it occurs", np.log(np.maximum(shares, np.exp(-SURE)))),
         ]
+
+    def of_each(self, metric: str, part: Part) -> Floats | None:
+        """Return whether the likeliest class is right."""
+        if metric != "accuracy":
+            return None
+        right: Floats = (part.outputs.argmax(axis=1) == part.labels).astype(np.float64)
+        return right
 
     def tested_by(self, metric: str, part: Part) -> Tested | None:
         """Test a mean over the classes by itself."""

@@ -19,6 +19,7 @@ from itertools import chain, count
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
@@ -36,6 +37,7 @@ from trainer.tasks.base import (
     Task,
     activation_of,
     last_layers,
+    weights_of,
 )
 from trainer.tasks.compiled import Compiled, Measured, State, Sums, Term, compiled_of, takes_logits
 from trainer.tasks.task_loss import (
@@ -323,6 +325,9 @@ class Objective:
         self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
         state = self.states[place]
         assert state.measured is not None
+        if (values := self.task.of_each(state.name, part)) is not None:
+            weights = weights_of(part)
+            return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
             # Traced again for every part, it would take longer than all that it computes.
