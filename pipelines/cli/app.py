@@ -176,19 +176,17 @@ def _comparison_table(found: Comparison) -> Table:
 def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
     """Return the values of a metric, each with its difference to the first."""
     from trainer.report.headline import difference
-    from trainer.report.wording import like, side_by_side
+    from trainer.report.wording import like, rounded
 
-    first = row[0] if isinstance(row[0], float) else 0.0
-    interval = next(filter(None, intervals or ()), like(first))
-    texts = [text for text, _ in side_by_side(row, interval, "")]
-    return [
-        f"{text} ({'+' if value > first else '-'}{size})"
-        if isinstance(value, float)
-        and isinstance(row[0], float)
-        and (size := difference(value - first, interval))
-        else text
-        for value, text in zip(row, texts, strict=True)
-    ]
+    cells = []
+    for value, interval in zip(row, intervals or [None] * len(row), strict=True):
+        places = interval or like(value if isinstance(value, float) else 0.0)
+        size = ""
+        if isinstance(value, float) and isinstance(row[0], float):
+            size = difference(value - row[0], places)
+        sign = "+" if size and value > row[0] else "-"
+        cells.append(f"{rounded(value, places)} ({sign}{size})" if size else rounded(value, places))
+    return cells
 
 
 app.command(epilog=COLLECTED)(gc)

@@ -24,16 +24,18 @@ Facts = Mapping[str, Any]
 # The share of the gain over a constant that a proposed bound leaves, where no interval is known.
 _KEPT = 0.9
 _MOST_CLASSES, _MOST_DIGITS = 5, 6
+# A proposed bound that is nearer to 0 is 0.
+_SMALLEST = 1e-100
 
 
 def headline(facts: Facts) -> str:
     """Return the sentence of a run."""
-    name = one_line(str(facts.get("name") or "")) or "run"
+    name = facts.get("name") or "run"
     version = facts.get("version")
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    return f"{subject}: {'; '.join(filter(None, [found, _ending(facts)]))}"
+    return one_line(f"{subject}: {'; '.join(filter(None, [found, _ending(facts)]))}")
 
 
 def measured(evaluation: Facts) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def _proposed(found: Facts, value: float, *, is_lower: bool) -> str:
         bound = start + _KEPT * (value - start)
     if constant is not None and (bound > constant) == is_lower:
         bound = (value + constant) / 2
-    text, largest = f"{bound:g}", math.floor(math.log10(abs(bound))) if bound else 0
+    text, largest = f"{bound:g}", math.floor(math.log10(max(abs(bound), _SMALLEST)))
     for digits in range(2, _MOST_DIGITS):
         # On the side that the model keeps to, and the constant does not.
         size = 10.0 ** (largest - digits + 1)

@@ -189,7 +189,10 @@ def reasons_of(facts: Facts) -> list[str]:
 def warnings_of(facts: Facts) -> list[str]:
     """Return what the validation of the data warns of, and what its preparation notes."""
     said = [step.get("metrics") for step in _rows(facts, "steps")]
-    notes = [each.get("notes") for each in said if isinstance(each, dict)]
+    # Those of the gate are at the head of the page.
+    notes = [
+        each.get("notes") for each in said if isinstance(each, dict) and "decision" not in each
+    ]
     noted = [f"the data: {line}" for each in notes if isinstance(each, list) for line in each]
     return [*_of_data(facts, "warnings"), *noted]
 

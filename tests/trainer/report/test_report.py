@@ -140,7 +140,10 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
 
 def test_what_the_preparation_notes_is_among_the_warnings() -> None:
     steps = [{"step": "prepare_data", "metrics": {"notes": ["'a' <b> is text"]}}]
-    assert "the data: 'a' <b> is text" in Page(report.render({"steps": steps})).text
+    steps.append({"step": "check_gate", "metrics": {"decision": "blessed", "notes": ["no bound"]}})
+    text = Page(report.render({"steps": steps})).text
+    assert "the data: 'a' <b> is text" in text
+    assert "the data: no bound" not in text
 
 
 def test_nothing_is_known() -> None:
