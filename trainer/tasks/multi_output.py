@@ -35,6 +35,7 @@ from trainer.tasks.base import (
     Tally,
     Target,
     Task,
+    weights_of,
 )
 from trainer.tasks.exact.intervals import above_zero
 from trainer.tasks.exact.sums import Moments
@@ -206,10 +207,8 @@ class _OfOutputs(Tally):
     def add(self, part: Part) -> None:
         for name, each in self._tallies.items():
             each.add(_of_output(part, name))
-        count = len(tf.nest.flatten(part.labels)[0])
-        weights = np.ones(count) if part.weights is None else np.ravel(part.weights)
         losses = self._task.example_losses(part.labels, part.outputs)
-        self._loss.add(losses[np.newaxis], weights)
+        self._loss.add(losses[np.newaxis], weights_of(part))
 
     def condense(self) -> None:
         for each in self._tallies.values():
