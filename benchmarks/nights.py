@@ -1,176 +1,300 @@
-"""A thousand nights of a gate: what becomes of the champion, simulated.
+"""A thousand nights of a gate: how often it errs, and what becomes of the champion, simulated.
 
     python -m benchmarks.nights docs/how-to/gate-nights.svg
 
-Each night a new model answers new test examples, in pairs with the champion, and is promoted or
-refused by the gate's own bound. The script prints the table of `docs/how-to/gate.md` and draws its
-figure. All is drawn from one seed.
+Each night a new model and the champion score new test examples of two classes, and the gate's own
+code judges them. Scores are normal, those of the positive class shifted, so that the true areas are
+known. In each class the scores of both models correlate. The script prints the tables of
+`docs/how-to/gate.md` and draws its figure. All is drawn from one seed; it takes about ten minutes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-from scipy import stats
+import numpy.typing as npt
+from scipy import optimize, stats
 
-from trainer.evaluation import noninferiority
-from trainer.evaluation.noninferiority import Pairs
+from trainer.config.thresholds import GateConfig
+from trainer.evaluation import constant, noninferiority
+from trainer.evaluation.classes import compare_classes
+from trainer.evaluation.comparison import Opponents
+from trainer.evaluation.estimates import Metric
+from trainer.promotion import gate
 from trainer.report import charts
+from trainer.tasks.base import Part, Target, Whole
+from trainer.tasks.binary_classification import BinaryClassification
 
 NIGHTS = 1000
-EXAMPLES = 360
-MARGIN = 0.03
-CONFIDENCE = 0.95
-# The share of examples on which two equal models do not agree whether they are right.
-DIFFER = 0.03
-BEGIN = 0.97
-
-Passes = Callable[[int, int], bool]
+# Of the scores of two models in one class; networks that are trained twice have 0.8 to 0.97.
+CORRELATION = 0.9
+GATE = GateConfig()
+Floats = npt.NDArray[np.floating[Any]]
+_GRID = np.linspace(-9, 15, 24_001)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nights:
-    """The true accuracy of each night's champion, and how many models were promoted."""
+class Data:
+    """Examples of two classes: the share of positives, and what the first champion reaches."""
 
-    accuracies: tuple[float, ...]
-    promoted: int
+    share: float
+    metric: str
+    value: float
 
     @property
-    def lowest(self) -> float:
-        """The accuracy of the worst champion."""
-        return min(self.accuracies)
+    def constant(self) -> float:
+        """What a constant reaches."""
+        return 0.5 if self.metric == "auc" else self.share
+
+    @property
+    def margin(self) -> float:
+        """What may be lost of the first champion."""
+        return GATE.champion.margin_of(self.value - self.constant)
 
 
-@cache
-def bound(own: int, other: int, examples: int = EXAMPLES) -> float:
-    """Return the gate's bound, by who alone was right."""
-    pairs = Pairs(examples - own - other, own, other, 0)
-    return noninferiority.shares(pairs, CONFIDENCE).bound
-
-
-def by_margin(own: int, other: int) -> bool:
-    """Say whether a loss beyond the margin is ruled out."""
-    return bound(own, other) >= -MARGIN
-
-
-@cache
-def by_significance(own: int, other: int) -> bool:
-    """Say whether it is not proved that the champion is better: the gate of earlier versions."""
-    return bool(stats.binom.sf(other - 1, own + other, 0.5) >= 1 - CONFIDENCE)
-
-
-def equal(champion: float, generator: np.random.Generator) -> float:
-    """Return the accuracy of a model of one recipe: they differ by chance alone."""
-    del champion
-    return BEGIN + float(generator.normal(0, 0.004))
-
-
-def wandering(champion: float, generator: np.random.Generator) -> float:
-    """Return that of a model that begins with the champion's weights, as good by expectation."""
-    return float(np.clip(champion + generator.normal(0, 0.003), 0.5, 0.999))
-
-
-def decaying(champion: float, generator: np.random.Generator) -> float:
-    """Return that of a model that is a little worse than the champion, every night."""
-    del generator
-    return max(champion - 0.005, 0.5)
-
-
-def worse(champion: float, generator: np.random.Generator) -> float:
-    """Return that of a model that is worse than the first champion by the whole margin."""
-    del champion, generator
-    return BEGIN - MARGIN
-
-
-def simulated(
-    made: Callable[[float, np.random.Generator], float],
-    passes: Passes,
-    *,
-    seed: int = 0,
-    keep: bool = False,
-    remembers: bool = True,
-) -> Nights:
-    """Return what becomes of the champion.
-
-    With `keep` it stays whoever is promoted; without `remembers` a model is compared with the
-    champion alone, and not with the one since which no gain was proved.
-    """
-    generator = np.random.default_rng(seed)
-    champion = reference = BEGIN
-    promoted, accuracies = 0, []
-    for _ in range(NIGHTS):
-        own = made(champion, generator)
-        alone, other = drawn = _answered(own, champion, generator)
-        if remembers and reference != champion:
-            drawn = _answered(own, reference, generator)
-        if passes(alone, other) and (not remembers or passes(*drawn)):
-            promoted += 1
-            champion = champion if keep else own
-            if bound(*drawn) >= MARGIN:
-                reference = champion
-        accuracies.append(champion)
-    return Nights(accuracies=tuple(accuracies), promoted=promoted)
-
-
-def _answered(own: float, other: float, generator: np.random.Generator) -> tuple[int, int]:
-    """Return how many examples a model alone is right on, and how many the other alone."""
-    _, alone, lost, _ = generator.multinomial(EXAMPLES, _cells(own, other)).tolist()
-    return alone, lost
-
-
-def _cells(own: float, other: float) -> list[float]:
-    """Return how likely an example is right by both, by one alone, by the other, by neither."""
-    differ = min(max(DIFFER, abs(own - other)), 2 - own - other)
-    alone, lost = (differ + own - other) / 2, (differ - own + other) / 2
-    # What should be 0 may be less by rounding.
-    return [max(each, 0.0) for each in (own - alone, alone, lost, 1 - own - lost)]
-
-
-MODELS = {
-    "of one recipe": equal,
-    "each begun with the champion": wandering,
-    "each worse by 0.005": decaying,
-}
-GATES: dict[str, tuple[Passes, bool]] = {
-    "the gate": (by_margin, True),
-    "champion alone": (by_margin, False),
-    "not proved worse": (by_significance, False),
+DATA = {
+    "50 %": Data(share=0.5, metric="auc", value=0.85),
+    "5 %": Data(share=0.05, metric="average_precision", value=0.5),
+    "1 %": Data(share=0.01, metric="average_precision", value=0.4),
 }
 
 
-def cases(seed: int = 0) -> dict[str, Nights]:
-    """Return what becomes of the champion with each kind of models, and of gate."""
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """How far a model's scores of positives are shifted, and above which score it says positive."""
+
+    shift: float
+    threshold: float
+
+    @classmethod
+    def of(cls, data: Data, value: float) -> Model:
+        """Return the model that reaches a value, with the threshold of the best F1."""
+        shift = _shift(data, round(value, 6))
+        hits, alarms = stats.norm.sf(_GRID - shift), stats.norm.sf(_GRID)
+        taken = data.share * hits + (1 - data.share) * alarms
+        best = np.argmax(data.share * hits / (taken + data.share))
+        return cls(shift=shift, threshold=float(_GRID[best]))
+
+    def finding(self, part: float) -> Model:
+        """Return a model of the same scores that finds a part of the positives that this one does.
+
+        Its threshold is higher.
+        """
+        found = part * stats.norm.sf(self.threshold - self.shift)
+        return Model(shift=self.shift, threshold=self.shift + float(stats.norm.isf(found)))
+
+
+@cache
+def _shift(data: Data, value: float) -> float:
+    if data.metric == "auc":
+        return float(np.sqrt(2) * stats.norm.ppf(value))
+    if value <= data.share:
+        return 0.0
+    return float(optimize.brentq(lambda shift: _precision(data.share, shift) - value, 0, 8))
+
+
+def _precision(share: float, shift: float) -> float:
+    """Return the average precision."""
+    hits, alarms = share * stats.norm.sf(_GRID - shift), (1 - share) * stats.norm.sf(_GRID)
+    density = stats.norm.pdf(_GRID - shift)
+    return float(density @ (hits / (hits + alarms)) / density.sum())
+
+
+class Night:
+    """The test examples of one night, and what models answer."""
+
+    def __init__(self, data: Data, examples: int, generator: np.random.Generator) -> None:
+        """Draw examples; there is one of each class at least."""
+        self._data, self._generator = data, generator
+        self._labels = (generator.random(examples) < data.share).astype(np.int64)
+        self._labels[:2] = 0, 1
+        self._same = generator.normal(size=examples).astype(np.float32)
+
+    def answered(self, model: Model) -> Whole:
+        """Return the examples with a model's logits."""
+        noise = self._generator.normal(size=len(self._labels)).astype(np.float32)
+        mixed = np.sqrt(CORRELATION) * self._same + np.sqrt(1 - CORRELATION) * noise
+        logits = mixed + np.float32(model.shift) * self._labels - np.float32(model.threshold)
+        return Whole(Part(self._labels, logits[:, np.newaxis], None, {}))
+
+    def over_constant(self, own: Whole) -> bool:
+        """Say whether the gate blesses a first model."""
+        metric, mine = self._data.metric, _estimate(own, self._data.metric)
+        best = 0.5 if metric == "auc" else float(self._labels.mean())
+        paired = constant.shuffled(_OBJECTIVE, own, metric, mine.value, best)
+        found = {"answer": "", "paired": {"needed": None, **paired}}
+        return _passes(GATE, {"metrics": {metric: mine.value}, "constant": found})
+
+    def over_champion(
+        self, own: Whole, champion: Whole, config: GateConfig = GATE
+    ) -> tuple[bool, bool]:
+        """Say whether the gate blesses, by the champion, and whether a gain is proved."""
+        metric, rule = self._data.metric, config.champion
+        mine, theirs = _estimate(own, metric), _estimate(champion, metric)
+        compared = noninferiority.paired(mine, theirs, rule.confidence, "higher", rule.share)
+        opponents = Opponents(objective=_OBJECTIVE, own=own, other=champion)
+        paired = {
+            "metric": metric, "better": "higher", "examples": own.count,
+            "confidence": rule.confidence, "difference": compared.difference,
+            "bound": compared.bound,
+        }  # fmt: skip
+        best = 0.5 if metric == "auc" else float(self._labels.mean())
+        found = {
+            "metrics": {metric: mine.value},
+            "constant": {"metrics": {metric: best}},
+            "champion": {
+                "incomparable": "", "metrics": {metric: theirs.value}, "paired": paired,
+                **compare_classes(opponents, rule),
+            },
+        }  # fmt: skip
+        rules = gate.rules_of(config, found)
+        return all(rule.passed for rule in rules), any(rule.gained for rule in rules)
+
+
+def _passes(config: GateConfig, measured: Mapping[str, Any]) -> bool:
+    return all(rule.passed for rule in gate.rules_of(config, measured))
+
+
+_OBJECTIVE: Any = SimpleNamespace(
+    task=BinaryClassification(Target(name="label", shape=(), dtype="int64", num_classes=2))
+)
+
+
+def _estimate(examples: Whole, metric: str) -> noninferiority.Estimate:
+    return Metric(_OBJECTIVE, examples, metric, None).estimate()
+
+
+def kinds(data: Data) -> dict[str, Model]:
+    """Return the models that are tried against the first champion."""
+    champion = Model.of(data, data.value)
     return {
-        f"{models}: {gate}": simulated(made, passes, seed=seed, remembers=remembers)
-        for models, made in MODELS.items()
-        for gate, (passes, remembers) in GATES.items()
+        "as good": champion,
+        "worse by the margin": Model.of(data, data.value - data.margin),
+        "half of the positives lost": champion.finding(0.5),
+        "finds nothing": Model(shift=0.0, threshold=champion.threshold),
     }
 
 
-def table(found: dict[str, Nights]) -> str:
-    """Return a table in Markdown."""
-    rows = [
-        f"| {case} | {each.promoted / NIGHTS:.1%} | {each.accuracies[-1]:.3f} | {each.lowest:.3f} |"
-        for case, each in found.items()
-    ]
-    head = "| models: rule | promoted | last champion | worst champion |"
-    return "\n".join([head, "| --- | --- | --- | --- |", *rows])
+def promoted(
+    data: Data, model: Model, examples: int, nights: int = NIGHTS, config: GateConfig = GATE
+) -> float:
+    """Return how often a model is promoted in place of the first champion."""
+    generator, champion = np.random.default_rng(examples), Model.of(data, data.value)
+    count = 0
+    for _ in range(nights):
+        night = Night(data, examples, generator)
+        own = night.answered(model)
+        if night.over_champion(own, night.answered(champion), config)[0]:
+            # One that finds something is far above the constant each night.
+            count += bool(model.shift) or night.over_constant(own)
+    return count / nights
 
 
-def drawn(found: dict[str, Nights]) -> str:
-    """Return the picture of some cases as SVG."""
+def first(data: Data, examples: int, nights: int = NIGHTS) -> float:
+    """Return how often a model that finds nothing becomes the first champion."""
+    generator, model = np.random.default_rng(examples), Model(shift=0.0, threshold=1.0)
+    drawn = (Night(data, examples, generator) for _ in range(nights))
+    return sum(night.over_constant(night.answered(model)) for night in drawn) / nights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The true value of each night's champion, and how many models were promoted."""
+
+    values: tuple[float, ...]
+    promoted: int
+
+
+# What a new model reaches, by what the champion does.
+Made = Callable[[float, np.random.Generator], float]
+MODELS: dict[str, Made] = {
+    "of one recipe": lambda _, generator: 0.85 + float(generator.normal(0, 0.004)),
+    "each begun with the champion": lambda champion, generator: (
+        champion + float(generator.normal(0, 0.003))
+    ),
+    "each worse by 0.005": lambda champion, _: champion - 0.005,
+}
+GATES = ("the gate", "champion alone", "not proved worse")
+
+
+def chain(models: str, rule: str, nights: int = NIGHTS, examples: int = 2000) -> Chain:
+    """Return what becomes of the champion, by a kind of models and one of `GATES`.
+
+    The gate compares with the version since which no gain was proved, too. What is not proved worse
+    is promoted by earlier versions.
+    """
+    data, made = DATA["50 %"], MODELS[models]
+    generator = np.random.default_rng(0)
+    champion = reference = data.value
+    count, values = 0, []
+    for _ in range(nights):
+        value = float(np.clip(made(champion, generator), 0.51, 0.999))
+        night = Night(data, examples, generator)
+        own, other, old = (night.answered(Model.of(data, v)) for v in (value, champion, reference))
+        if rule == "not proved worse":
+            theirs, mine = _estimate(other, data.metric), _estimate(own, data.metric)
+            passed = noninferiority.paired(theirs, mine, 0.95, "higher").bound <= 0
+            gained = False
+        else:
+            passed, gained = night.over_champion(own, other)
+            if rule == "the gate" and reference != champion:
+                kept, gained = night.over_champion(own, old)
+                passed = passed and kept
+        if passed:
+            count, champion = count + 1, value
+            reference = value if gained else reference
+        values.append(champion)
+    return Chain(values=tuple(values), promoted=count)
+
+
+# Test examples: those with 28 positives, and those of more.
+SIZES = {"50 %": (56, 2000), "5 %": (560, 20_000), "1 %": (2800, 50_000)}
+POWER_SIZES = (1000, 5000, 20_000, 100_000)
+MARGINS = ("5%", "10%", "20%")
+
+
+def _errors(name: str, examples: int) -> str:
+    """Return a row: how often each kind of models is promoted."""
+    data = DATA[name]
+    shares = [promoted(data, model, examples) for model in kinds(data).values()]
+    # The constant's rule judges as many examples at most.
+    alone = f"{first(data, examples):.1%}" if examples < POWER_SIZES[1] else ""
+    cells = [*(f"{each:.1%}" for each in shares), alone]
+    return f"| {name} | {examples:,} | {round(examples * data.share):,} | {' | '.join(cells)} |"
+
+
+def _power(name: str, margin: str) -> str:
+    """Return a row: how often equal models are promoted, by the number of examples."""
+    data, config = DATA[name], GateConfig.model_validate({"champion": {"margin": margin}})
+    model = Model.of(data, data.value)
+    shares = [promoted(data, model, each, NIGHTS // 5, config) for each in POWER_SIZES]
+    said = {"auc": "AUC", "average_precision": "average precision"}[data.metric]
+    what = f"{said} {data.value:g}, constant {data.constant:g}"
+    return f"| {name} | {what} | {margin} | {' | '.join(f'{each:.0%}' for each in shares)} |"
+
+
+def _head(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n|{' --- |' * len(cells)}"
+
+
+def drawn(found: Mapping[str, Chain]) -> str:
+    """Return the picture of some chains as SVG."""
     names = {f"c{number}": case for number, case in enumerate(found)}
-    columns = zip(*(each.accuracies for each in found.values()), strict=True)
+    columns = zip(*(each.values for each in found.values()), strict=True)
     points = [
         {"night": night, **dict(zip(names, row, strict=True))}
         for night, row in enumerate(columns, 1)
     ]
-    chart = charts.line_chart("accuracy of the champion", points, "night", names)
+    chart = charts.line_chart("AUC of the champion", points, "night", names)
     assert chart
     colors = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
     height = charts.HEIGHT + 18 * len(chart.lines)
@@ -200,12 +324,22 @@ def drawn(found: dict[str, Nights]) -> str:
 
 
 def main() -> None:
-    """Print the table and write the figure."""
-    found = cases()
-    share = f"{simulated(worse, by_margin, keep=True).promoted / NIGHTS:.1%}"
-    sys.stdout.write(f"{table(found)}\n\nworse by the margin: promoted {share}\n")
-    picture = {case: each for case, each in found.items() if "begun" in case}
-    Path(sys.argv[1]).write_text(drawn(picture), encoding="utf-8")
+    """Print the tables and write the figure."""
+    cases = [(models, rule) for models in MODELS for rule in GATES]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        errors = pool.map(_errors, *zip(*((n, e) for n in DATA for e in SIZES[n]), strict=True))
+        power = pool.map(_power, *zip(*((n, m) for n in DATA for m in MARGINS), strict=True))
+        chains = dict(zip(cases, pool.map(chain, *zip(*cases, strict=True)), strict=True))
+        head = _head("positives", "test examples", "of them positive", *kinds(DATA["5 %"]), "first")
+        sys.stdout.write("\n".join([head, *errors, ""]) + "\n")
+        head = _head("positives", "champion", "margin", *(f"{each:,}" for each in POWER_SIZES))
+        sys.stdout.write("\n".join([head, *power, ""]) + "\n")
+    sys.stdout.write(_head("models: rule", "promoted", "last champion", "worst champion") + "\n")
+    for (models, rule), each in chains.items():
+        row = f"{each.promoted / NIGHTS:.1%} | {each.values[-1]:.3f} | {min(each.values):.3f}"
+        sys.stdout.write(f"| {models}: {rule} | {row} |\n")
+    begun = {f"{m}: {rule}": each for (m, rule), each in chains.items() if "begun" in m}
+    Path(sys.argv[1]).write_text(drawn(begun), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_every_key_has_a_type_and_a_meaning():
     ("key", "cells"),
     [
         ("training.steps", ["whole number", "`1500`", "at least 1, at most 2^53"]),
-        ("gate.champion.confidence", ["number", "`0.99`", "at least 0.5, below 1"]),
+        ("gate.champion.confidence", ["number", "`0.995`", "at least 0.5, below 1"]),
         ("data.partition", ["text", "`disjoint`", "`disjoint`, `dynamic`, `reshuffle`"]),
         ("export.formats", ["list of text", '`["saved_model", "keras"]`']),
         ("cluster.kubernetes.job.backoff_limit", ["whole number or `null`", "`null`"]),

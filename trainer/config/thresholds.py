@@ -61,7 +61,7 @@ class ChampionRule(Section):
         "metric or as a share of the champion's gain over a constant; below 0: a required gain",
     )
     confidence: float = key(
-        0.99, "confidence of the test that no more than the margin is lost", ge=0.5, lt=1
+        0.995, "confidence of the test that no more than the margin is lost", ge=0.5, lt=1
     )
     class_margin: float | str = key(
         "50%",

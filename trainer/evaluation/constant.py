@@ -70,9 +70,9 @@ def compared(
         better = objective.directions[metric]
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
-    elif not unit and (shuffled := _shuffled(objective, own, metric, mine, value)):
+    elif not unit and (by_chance := shuffled(objective, own, metric, mine, value)):
         # What belongs together is not given to others one by one.
-        paired |= shuffled
+        paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
         other = Remade(own, constant.answered)
@@ -175,7 +175,7 @@ def _is_built_in(objective: Objective) -> bool:
     return type(objective.task).__module__.startswith(_BUILT_IN)
 
 
-def _shuffled(
+def shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
     """Return the comparison by shuffled outputs; nothing of what is compared by example."""
@@ -184,8 +184,8 @@ def _shuffled(
         return {}
     generator, count = np.random.default_rng(0), len(weights_of(part))
     found = tested(np.arange(count))
-    shuffled = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
-    values, evidence = np.sort(np.array(shuffled, np.float64), axis=0).T
+    others = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
+    values, evidence = np.sort(np.array(others, np.float64), axis=0).T
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
         # Classes at random have a higher mean of F1 than any one of them.

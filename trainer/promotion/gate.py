@@ -126,17 +126,21 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     Raises `UserError` where a rule names a metric that was not measured, or `evaluation` is none.
     """
     measured = _measured(evaluation)
-    champion = measured.get("champion") or {}
-    rules = (
-        *_bounds(config.gate, measured),
-        *_over_constant(config.gate, measured),
-        *_against_champion(config.gate, measured, champion),
-    )
-    rules = tuple(_with_interval(rule, measured.get("intervals") or {}) for rule in rules)
-    decision = _decided(config.name, measured, rules, output)
+    decision = _decided(config.name, measured, rules_of(config.gate, measured), output)
     origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
+    champion = measured.get("champion") or {}
     _publish(decision, {"champion": champion.get("uri", ""), **origin})
     return decision
+
+
+def rules_of(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Return the rules for what an evaluation has measured; raises as `check` does."""
+    rules = (
+        *_bounds(config, measured),
+        *_over_constant(config, measured),
+        *_against_champion(config, measured, measured.get("champion") or {}),
+    )
+    return tuple(_with_interval(rule, measured.get("intervals") or {}) for rule in rules)
 
 
 def _with_interval(rule: Rule, intervals: Mapping[str, Any]) -> Rule:

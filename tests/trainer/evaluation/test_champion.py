@@ -22,7 +22,7 @@ from trainer.promotion import gate
 from trainer.report.rules import CLASS_MARGIN, MARGIN
 from trainer.tasks import registry as tasks
 
-GATE = parse_config({"gate": {"champion": {"margin": 0.06}}}).gate
+GATE = parse_config({"gate": {"champion": {"margin": 0.07}}}).gate
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
