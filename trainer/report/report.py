@@ -169,7 +169,8 @@ def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
 
 def _handed_on(steps: Sequence[Facts]) -> list[str]:
     """Return which checkpoint was evaluated, and why, in a sentence where that is known."""
-    metrics = next((m for e in steps if (m := e.get("metrics") or {}).get("handed_on_as")), {})
+    said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
+    metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")
     return [f"Evaluated: global step {step} of {of}, {metrics['handed_on_as']}."] if metrics else []
 
