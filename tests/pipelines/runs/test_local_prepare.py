@@ -58,7 +58,7 @@ def test_its_course_is_reported(prepared):
         "prepare_data done",
         "validate_data ...",
         "validate_data done",
-        "done",
+        "digits: done",
     ]
 
 
@@ -66,7 +66,7 @@ def test_the_closing_table_says_what_there_is_and_where(prepared):
     *table, _ = prepared.out.splitlines()
     text = "\n".join(table)
     assert "train=1293" in text
-    assert "reused=False" in text
+    assert "reused=no" in text
     # Below the current folder the path is a relative one, as a person would type it.
     assert " it's a $wörk dir" in text
     assert "file:" not in text
@@ -108,7 +108,7 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
     assert ended.err.splitlines()[-3:] == [
         f"flotilla: failed: {ended.answer['message']}",
         f"flotilla: all output is in {ended.folder / 'pipeline.log'}",
-        "failed",
+        "digits: failed in prepare_data",
     ]
 
 
@@ -124,7 +124,7 @@ def test_a_second_run_reuses_the_dataset(prepared):
     assert again.code == 0
     assert again.answer["artifacts"]["dataset"] == prepared.answer["artifacts"]["dataset"]
     assert again.answer["run_id"] != prepared.answer["run_id"]
-    assert "reused=True" in again.out
+    assert "reused=yes" in again.out
     after = content(prepared.workdir)
     assert {name: after[name] for name in before} == before
     shutil.rmtree(again.folder)
@@ -143,4 +143,6 @@ def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     assert again.answer["message"].endswith("those of first, which has finished")
     assert again.statuses() == {"resolve_config": "done", "finish": "done"}
     assert not (again.folder / "cluster").exists()
-    assert "There is nothing new" in (again.folder / "report.html").read_text()
+    page = (again.folder / "report.html").read_text()
+    assert "unchanged" in page
+    assert "those of first, which has finished" in page
