@@ -47,7 +47,8 @@ from trainer.tasks.objective import Objective, at
 CONFIDENCE = 0.995
 # The second best of these is the quantile at that confidence.
 _SHUFFLES = 399
-_MOST_SHUFFLED = 20_000
+# So many examples of a class each; fewer of labels of many numbers.
+_MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
 # Standard deviations, above which a mean is no chance.
 _FAR = 3
 _BUILT_IN = "trainer.tasks."
@@ -179,13 +180,18 @@ def shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
     """Return the comparison by shuffled outputs; nothing of what is compared by example."""
-    task, part = objective.task, drawn(own, _MOST_SHUFFLED)
+    task, some = objective.task, next(iter(own.parts()))
+    size = max(np.size(tf.nest.flatten(at(some.labels, slice(1)))[0]), 1)
+    part = drawn(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
     if (tested := task.tested_by(metric, part)) is None:
         return {}
     generator, count = np.random.default_rng(0), len(weights_of(part))
     found = tested(np.arange(count))
     others = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(others, np.float64), axis=0).T
+    if not np.isfinite([*values, *evidence, *found]).all():
+        # Among few of many examples there may be none of a rare class.
+        return {}
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
         # Classes at random have a higher mean of F1 than any one of them.
@@ -193,14 +199,16 @@ def shuffled(
     # Few true examples in a random order have more average precision than their share.
     gain = mine - max(constant, float(values.mean()))
     # Of more examples the differences by chance are smaller.
-    by_chance, critical = (
-        float(each[-2] - each.mean()) * math.sqrt(count / own.count) for each in (values, evidence)
-    )
-    above = found[1] - float(evidence.mean())
-    # A limit by the test, as far below the gain as the gain is above its critical value (Miettinen
-    # 1976).
-    spread = gain * critical / above if gain > 0 and above > critical else by_chance
-    bound = gain - spread if above > critical else min(gain - spread, 0.0)
+    bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
+    # What is found of some examples is no evidence at the level of all.
+    if count == own.count:
+        above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
+        if above <= critical:
+            bound = min(bound, 0.0)
+        elif gain > 0:
+            # A limit by the test, as far below the gain as the gain is above its critical value
+            # (Miettinen 1976).
+            bound = gain - gain * critical / above
     return {
         "metric": metric,
         "better": "higher",

@@ -9,6 +9,7 @@ from trainer.evaluation.predictions import measured
 from trainer.tasks.base import Part, Whole
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.classification import Classification
+from trainer.tasks.exact.areas import areas
 from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.multilabel_classification import MultilabelClassification
 from trainer.tasks.objective import Objective
@@ -27,6 +28,8 @@ PLACES = np.where(DRAW.random((COUNT, 5)) < 0.2, -1, DRAW.integers(0, 3, (COUNT,
 GROUPS = DRAW.integers(0, 60, COUNT)
 ITEMS = DRAW.integers(0, 30, COUNT)
 WEIGHTS = DRAW.uniform(0.5, 2, COUNT).astype("float32")
+MANY = (DRAW.random(4000) < 0.1).astype("int64")
+BEST = constant._Best(0.5, constant.Constant("0.1", np.zeros(1)))
 
 
 def noise(*shape):
@@ -153,3 +156,32 @@ def test_a_query_alone_is_compared_by_its_own_values():
     found = compared(task, RARE, signal.astype("float32"), "ndcg", columns={"query": GROUPS})
     assert found["paired"]["method"] == "t test of paired influences"
     assert found["paired"]["bound"] > 0
+
+
+@pytest.mark.parametrize("metric", ["auc", "average_precision"])
+def test_of_many_examples_some_are_shuffled_and_noise_passes_as_seldom(metric, monkeypatch):
+    monkeypatch.setattr(constant, "_MOST_SHUFFLED", 200)
+    monkeypatch.setattr(constant, "_SHUFFLES", 199)
+    best = BEST if metric == "auc" else BEST._replace(value=float(MANY.mean()))
+    monkeypatch.setattr(constant, "_best", lambda *_: {metric: best})
+    task = BinaryClassification(target(MANY, num_classes=2))
+    objective = Objective(task)
+
+    def passes(outputs):
+        own = Whole(Part(MANY, outputs.astype("float32")[:, np.newaxis], None, {}))
+        value = getattr(areas(MANY, outputs), metric)
+        return constant.compared(objective, own, {metric: value}, metric)["paired"]["bound"] > 0
+
+    generator = np.random.default_rng(2)
+    assert sum(passes(generator.normal(size=len(MANY))) for _ in range(40)) <= 1
+    assert passes(generator.normal(size=len(MANY)) + MANY)
+
+
+def test_where_a_rare_class_is_not_among_those_shuffled_it_is_compared_by_example(monkeypatch):
+    monkeypatch.setattr(constant, "_MOST_SHUFFLED", 20)
+    labels = np.zeros(400, "int64")
+    labels[1:20:2] = 1
+    outputs = np.random.default_rng(1).normal(size=(400, 1)).astype("float32") + labels[:, None]
+    found = compared(BinaryClassification(target(labels, num_classes=2)), labels, outputs, "auc")
+    assert np.isfinite(found["paired"]["bound"])
+    assert "influences" in found["paired"]["method"]
