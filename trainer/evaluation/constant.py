@@ -7,8 +7,9 @@
      "champion": whether the champion's main metric is better, where there is a champion}
 
 The best one is known afterwards, from the labels of the examples that are judged, so that no model
-without inputs is better. `paired` has further `constant`, the value that was to be beaten, and is
-one of two tests:
+without inputs is better. `paired` has further `constant`, the value that was to be beaten. Where
+the examples do not define the metric, its values are null, and nothing passes; else it is one of
+two tests:
 
     by example   the paired test of the metric, with the constant as the opponent
     shuffled     of areas and of means over classes: the outputs are given to other examples, again
@@ -61,14 +62,18 @@ def compared(
     """Return what `metrics.json` says of the best constant, by the main metric of a model."""
     best = _best(objective, own)
     values = {name: each.value for name, each in best.items()}
-    if metric not in best:
+    mine, better = metrics.get(metric), objective.directions.get(metric)
+    value, constant = best.get(metric) or (None, None)
+    if not better or (constant is None and mine is not None):
         # Nothing is the best where neither a higher nor a lower value is better.
         return {"answer": "", "metrics": values, "paired": None}
-    value, constant = best[metric]
-    mine, unit = metrics.get(metric), objective.task.unit
-    paired: dict[str, Any] = {"constant": value, "answer": constant.answer}
-    if mine is None:
-        better = objective.directions[metric]
+    if value is not None and mine is not None and math.isclose(value, mine):
+        # Sums in another order: no reader is to see a difference that there is not.
+        value = mine
+    unit = objective.task.unit
+    paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
+    if mine is None or value is None or constant is None:
+        # As the areas where all examples are of one class: such a metric never passes.
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif not unit and (by_chance := shuffled(objective, own, metric, mine, value)):
@@ -78,14 +83,16 @@ def compared(
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
         other = Remade(own, constant.answered)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
-    values[metric] = paired["constant"]
+    if constant:
+        values[metric] = paired["constant"]
     return {"answer": paired.pop("answer"), "metrics": values, "paired": paired}
 
 
 def is_beaten(found: Mapping[str, Any], metrics: Mapping[str, float | None]) -> bool | None:
     """Say whether a champion's main metric is better than the constant's; None if not known."""
     paired = found["paired"]
-    if not paired or (value := metrics.get(paired["metric"])) is None:
+    value = metrics.get(paired["metric"]) if paired else None
+    if value is None or paired["constant"] is None:
         return None
     gain = value - paired["constant"]
     return bool(gain > 0 if paired["better"] == "higher" else gain < 0)
@@ -151,7 +158,7 @@ def _condensed(objective: Objective, own: Examples) -> Examples:
             totals[label] = totals.get(label, 0.0) + total
     weights = np.array([*totals.values()])
     # The loss is divided by the number of examples, and not by what they weigh.
-    scaled = (weights * (len(weights) / own.count)).astype(np.float32)
+    scaled = weights * (len(weights) / own.count)
     labels = np.array([*totals], some.labels.dtype)
     return Whole(Part(labels, at(some.outputs, np.zeros(len(labels), int)), scaled, {}))
 

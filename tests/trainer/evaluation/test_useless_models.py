@@ -155,6 +155,22 @@ def test_what_finds_nothing_is_refused_for_it_does_not_beat_a_constant(tmp_path,
     assert "a constant" in decision.reasons[0]
 
 
+def test_a_main_metric_that_the_examples_do_not_define_passes_nothing(tmp_path):
+    outputs = logits(YES, 2)
+    decision = decided(tmp_path, BINARY, np.zeros_like(YES), outputs, min={"accuracy": 0.1})
+    assert [rule.key for rule in decision.rules if not rule.passed] == [CONSTANT]
+    assert decision.reasons == (
+        "AUC cannot be compared with a constant on these examples (gate.constant).",
+    )
+
+
+def test_the_share_of_the_largest_class_is_the_same_number_as_that_of_the_constant(tmp_path):
+    outputs = np.tile(np.float32([5, 0, 0, 0]), (COUNT, 1))
+    decision = decided(tmp_path, CLASSES, CLASS, outputs)
+    assert not decision.blessed
+    assert decision.measured["value"] == decision.measured["constant"]
+
+
 # The scores of a recommender that knows the tastes, of which half is chance.
 GUESSED = TASTE + np.random.default_rng(6).normal(size=TASTE.shape)
 WELL_KNOWN = LIKED[ITEMS] + GUESSED[USERS, ITEMS] / 2
