@@ -74,7 +74,7 @@ class Rule:
         if self.key != MARGIN or not math.isfinite(self.value):
             return False
         gain = self.value if self.bound == "min" else -self.value
-        return gain >= abs(self.threshold)
+        return gain > 0 and gain >= abs(self.threshold)
 
     def __str__(self) -> str:
         """Say what was found and what is asked, in one line."""
