@@ -122,7 +122,7 @@ def headline_of(facts: Facts) -> str:
     ill = [each for each in _rows(facts, "steps") if each.get("status") == verdict != "done"]
     step = ill[0].get("step") if ill else ""
     if verdict == "refused" and (facts.get("validation") or {}).get("decision") == "refused":
-        step = "the data gate"
+        step = "validate_data"
     if verdict == "blessed" and registered.get("decision") == "promoted":
         verdict = "promoted"
     return headline.headline(

@@ -315,7 +315,7 @@ def test_a_run_without_a_verdict_says_where_it_ended():
     refused = done("validate_data", metrics={"decision": "refused", "reasons": ["too few rows"]})
     lines = coloured(replace(ended_with(*refused), run_id="mine"))
     assert [line.split("m", 1)[1] for line in lines] == [
-        "mine: refused by the data gate\x1b[0m", "-\x1b[0m too few rows",
+        "mine: refused by validate_data\x1b[0m", "-\x1b[0m too few rows",
     ]  # fmt: skip
 
 

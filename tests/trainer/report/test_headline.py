@@ -67,7 +67,7 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
         ({"verdict": "failed", "step": "train_model"}, "churn: failed in train_model"),
         ({"verdict": "interrupted"}, "churn: interrupted"),
         ({"verdict": "unchanged"}, "churn: unchanged"),
-        ({"verdict": "refused", "step": "validate_data"}, "churn: refused by the data gate"),
+        ({"verdict": "refused", "step": "validate_data"}, "churn: refused by validate_data"),
         ({"verdict": "done"}, "churn: done"),
         ({"verdict": "done", "measured": {"metric": "cost@k", "value": None}},
          "churn: cost not defined; done"),
