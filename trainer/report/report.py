@@ -119,10 +119,7 @@ def render(facts: Facts) -> str:
 def headline_of(facts: Facts) -> str:
     """Return the sentence of a run."""
     verdict, registered = facts.get("verdict"), facts.get("registered") or {}
-    ill = [each for each in _rows(facts, "steps") if each.get("status") == verdict != "done"]
-    step = ill[0].get("step") if ill else ""
-    if verdict == "refused" and (facts.get("validation") or {}).get("decision") == "refused":
-        step = "validate_data"
+    ill = [each.get("step") for each in _rows(facts, "steps") if _decided(each, verdict)]
     if verdict == "blessed" and registered.get("decision") == "promoted":
         verdict = "promoted"
     return headline.headline(
@@ -133,9 +130,17 @@ def headline_of(facts: Facts) -> str:
             "measured": headline.measured(facts.get("evaluation") or {}),
             # A decision that cannot be read is not one without rules.
             "rules": None if facts.get("rules") is None else rules_of(facts),
-            "step": step,
+            "step": ill[0] if ill else "",
         }
     )
+
+
+def _decided(step: Facts, verdict: object) -> bool:
+    """Say whether a run ended as it did by this step."""
+    if verdict != "refused":
+        return bool(step.get("status") == verdict != "done")
+    metrics = step.get("metrics")
+    return isinstance(metrics, Mapping) and metrics.get("decision") == verdict
 
 
 def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
