@@ -86,8 +86,6 @@ def evaluated(config: Config, root: str, run_id: str, inputs: Inputs, scratch: P
 
     checkpoint, champion = inputs.checkpoint, inputs.champion
     created = storage.read_manifest(checkpoint).created
-    compared_by = config.gate.champion.compared_by() if champion else ""
-    asked, main = config.evaluation, config.task.main_metric
-    origin = (inputs.dataset, created, champion, compared_by, asked.baseline, main, *asked.slices)
+    origin = (inputs.dataset, created, *evaluate.asked(config, champion).values())
     output = output_of(root, run_id, "evaluation", checkpoint, *origin)
     return evaluate.evaluate(config, inputs.dataset, checkpoint, output, scratch, champion)

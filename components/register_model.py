@@ -71,7 +71,7 @@ def _compared(
         dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri
     )
     with tempfile.TemporaryDirectory(dir=scratch, prefix="comparison-") as folder:
-        # Nobody reads of baselines there.
+        # The evaluation of the run has the baselines.
         alone = config.evaluation.model_copy(update={"baseline": "none"})
         settings = config.model_copy(update={"evaluation": alone})
         measured = evaluate_model.evaluated(settings, root, run_id, inputs, Path(folder))

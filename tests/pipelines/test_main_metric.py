@@ -1,4 +1,4 @@
-"""The main metric is the same word with the same value wherever a run is looked at.
+"""Every place that shows a run names the same main metric with the same value.
 
 The models of these runs have an accuracy as well, which every place could name.
 """

@@ -6,7 +6,7 @@
 
 They learn of at most `MOST_ROWS` training examples, drawn at random, or fewer where there are many
 columns, classes or texts. That bounds the memory, to about 1 GB, and the time, together with a
-clock that is looked at between slices of the work. No baseline fails an evaluation: one that does
+clock that is read between slices of the work. No baseline fails an evaluation: one that does
 not fit, or finds no time, says so.
 """
 

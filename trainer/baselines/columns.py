@@ -15,15 +15,14 @@ from scipy import sparse
 
 from trainer.baselines.rows import Clock, Rows
 from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.statistics.statistics import are_repeated
 from trainer.tasks.base import Array, Floats
 
 # Larger tensors are pictures, and no columns of a table.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Of so many features the histograms of a tree are finer: 160 MB of them either way.
+# Up to this number of columns histograms have more bins: 160 MB of them at most in both cases.
 _FEW_COLUMNS = 500
-# So few values are categories; of more, those that examples have so many times.
-_FEW_VALUES, _TIMES = 20, 10
 # A number this many deviations from the mean says no more to a linear model than one at it.
 _FAR = 10.0
 #: Rows of which texts are read.
@@ -84,7 +83,7 @@ class Columns:
                 self._numbers.append(name)
                 continue
             values, counts = np.unique(column, return_counts=True)
-            if _is_text(feature) and len(values) > max(_FEW_VALUES, rows.count // _TIMES):
+            if _is_text(feature) and not are_repeated(len(values), rows.count):
                 self.texts.append(name)
             else:
                 kept = np.argsort(-counts, kind="stable")[: self.bins - 1]

@@ -9,8 +9,9 @@ batch: the memory does not grow with the examples.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
-    made_from = {**inputs_from, **_asked(config, champion)}
+    made_from = {**inputs_from, **asked(config, champion)}
     if made_before(output, KIND, made_from):
         written = json.loads(storage.read_file(output, "metrics.json"))
         return Evaluation(uri=output, metrics=_defined(written["metrics"]))
@@ -101,6 +102,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, scratch=scratch)
             summary["baselines"] = judged_baselines(objective, found.own, splits)
+        summary = _finite(summary)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
@@ -116,14 +118,15 @@ def _trained_on(
     yield from columns_of(spec, files, columns)
 
 
-def _asked(config: Config, champion: str) -> dict[str, str]:
-    """Return what an evaluation depends on besides the examples and the model."""
-    compared_by = config.gate.champion.compared_by() if champion else ""
-    slices = ",".join(config.evaluation.slices)
+def asked(config: Config, champion: str) -> dict[str, str]:
+    """Return what an evaluation depends on besides the examples and the model.
+
+    The rule of the champion has the direction of a metric of the user's, for the constant too.
+    """
     return {
-        "slices": slices,
+        "slices": ",".join(config.evaluation.slices),
         "champion": champion,
-        "compared_by": compared_by,
+        "compared_by": config.gate.champion.compared_by(),
         "baseline": config.evaluation.baseline,
         "main_metric": config.task.main_metric,
     }
@@ -246,6 +249,15 @@ def summarized(
         "constant": constant.compared(objective, found.own, summary["metrics"], main),
         "slices": sliced(objective, found.own, names),
     }
+
+
+def _finite(tree: Any) -> Any:
+    """Return a tree with None in place of numbers that are not finite, which JSON cannot say."""
+    if isinstance(tree, Mapping):
+        return {name: _finite(each) for name, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(each) for each in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _write_json(path: Path, tree: object) -> None:

@@ -20,10 +20,8 @@ from trainer.models.classifiers import hidden, outputs
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.models.spec import InputSpec, layer_of, size
 from trainer.names import length_name
-from trainer.statistics.statistics import NUMBER, FeatureStatistics
+from trainer.statistics.statistics import NUMBER, are_repeated
 
-# So few values are categories; of more, those that examples have so many times.
-_FEW_VALUES, _TIMES = 20, 10
 # Of a sequence of vectors: length and size. Layers, and how many places each looks at.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 
@@ -69,11 +67,6 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
     return keras.layers.Rescaling(
         known.std or 1.0, known.mean or 0.0, dtype="float32", name=layer_of(target, "units")
     )(x)
-
-
-def _is_category(text: FeatureStatistics) -> bool:
-    """Say whether the values of a text come again and again, as names of towns do."""
-    return text.distinct <= max(_FEW_VALUES, text.examples // _TIMES)
 
 
 @keras.saving.register_keras_serializable(package="flotilla")
@@ -130,7 +123,8 @@ class _Places:
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
             raise ConfigError(f"takes one text an example, and {name!r} is {list(shape)} of them")
-        if _is_category(self._spec.statistics(name)):
+        known = self._spec.statistics(name)
+        if are_repeated(known.distinct, known.examples):
             layer = self._spec.vocabulary(name)
             return [self._rows(name, layer(x), layer.size)]
         layer = self._spec.words(name, self._words)

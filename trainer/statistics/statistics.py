@@ -54,6 +54,15 @@ class Feature(Protocol):
         """The names of the classes."""
 
 
+# Up to this number of values a text is a category; of more, each occurs this often in the mean.
+_FEW_VALUES, _TIMES = 20, 10
+
+
+def are_repeated(distinct: int, examples: int) -> bool:
+    """Say whether the values of a text repeat, as names of towns do."""
+    return distinct <= max(_FEW_VALUES, examples // _TIMES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FeatureStatistics:
     """A feature in one split.

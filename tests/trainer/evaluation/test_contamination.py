@@ -105,7 +105,7 @@ def test_another_seed_counts_the_examples_that_the_champion_was_trained_on(tmp_p
         f"{both} of {(ours == 2).sum()} test examples were in the champion's training split: its "
         "metrics are too good"
     )
-    # Of its own test examples most are others now.
+    # Most of its own test examples are not among these.
     assert len(remarks) == 2
     assert remarks[1].endswith(": AUC 0.9 there, 0.8 here")
 

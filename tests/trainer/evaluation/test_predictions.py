@@ -65,7 +65,7 @@ def test_details_of_the_task_come_with_its_metrics():
 
 
 class Own(Classification):
-    """Of the user's: an accuracy of its own, and a metric and a table of its details."""
+    """A user's task with its own accuracy, and a metric and a table in its details."""
 
     def metrics(self):
         return [keras.metrics.MeanMetricWrapper(lambda true, _: true * 0 + 0.25, name="accuracy")]

@@ -504,7 +504,7 @@ def test_a_share_of_no_gain_is_nothing(
 
 
 def lost(count: int) -> dict[str, Any]:
-    """Return what an evaluation says of ten classes, of which so many are lost."""
+    """Return the evaluation of ten classes, with the given number of lost ones."""
     rows = [
         {"label": f"c{n}", "examples": 40, "own": 0.1 if n < count else 0.9, "champion": 0.9,
          "margin": 0.45, "bound": -0.9 if n < count else -0.1, "judged": n < 9, "lost": n < count}

@@ -208,7 +208,7 @@ def test_it_is_what_counting_finds(rounded, at_once):
 @pytest.mark.parametrize("value", [0, 1 / 3])
 def test_a_model_that_scores_all_alike_finds_what_a_random_order_does(value):
     who, what, taken, of_users, of_items = examples()
-    # Whatever is lost by rounding is lost of all of them.
+    # Rounding changes all of them alike.
     search = search_of((who, what, taken, of_users, np.full_like(of_items, value)))
     np.testing.assert_allclose(search.recalls([10])[10], 10 / search.candidates)
 
