@@ -3,12 +3,18 @@
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from tests.kubernetes import crd, jobset_webhook
 from tests.kubernetes.job_validation import refuse
 from tests.kubernetes.jobset_controller import NAME
 from tests.kubernetes.store import RefusedError, Tree, generated
 
 CRD = "jobset.x-k8s.io_jobsets"
+#: Marks what an object without a schema would not do.
+with_schema = pytest.mark.skipif(
+    not crd.schema(CRD), reason="the CRD of JobSet is absent: it is no part of Flotilla"
+)
 KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
 
 

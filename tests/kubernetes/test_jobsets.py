@@ -5,10 +5,10 @@ import json
 import pytest
 from kubernetes import client
 
-from tests.kubernetes import crd, pods
+from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE, jobset
 from tests.kubernetes.conditions import is_true
-from tests.kubernetes.jobset_api import CRD
+from tests.kubernetes.jobset_api import with_schema
 
 ARGS = ("jobset.x-k8s.io", "v1alpha2", NAMESPACE, "jobsets")
 NEVER_AGAIN = {
@@ -283,10 +283,6 @@ def test_without_its_controller_no_pod_comes_back(kube, jobsets):
     )
     kube.install_jobset()
     kube.pod("worker-0", but=lost["metadata"]["uid"])
-
-
-ABSENT = "the CRD of JobSet is absent: it is no part of Flotilla"
-with_schema = pytest.mark.skipif(not (crd.FOLDER / f"{CRD}.yaml").is_file(), reason=ABSENT)
 
 
 @pytest.fixture

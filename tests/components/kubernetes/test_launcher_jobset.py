@@ -25,6 +25,7 @@ from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
 from tests.kubernetes.control import USER
+from tests.kubernetes.jobset_api import with_schema
 from trainer import events
 from trainer.config.schema import Config
 from trainer.errors import INTERRUPTED
@@ -338,6 +339,7 @@ class TestRefused:
         message = Attempt(job_of(tree_of())).failure()
         assert "this cluster does not serve JobSets: JobSet, or its CRD jobsets.jobset" in message
 
+    @with_schema
     def test_a_field_that_an_old_version_does_not_know_is_named(self, kube):
         kube.install_jobset("v0.2.0", lacks=["spec.ttlSecondsAfterFinished"])
         message = Attempt(job_of(tree_of())).failure()

@@ -1,11 +1,8 @@
 """What a namespace refuses is said before the run, in the words of the API."""
 
-import pytest
-
-from tests.kubernetes import crd
 from tests.kubernetes.admission import ENFORCE
 from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.jobset_api import CRD
+from tests.kubernetes.jobset_api import with_schema
 
 
 def test_pods_that_pod_security_refuses(kube, of_job):
@@ -67,9 +64,7 @@ def test_a_jobset_whose_controller_is_away(jobset, of_jobset):
     )
 
 
-@pytest.mark.skipif(
-    not (crd.FOLDER / f"{CRD}.yaml").is_file(), reason="the CRD of JobSet is not here"
-)
+@with_schema
 def test_a_kind_that_is_too_old_for_a_field(jobset, of_jobset):
     jobset.install_jobset(lacks=["spec.network.publishNotReadyAddresses"])
     report = of_jobset()
