@@ -96,7 +96,7 @@ def _run(
     dataset: str = "",
     code: Path | None = None,
 ) -> Answer:
-    from pipelines.cli import display
+    from pipelines.cli import display, live
     from pipelines.runs import local
     from trainer.storage.s3_endpoint import plain_http_remark
 
@@ -116,7 +116,7 @@ def _run(
         errors.print(line, markup=False, soft_wrap=True)
     if remark := plain_http_remark(started.config.storage.root):
         errors.print(f"flotilla: {remark}", markup=False, soft_wrap=True)
-    with display.Display() as show:
+    with live.Display() as show:
         result = local.execute(started, *options.target(), show)
     with output():
         display.show_result(display.Terminal(), result)

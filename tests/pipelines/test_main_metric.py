@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from components import descriptor
-from pipelines.cli import app, display
+from pipelines.cli import app, display, live
 from pipelines.cli.run import answer_of
 from pipelines.runs.outcome import outcome_of
 from tests.pipelines.step_events import done, write
@@ -85,7 +85,7 @@ def made(request, tmp_path, capsys):
 
 
 def in_live_view(made):
-    on_terminal = display.Display()
+    on_terminal = live.Display()
     on_terminal._validation = Validation(global_step=9, metrics=made.metrics)
     return on_terminal._measured()[-1].split()[1]
 

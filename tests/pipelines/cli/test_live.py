@@ -1,0 +1,239 @@
+"""The live view of a run on standard error."""
+
+import re
+
+import pytest
+
+from pipelines.cli.live import Display
+from tests.pipelines.step_events import begun, done, ended
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    DataNote,
+    EvaluatorLeft,
+    FromScratch,
+    HandedOn,
+    LeaseAwaited,
+    LeaseTakenOver,
+    NewestVersion,
+    Progress,
+    Restart,
+    RunBegin,
+    ServersLost,
+    Stalled,
+    TableEmpty,
+    TaskFailed,
+    Validation,
+    WarmStart,
+)
+
+
+def progress(step, time, **fields):
+    known = {"loss": 0.25, "steps_per_second": 99.6, "seconds_left": 12.4, "steps": 300}
+    return Progress(**{"time": time, "global_step": step, **known, **fields})
+
+
+@pytest.fixture
+def lines_of(capsys):
+    """Show events, and return the lines on standard error; nothing goes to standard output."""
+
+    def show(*events):
+        with Display() as display:
+            for event in events:
+                display(event)
+        out, err = capsys.readouterr()
+        assert not out
+        return err.splitlines()
+
+    return show
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_the_course_of_the_steps(lines_of):
+    assert lines_of(
+        *done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)
+    ) == [
+        "prepare_data ...",
+        "prepare_data done in 1.5 s",
+        "train_model ...",
+        "train_model failed in 1.5 s",
+    ]
+
+
+def test_an_interrupted_step(lines_of):
+    assert lines_of(ended("train_model", "interrupted", 130)) == [
+        "train_model interrupted in 1.5 s"
+    ]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(lines_of):
+    assert lines_of(progress(20, 1000.0), progress(40, 1004.9), progress(60, 1005.0)) == [
+        "global step 20/300  loss 0.25  100 steps/s  12 s left",
+        "global step 60/300  loss 0.25  100 steps/s  12 s left",
+    ]
+
+
+def test_progress_without_a_terminal_draws_nothing(lines_of):
+    text = "".join(lines_of(progress(20, 1000.0), *done("train_model")))
+    assert "\x1b" not in text
+    assert "━" not in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    lines = lines_of(begun("train_model"), progress(20, 1000.0), *done("train_model"))
+    assert lines[:2] == [
+        "train_model ...",
+        "global step 20/300  loss 0.25  100 steps/s  12 s left",
+    ]
+
+
+def test_of_a_task_that_says_what_is_wrong_the_lines_before_are_left_out(lines_of):
+    noise = ("experimental {", "}")
+    said = "flotilla: model a:b: cannot import a"
+    lost = TaskFailed(task="chief-0", cause="exit code 2", last_lines=(*noise, said))
+    assert lines_of(lost) == ["chief-0 ended with exit code 2:", said]
+    lost = TaskFailed(task="chief-0", cause="exit code 1", last_lines=noise)
+    assert lines_of(lost)[1:] == list(noise)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_between_two_steps_something_moves(lines_of):
+    assert "starting" in "".join(lines_of(*done("prepare_data")))
+
+
+@pytest.mark.usefixtures("terminal")
+def test_progress_with_a_terminal_is_a_bar(lines_of):
+    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
+    assert "150/300" in text
+    assert "loss 0.25 " in text
+    assert "━" in text
+    # The cursor is hidden while it draws, and given back.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+@pytest.mark.usefixtures("terminal")
+def test_with_a_terminal_a_second_training_begins_a_new_bar(lines_of):
+    events = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
+    text = "".join(lines_of(*events))
+    assert "40/50" in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_with_a_terminal_the_status_has_a_colour(lines_of):
+    text = "".join(lines_of(ended("train_model", "failed", 1)))
+    assert "\x1b[31mfailed\x1b[0m" in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
+    def draw():
+        with Display() as display:
+            display(progress(20, 1.0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        draw()
+    assert capsys.readouterr().err.count("\x1b[?25h") == 1
+
+
+def test_incidents_are_reported(lines_of):
+    assert lines_of(
+        AttemptBegin(global_step=0, steps=9, resumed=False),
+        Restart(task="worker-0", cause="signal SIGKILL", restarts=1),
+        AttemptBegin(global_step=500, steps=900, resumed=True),
+    ) == [
+        "worker-0 ended with signal SIGKILL and is started again",
+        "training resumes from global step 500",
+    ]
+
+
+def test_tasks_that_are_silent_or_given_up_are_reported(lines_of):
+    assert lines_of(
+        Stalled(tasks=("ps-0", "worker-1"), seconds=120.0),
+        EvaluatorLeft(reason="no [room]"),
+        TaskFailed(
+            task="ps-0", cause="signal SIGKILL", log="log.txt", last_lines=("[one]", "two")
+        ),
+    ) == [
+        "no progress for 120 s: ps-0, worker-1 silent",
+        "training continues without the evaluator: no [room]",
+        "ps-0 ended with signal SIGKILL:",
+        "[one]",
+        "two",
+    ]  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_reported_on_one_line(lines_of):
+    uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
+    assert lines_of(CheckpointPassedOver(uri=uri, reason=reason)) == [
+        f"passed over {uri}: {reason}"
+    ]
+
+
+def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
+    (line,) = lines_of(
+        ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
+    )
+    assert line.startswith("ps-1 lost at global step 510: partial recovery")
+
+
+def test_an_event_that_is_of_no_interest_shows_nothing(lines_of):
+    assert lines_of(RunBegin(run_id="digits-1", number=1)) == []
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_shows_a_spinner_for_a_step_and_the_validation_below_training(lines_of):
+    text = "".join(lines_of(begun("export_model")))
+    assert "export_model" in text
+    found = Validation(global_step=150, metrics={"accuracy": 0.98765})
+    text = "".join(lines_of(begun("train_model"), progress(150, 1.0), found))
+    assert "accuracy 0.9877" in text
+    assert "at 150" in text
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", ["20", "60", "80", "120"])
+def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    metrics = {f"metric_{n}": 0.5 for n in range(12)}
+    found = Validation(global_step=150, metrics=metrics)
+    drawn = lines_of(begun("train_model"), progress(150, 1.0), found)
+    plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in drawn]
+    assert any("150/300" in line for line in plain) or columns == "20"
+    assert max(map(len, plain)) <= int(columns)
+
+
+def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
+    held = {"uri": "file:///c", "holder": "run a (process 7 on h)"}
+    assert lines_of(
+        NewestVersion(dataset="digits", version="1.0.0"),
+        DataNote(text="'a' is text; set data.types: {a: class}"),
+        DataNote(text="constant: 'b' has one value", is_warning=True),
+        FromScratch(reason="digits has no champion yet below file:///r"),
+        WarmStart(uri="gs://b/step-00000005"),
+        WarmStart(uri="gs://b/a.keras", taken=6, what="6 variables taken, 2 excluded (a, b)"),
+        HandedOn(uri="gs://b/s", global_step=9, trained=12, why="best by validation loss"),
+        TableEmpty(table="user_embedding", why="it was frozen"),
+        LeaseAwaited(**held, until="2027-01-15 08:00:00 UTC"),
+        LeaseTakenOver(**held, reason="has ended"),
+    ) == [
+        "digits 1.0.0 is its newest version",
+        "note: 'a' is text; set data.types: {a: class}",
+        "warning: constant: 'b' has one value",
+        "training begins from scratch: digits has no champion yet below file:///r",
+        "training begins with the weights of gs://b/step-00000005",
+        "training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded (a, b)",
+        "global step 9 of 12 is handed on: best by validation loss",
+        "warning: the table user_embedding has no row, so that all ids share one: it was frozen",
+        "waiting for the lease of file:///c: run a (process 7 on h) may be dead, and holds it "
+        "until 2027-01-15 08:00:00 UTC",
+        "took over the lease of file:///c from run a (process 7 on h), which has ended",
+    ]
