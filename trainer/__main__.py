@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer import cores, events, masking, tensorflow_import, user_code, variables
 from trainer.cluster import signals, termination
@@ -107,10 +107,16 @@ def _fit(options: argparse.Namespace) -> None:
     config = load_config(options.config)
     bundle.enter(config.code)
     # It loads TensorFlow, for which a task has its own time.
+    from trainer.preflight.sample import Sample, sampled
     from trainer.training import dry_run
 
-    found = dry_run.fit(config, options.workdir, options.dataset)
-    sys.stdout.write(f"{json.dumps(asdict(found))}\n")
+    sample = Sample(uri=options.dataset, is_whole=True)
+    if not options.dataset:
+        sample = sampled(config.data, options.workdir)
+    found: dict[str, Any] = {}
+    if sample.uri or sample.by_builder:
+        found = asdict(dry_run.fit(config, options.workdir, sample.uri))
+    sys.stdout.write(f"{json.dumps({**found, 'notes': sample.notes})}\n")
 
 
 def _path(text: str) -> Path:

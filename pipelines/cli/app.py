@@ -14,7 +14,7 @@ from typer.completion import (  # type: ignore[attr-defined]
     get_completion_script,
 )
 
-from pipelines.cli.doctor import doctor
+from pipelines.cli.doctor import check, doctor
 from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import checkpoint, models
@@ -85,6 +85,7 @@ def _flotilla(
 
 app.add_typer(models, name="models")
 app.add_typer(checkpoint, name="checkpoint")
+app.command(epilog="--json adds `found`, what the model takes and gives, and `notes`.")(check)
 app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.command(epilog=TRAINED)(run)
 app.command()(prepare)

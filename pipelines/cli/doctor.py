@@ -1,7 +1,8 @@
-"""`flotilla doctor`: a line a finding, and an exit code that says whether anything failed."""
+"""`flotilla check` and `doctor`: what is wrong before anything is paid."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,6 +13,7 @@ import typer
 from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import (
     Assignments,
+    Code,
     Config,
     Image,
     Workdir,
@@ -20,7 +22,8 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
-from trainer.errors import DONE, FAILED, UserError
+from trainer import user_code
+from trainer.errors import DONE, FAILED, ConfigError, UserError
 
 if TYPE_CHECKING:
     from pipelines.doctor.checks import DoctorOptions
@@ -46,6 +49,26 @@ _ServiceAccount = Annotated[
         help="Account of runs started from the KFP UI; pipeline-runner when left out.",
     ),
 ]
+
+
+@answers
+def check(config: Config = None, assignments: Assignments = None, code: Code = None) -> Answer:
+    """Check a configuration with its source and your code, in seconds; nothing is started."""
+    from pipelines.doctor.configuration import described
+    from pipelines.runs.local import configuration, require_current_folder
+    from trainer.preflight.check import check as checked
+
+    require_current_folder()
+    loaded = configuration(config, assignments or ())
+    if code:
+        if not code.is_dir():
+            raise ConfigError(f"--code: there is no folder {code}")
+        os.environ[user_code.FOLDER_VARIABLE] = str(code.absolute())
+    result = checked(loaded)
+    notes = "".join(f"note: {each}\n" for each in result.notes)
+    said = described(loaded, result.found) if result.found else "the configuration and the source"
+    more = {"found": dict(result.found), "notes": list(result.notes)}
+    return Answer(text=f"{notes}ok: {said}\n", more=more)
 
 
 @answers

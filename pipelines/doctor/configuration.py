@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -90,10 +90,11 @@ def fits(config: Config, seconds: float = fitting.SECONDS) -> Finding:
         return Finding("warn", f"not known: {error}", "flotilla doctor")
     except ConfigError as error:
         return Finding("fail", str(error), _OTHERS)
-    return Finding("ok", _said(config, found))
+    return Finding("ok", described(config, found))
 
 
-def _said(config: Config, found: dict[str, Any]) -> str:
+def described(config: Config, found: Mapping[str, Any]) -> str:
+    """Return what the model takes and gives, in words."""
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (

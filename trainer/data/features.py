@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,14 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from trainer.config.data import DataConfig, ImageConfig
-from trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of, named
+from trainer.data.roles import Roles, below, find, find_one, named, require_apart
+from trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of
 from trainer.data.spec import FeatureSpec, require_buckets
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import ConfigError, UserError
 
 DEFAULT_LABEL = "label"
 _log = logging.getLogger(__name__)
 _OWN_BUILDER = "write your own builder (data.dataset: package.module:Builder)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """What the features are for: `targets` are predicted; `weight` and `group` may be empty."""
-
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
-    weight: str = ""
-    group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,44 +211,10 @@ def _roles(
 def _by_keys(keys: Any, leaves: list[str]) -> Roles:
     # Inputs and labels, and a weight of the example where there is a third.
     inputs, targets, weights = (
-        tuple(dict.fromkeys(leaf for key in _flat(part) for leaf in _below(key, leaves)))
+        tuple(dict.fromkeys(leaf for key in _flat(part) for leaf in below(key, leaves)))
         for part in (*(keys or ()), *[()] * 3)[:3]
     )
     return Roles(inputs=inputs, targets=targets, weight=weights[0] if len(weights) == 1 else "")
-
-
-def find(
-    key: str, wanted: Sequence[str], names: Iterable[str], where: str, what: str = "feature"
-) -> tuple[str, ...]:
-    """Return the features that `data.KEY` names; an outer one is all below it."""
-    known = list(names)
-    found: dict[str, None] = {}
-    for each in wanted:
-        below = _below(each, known)
-        if not below:
-            hint = nearest(each, known) or f" (one of {named(known)})"
-            raise ConfigError(f"data.{key}: there is no {what} {each!r} in {where}{hint}")
-        found.update(dict.fromkeys(below))
-    return tuple(found)
-
-
-def find_one(key: str, wanted: str, names: Iterable[str], where: str, what: str = "feature") -> str:
-    """Return the one feature that `data.KEY` names; empty where it is."""
-    found = find(key, [wanted] if wanted else [], names, where, what)
-    if len(found) > 1:
-        raise ConfigError(f"data.{key}: {wanted!r} of {where} is {named(found)}; name one of them")
-    return found[0] if found else ""
-
-
-def require_apart(name: str, roles: Roles) -> None:
-    """Refuse a label that has another role as well."""
-    others = {"inputs": roles.inputs, "weight": (roles.weight,), "group": (roles.group,)}
-    for key, features in others.items():
-        if both := [each for each in roles.targets if each in features]:
-            raise ConfigError(
-                f"data.{key}: {both[0]!r} of {name} is its label as well; set data.label to "
-                "another feature, or take it out of one of the two"
-            )
 
 
 def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
@@ -303,11 +260,6 @@ def _flat(keys: Any) -> list[str]:
         return [keys]
     values = keys.values() if isinstance(keys, Mapping) else keys
     return [key for value in values for key in _flat(value)]
-
-
-def _below(key: str, leaves: list[str]) -> list[str]:
-    """Return the feature of this name, or those below it: a table may have `a` and `a/b`."""
-    return [key] if key in leaves else [leaf for leaf in leaves if leaf.startswith(f"{key}/")]
 
 
 def image_spec(image: ImageConfig) -> FeatureSpec:

@@ -72,23 +72,32 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         if found:
             return found
         require_reachable(config, root)
-        uri = _place(config, source.identity, root)
-        selection = source.select()
-        source.fetch()
-        shards = folder / "shards"
-        shards.mkdir()
-        finished = storage.join(root, "preparing", storage.name_of(uri))
-        with reported(f"prepare {source.name}"):
-            save_record_features(selection, shards)
-            written = _write(config, source, finished, shards)
-        # Only now, and only if no other process has repaired it in the meantime.
-        if storage.is_published(uri) and not _whole(uri):
-            storage.delete(uri)
-        fields = _fields(config, source, selection, written)
-        manifest = storage.publish(shards, uri, kind=KIND, fields=fields)
-        if storage.names(finished):
-            storage.delete(finished)
-        return PreparedDataset(uri, manifest, False)
+        return make(config, source, root, folder)
+
+
+def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:
+    """Make the dataset of a source and publish it below `root`; `folder` is for its files.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    uri = _place(config, source.identity, root)
+    selection = source.select()
+    source.fetch()
+    shards = folder / "shards"
+    shards.mkdir()
+    finished = storage.join(root, "preparing", storage.name_of(uri))
+    with reported(f"prepare {source.name}"):
+        save_record_features(selection, shards)
+        written = _write(config, source, finished, shards)
+    # Only now, and only if no other process has repaired it in the meantime.
+    if storage.is_published(uri) and not _whole(uri):
+        storage.delete(uri)
+    fields = _fields(config, source, selection, written)
+    manifest = storage.publish(shards, uri, kind=KIND, fields=fields)
+    if storage.names(finished):
+        storage.delete(finished)
+    return PreparedDataset(uri, manifest, False)
 
 
 def source_of(config: DataConfig, root: str, folder: Path) -> Source:

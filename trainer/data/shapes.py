@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow_datasets as tfds
 
+from trainer.data.roles import MOST_NAMED, named
 from trainer.errors import ConfigError, nearest
 from trainer.names import length_name
 
@@ -25,7 +26,6 @@ _SIDE, _COLOURS = 64, 3
 _FRAMES = 16
 _LENGTH = 64
 _SAMPLES = 16_000
-_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def fits(
             found[feature] = Fit(method="multi_hot", shape=(classes,), dtype="bool")
     lacking = [each for each in needed if each not in found and not leaves[each].is_fixed]
     if lacking:
-        differ = ", ".join(f"{each!r} ({leaves[each]})" for each in lacking[:_MOST_NAMED])
+        differ = ", ".join(f"{each!r} ({leaves[each]})" for each in lacking[:MOST_NAMED])
         wanted = {**shapes, **{each: _suggested(leaves[each]) for each in lacking}}
         sizes = ", ".join(f"{each}: {list(shape)}" for each, shape in wanted.items())
         sets = "".join(
@@ -220,10 +220,3 @@ def _suggested(leaf: Leaf) -> tuple[int, ...]:
     elif isinstance(leaf.element, tfds.features.Audio):
         usual[0] = leaf.element.sample_rate or _SAMPLES
     return tuple(size or other for size, other in zip(leaf.shape, usual, strict=True))
-
-
-def named(features: Iterable[str]) -> str:
-    """Return the names of features for a message, the first of them where there are many."""
-    every = list(features)
-    more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
-    return ", ".join(every[:_MOST_NAMED]) + more

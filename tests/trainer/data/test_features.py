@@ -8,7 +8,8 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import made_builders as builders
 from trainer.config.data import DataConfig
-from trainer.data.features import find, select
+from trainer.data.features import select
+from trainer.data.roles import find
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.trainer.data.files.sources import opened, read, sizes, source
 from trainer.config.data import DataConfig
-from trainer.data.files.columns import assign
+from trainer.data.files.column_roles import assign
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.raw_rows import END, Piece
 from trainer.errors import ConfigError, UserError

@@ -1,7 +1,4 @@
-"""The columns of files: what they are for, by the configuration and by their names; what they hold.
-
-That is inferred over all rows, and not over the first ones.
-"""
+"""What the columns of files hold, inferred over all rows and not over the first ones."""
 
 from __future__ import annotations
 
@@ -10,108 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
-from trainer.data.features import Roles, find, find_one, require_apart
 from trainer.data.files import text_values, written_numbers
 from trainer.data.files.column_scan import EXACT, ColumnScan
 from trainer.data.files.file_pieces import FilePieces
 from trainer.data.files.labels import Label, classes_in, read_label, rows_without_class
 from trainer.data.files.pictures import spec_for
 from trainer.data.files.written_numbers import NEARLY_ALL
-from trainer.data.shapes import named
 from trainer.errors import ConfigError, UserError
 
-LABELS = ("label", "target")
 # So many classes with a mark between parts, which come again, are hardly names.
 _FEWEST_SETS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnRoles(Roles):
-    """Roles, and what splits are drawn by; `kept` are all columns that are read."""
-
-    kept: tuple[str, ...]
-    split: str = ""
-    time: str = ""
-    split_group: str = ""
-
-
-def assign(
-    config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
-) -> ColumnRoles:
-    """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
-
-    Those of `index` are left out unless a key names them; `where` they are is for messages.
-
-    Raises:
-        ConfigError: a key names no column, or no label can be told.
-    """
-    where, column = where or config.source, "column"
-    # An empty name is that of no column where a role has none. TensorFlow Lite ends names at a NUL.
-    if odd := [name for name in names if not name or "\0" in name]:
-        what = f"named {odd[0]!r}" if odd[0] else "without a name"
-        raise ConfigError(f"data.source: {where} has a column {what}; rename it")
-    by = {
-        key: find_one(f"splits.{key}", getattr(config.splits, key), names, where, column)
-        for key in ("column", "time", "group")
-    }
-    dropped = find("drop", config.drop, names, where, column)
-    left = [name for name in names if name not in dropped]
-    if config.map:
-        split = {"split": by["column"], "time": by["time"], "split_group": by["group"]}
-        return ColumnRoles(inputs=(), targets=(), kept=tuple(left), **split)
-    one = {
-        key: find_one(key, getattr(config, key), names, where, column)
-        for key in ("weight", "group")
-    }
-    find("types", list(config.types), names, where, column)
-    left = [name for name in left if name not in index or name in config.types]
-    targets = find("label", config.label, names, where, column) or _by_name(config, left)
-    inputs = find("inputs", config.inputs, names, where, column)
-    if not inputs:
-        taken = {*targets, *one.values(), *by.values()}
-        inputs = tuple(name for name in left if name not in taken)
-    used = [*inputs, *targets, *one.values(), *by.values()]
-    found = ColumnRoles(
-        inputs=inputs,
-        targets=targets,
-        **one,
-        split=by["column"],
-        time=by["time"],
-        # Of an id that is an input all examples to test on would be unknown.
-        split_group=by["group"]
-        or ("" if by["time"] or by["column"] or one["group"] in inputs else one["group"]),
-        kept=tuple(name for name in names if name in left or name in used),
-    )
-    _check(config, found, dropped)
-    return found
-
-
-def _by_name(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
-    found = [name for word in LABELS for name in left if name.lower() == word]
-    if found:
-        return (found[0],)
-    raise ConfigError(
-        f"data.label: {config.source} has no column 'label' or 'target'; set data.label to the "
-        f"column that is to be predicted, perhaps {left[-1] if left else ''!r} (one of "
-        f"{named(left)})"
-    )
-
-
-def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> None:
-    if not roles.inputs:
-        raise ConfigError(f"data.inputs: nothing is left of {config.source} to predict from")
-    require_apart(config.source, roles)
-    used = {
-        "inputs": roles.inputs, "label": roles.targets,
-        "weight": (roles.weight,), "group": (roles.group,),
-    }  # fmt: skip
-    for key, names in used.items():
-        if both := [name for name in names if name in dropped and getattr(config, key)]:
-            raise ConfigError(
-                f"data.drop: {both[0]!r} is in data.{key}; take it out of one of the two"
-            )
-
-
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")
 _INT64 = 2**63

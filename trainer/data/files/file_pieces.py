@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from trainer import storage
 from trainer.config.data import FORMATS, DataConfig
+from trainer.data.files.column_roles import LABELS, ColumnRoles, assign
 from trainer.data.files.formats.class_folders import ImageFilesReader, mixed, split_folders
 from trainer.data.files.formats.columnar import ParquetReader
 from trainer.data.files.formats.decompression import bare_name
@@ -27,10 +28,12 @@ from trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
 from trainer.data.files.table_files import (
     answers_only,
     by_names,
+    index_of,
     may_lack_label,
     partition_of,
     without_documents,
 )
+from trainer.data.listing import Listing
 from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError, UserError
 from trainer.storage.errors import reported
@@ -78,6 +81,19 @@ class FilePieces:
         """Return the columns of a file, those of its folders after its own."""
         names = self.reader.names(path)
         return tuple(dict.fromkeys([*names, *self._partition(number)]))
+
+    def header(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the columns of the first file, and those which it says are an index."""
+        with self.local(self.first) as path:
+            said = () if self.is_listing else self.reader.index(path)
+            return self.columns(self.first, path), said
+
+    def roles(self, config: DataConfig, names: Sequence[str], said: Sequence[str]) -> ColumnRoles:
+        """Choose the roles of columns; raises `ConfigError`."""
+        where = config.source
+        if len(self.files) > 1 and not self.is_listing:
+            where = f"{where} ({self.files[self.first].path})"
+        return assign(config, names, where, index_of(names, said))
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
@@ -148,6 +164,18 @@ class FilePieces:
             return [Piece(number, *range_) for range_ in self.reader.cut(path, PART_BYTES)]
 
 
+def pieces_of(config: DataConfig, listing: Listing, scratch: Path) -> FilePieces:
+    """Return the files of a listing that are examples to learn from, with the splits they say.
+
+    Raises:
+        UserError: see `of_listing`, `by_class` and `with_labels`.
+    """
+    pieces = of_listing(config, listing.files, scratch, listing.hidden)
+    if pieces.is_listing:
+        return by_class(config, pieces)
+    return pieces if config.map else with_labels(config, pieces, config.label or LABELS)
+
+
 def of_listing(
     config: DataConfig,
     files: Sequence[Any],
@@ -160,7 +188,7 @@ def of_listing(
         ConfigError: the format cannot be told.
         UserError: there is no file.
     """
-    form, kept = _of_one_format(config, files)
+    form, kept = one_format(config, files)
     notes = _left_out(files, kept, hidden or {})
     if form == "images":
         paths, uris = [file.path for file in kept], [file.uri for file in kept]
@@ -242,7 +270,8 @@ def _reader(form: str) -> Reader:
     return readers[form]()
 
 
-def _of_one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
+def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Return the format of a listing, and the files that have it; raises `ConfigError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = without_documents(files)

@@ -17,16 +17,10 @@ from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from trainer.data import splits
 from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import Selection
-from trainer.data.files.columns import (
-    LABELS,
-    Column,
-    ColumnRoles,
-    assign,
-    decide,
-    described,
-)
+from trainer.data.files.column_roles import LABELS, ColumnRoles
+from trainer.data.files.columns import Column, decide, described
 from trainer.data.files.conversion import Values, converted, spec_of
-from trainer.data.files.file_pieces import by_class, of_listing, with_labels
+from trainer.data.files.file_pieces import pieces_of
 from trainer.data.files.formats.class_folders import IMAGE, LABEL
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
@@ -53,13 +47,10 @@ class FileSource(Source):
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
-        self._files = of_listing(config, listing.files, scratch, listing.hidden)
+        self._files = pieces_of(config, listing, scratch)
         self._said: dict[str, str] = dict(config.types)
         if self._files.is_listing:
-            self._files = by_class(config, self._files)
             self._said |= {IMAGE: "image", LABEL: "class"}
-        elif not config.map:
-            self._files = with_labels(config, self._files, config.label or LABELS)
         self._roles: ColumnRoles | None = None
         self._columns: dict[str, Column] = {}
         self._scan: Scan | None = None
@@ -71,7 +62,7 @@ class FileSource(Source):
         if self._selection:
             return self._selection
         scan = self._scan = self._scan or self._scanned()
-        roles = self._roles = self._assigned(scan.names, scan.index)
+        roles = self._roles = self._files.roles(self._config, scan.names, scan.index)
         if not scan.broken.rows:
             raise UserError(f"{self.name} has no row in any file; name files that have some")
         self._check_families(roles, scan)
@@ -235,12 +226,10 @@ class FileSource(Source):
             yield from pool.map(work, self._files.pieces())
 
     def _scanned(self) -> Scan:
-        first, varies = self._files.first, self._files.reader.varies
-        with self._files.local(first) as path:
-            names = self._files.columns(first, path)
-            said = () if self._files.is_listing else self._files.reader.index(path)
+        names, said = self._files.header()
+        varies = self._files.reader.varies
         # A wrong key is refused before all is read.
-        columns = () if varies else self._assigned(names, index_of(names, said)).kept
+        columns = () if varies else self._files.roles(self._config, names, said).kept
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
         classes = (each for each, kind in self._said.items() if kind == "class")
         config = self._config
@@ -271,12 +260,6 @@ class FileSource(Source):
         total.close()
         total.index = index_of(total.names, said)
         return total
-
-    def _assigned(self, names: Sequence[str], index: Sequence[str]) -> ColumnRoles:
-        where, files = self._config.source, self._files.files
-        if len(files) > 1 and not self._files.is_listing:
-            where = f"{where} ({files[self._files.first].path})"
-        return assign(self._config, names, where, index)
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
         """Refuse a column whose types differ between files so that one would change the other."""

@@ -22,6 +22,8 @@ _BATCH = 1 << 16
 class ParquetReader(Reader):
     """Reads parquet; nested structs become columns named `outer/inner`."""
 
+    at_once = _BATCH
+
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns by the schema."""
         with _file(path) as file:
@@ -67,7 +69,7 @@ class ParquetReader(Reader):
             # An outer name reads all below it.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             for batch in file.iter_batches(
-                _BATCH, row_groups=list(_groups(file, piece)), columns=outer
+                self.at_once, row_groups=list(_groups(file, piece)), columns=outer
             ):
                 table = _flattened(pa.Table.from_batches([batch])).select(list(columns))
                 yield Rows(table, np.arange(start, start + len(table)))

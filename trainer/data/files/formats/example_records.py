@@ -24,6 +24,7 @@ class ExampleReader(Reader):
     """Reads records by Python's protobuf; a number is a list of one value."""
 
     varies = True
+    at_once = _AT_ONCE
     lists = True
 
     def names(self, path: Path) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ class ExampleReader(Reader):
         """Yield the records; all features of each block if no columns are named."""
         del piece
         numbered = enumerate(_records(path))
-        while block := list(islice(numbered, _AT_ONCE)):
+        while block := list(islice(numbered, self.at_once)):
             examples, numbers = [], []
             for number, data in block:
                 example = _example(data)

@@ -41,6 +41,7 @@ class JsonReader(Reader):
     """Reads JSON by Python: every record is checked by itself."""
 
     varies = True
+    at_once = _AT_ONCE
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the keys of the first records; later ones may have more."""
@@ -87,7 +88,7 @@ class JsonReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the records; all keys of each block if no columns are named."""
         numbered = enumerate(_records(path, piece))
-        while block := list(islice(numbered, _AT_ONCE)):
+        while block := list(islice(numbered, self.at_once)):
             records, numbers = [], []
             for number, record in block:
                 found = _flat(record) if isinstance(record, dict) else record

@@ -50,11 +50,13 @@ class Reader(ABC):
         parsed: whether there is nothing but texts in a file, so that numbers have to be inferred.
         varies: whether each record has names of its own.
         lists: whether a single value is a list as well.
+        at_once: about how many records are held at once; 0: by their bytes.
     """
 
     parsed = False
     varies = False
     lists = False
+    at_once = 0
 
     @abstractmethod
     def names(self, path: Path) -> tuple[str, ...]:

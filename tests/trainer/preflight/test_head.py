@@ -1,0 +1,52 @@
+"""Heads of large files: they end where a row ends, and messages name the file itself."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from trainer.config.data import DataConfig
+from trainer.data import listing
+from trainer.data.files.formats.delimited import CsvReader
+from trainer.data.files.formats.raw_rows import Piece
+from trainer.errors import UserError
+from trainer.preflight import head
+from trainer.preflight.head import few_files
+from trainer.preflight.sample import sampled
+from trainer.storage.uri import local_path
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(head, "_HEAD", 4000)
+
+
+def copied(source: Path, scratch: Path) -> Path:
+    config = DataConfig(source=str(source))
+    few = few_files(config, listing.list_source(config), scratch)
+    assert few.is_part
+    path = local_path(few.listing.files[0].uri)
+    assert path
+    assert few.copies == {str(path): str(source)}
+    return path
+
+
+@pytest.mark.parametrize("opened", [open, gzip.open])
+def test_a_head_ends_with_a_row(tmp_path, opened):
+    path = tmp_path / "t.csv"
+    with opened(path, "wt") as file:
+        file.write("text,label\n" + '"a\nb, ""c""\n",yes\n' * 1000)
+    copy = copied(path, tmp_path / "scratch")
+    assert copy.stat().st_size <= 4000
+    rows = list(CsvReader().rows(copy, Piece(0), ["text"], lambda *_: pytest.fail("broken")))
+    texts = [text for each in rows for text in each.table["text"].to_pylist()]
+    assert set(texts) == {'a\nb, "c"\n'}
+
+
+def test_a_message_names_the_file_and_not_its_copy(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,a,label\n" + "1,2,3\n" * 1000)
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(UserError) as refused:
+        sampled(DataConfig(source=str(path)), tmp_path / "scratch")
+    assert f"{path}, row 1 has two columns named 'a'" in str(refused.value)

@@ -1,0 +1,1 @@
+"""Checks a configuration with its source and the user's code before anything is paid."""

@@ -1,0 +1,103 @@
+"""The one check of a configuration with its source and the user's code, before anything is paid.
+
+Its first half takes a moment and loads no TensorFlow: the files are listed, and the header of the
+first one has to have the columns that the data section names. The second half is a process of its
+own, which reads the first rows, builds the model, and tries what a run does with it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster import fitting
+from trainer.config.data import SINCE_CHAMPION, DataConfig
+from trainer.config.schema import Config
+from trainer.data import listing
+from trainer.errors import ConfigError, TransientError, UserError
+from trainer.storage import patterns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a check has found to be right.
+
+    Attributes:
+        found: of the model and the dataset, see `trainer.cluster.fitting`; empty if not known.
+        notes: what could not be checked, and why.
+    """
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def check(
+    config: Config,
+    dataset: str = "",
+    *,
+    is_remote: bool = False,
+    seconds: float = fitting.SECONDS,
+) -> Checked:
+    """Check a configuration; `dataset` is the URI of a prepared one, or empty.
+
+    Args:
+        config: what to check.
+        dataset: URI of the dataset to train on, where it is prepared.
+        is_remote: whether the steps run on other machines, which may reach what this one does not.
+        seconds: after which the trial of the model is given up.
+
+    Raises:
+        ConfigError: a mistake; the message says what, where, and what to do.
+    """
+    notes = () if dataset else require_source(config.data, is_remote=is_remote)
+    if notes:
+        return Checked(notes=notes)
+    try:
+        found = fitting.tried(config, dataset, seconds=seconds)
+    except fitting.NotKnownError as error:
+        return Checked(notes=(f"not known: {error}",))
+    return Checked(found=found, notes=tuple(found.get("notes", ())))
+
+
+def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, ...]:
+    """Require that the files are there, with the columns that are named; return what is not known.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    # A version is a listing, which the run that has made it has checked.
+    if not data.source or data.version:
+        return ()
+    try:
+        with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
+            _require_columns(data, Path(scratch))
+    except ConfigError:
+        raise
+    except UserError as error:
+        # A store has said no, or nothing; what is not in it is a mistake.
+        is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
+        elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
+        if elsewhere or isinstance(error, TransientError):
+            return (f"the source is not checked: {error}",)
+        raise ConfigError(str(error)) from error
+    return ()
+
+
+def _require_columns(data: DataConfig, scratch: Path) -> None:
+    found = listing.list_source(data)
+    taken = found if data.spans == SINCE_CHAMPION else listing.chosen(found, data.spans, {})
+    # It loads Arrow, which takes half a second.
+    from trainer.data.files.file_pieces import one_format, pieces_of  # noqa: PLC0415
+    from trainer.preflight.head import few_files  # noqa: PLC0415
+
+    form, _ = one_format(data, taken.files)
+    # Reading records of TensorFlow's loads it, and those of JSON have no header.
+    if form not in ("csv", "parquet", "images"):
+        return
+    few = few_files(data, taken, scratch)
+    if few.listing.files:
+        pieces = pieces_of(data, few.listing, scratch)
+        pieces.roles(data, *pieces.header())

@@ -1,0 +1,123 @@
+"""Some files of a source, and of large ones the first bytes, so that no file is read whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trainer import storage
+from trainer.config.data import DataConfig
+from trainer.data.files.file_pieces import FilePieces, of_listing
+from trainer.data.files.formats.decompression import is_compressed, opened_text
+from trainer.data.files.formats.delimited import CsvReader
+from trainer.data.listing import Listing
+from trainer.storage.uri import local_path
+
+# Of a table; of a folder of images so many of each class, and of how many folders.
+_FILES = 8
+_IMAGES, _FOLDERS = 64, 256
+# Files on other machines of more bytes than these together are not fetched.
+_FETCHED = 64 << 20
+# A text beyond this is copied up to the end of a line before it: quotes are looked for in all of a
+# file.
+_HEAD = 8 << 20
+_ENDS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewFiles:
+    """A listing of some files.
+
+    Attributes:
+        is_part: whether there are more files, or more of a file.
+        copies: the path of each copy of a head, and that of its file.
+        notes: what could not be looked at.
+    """
+
+    listing: Listing
+    is_part: bool
+    copies: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
+    """Return some files of a source, spread over it; copies are below `scratch`.
+
+    Raises:
+        UserError: they are of no form that can be told.
+    """
+    pieces = of_listing(config, found.files, scratch, found.hidden)
+    files = _of_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)
+    is_part = len(files) < len(pieces.files)
+    kept, size = [], 0
+    for file in files:
+        size += 0 if local_path(file.uri) else file.size
+        if size <= _FETCHED:
+            kept.append(file)
+    notes: tuple[str, ...] = ()
+    if len(kept) < len(files):
+        left = next(each for each in files if each not in kept)
+        notes = (f"data.source: {left.uri} is large, and its rows are looked at when it is read",)
+    heads = [_head(pieces, file, scratch) for file in kept]
+    copies = {
+        str(local_path(head.uri)): str(local_path(file.uri))
+        for head, file in zip(heads, kept, strict=True)
+        if head is not file
+    }
+    return FewFiles(
+        listing=Listing(found.root, tuple(heads), {}),
+        is_part=is_part or bool(copies) or len(kept) < len(files),
+        copies=copies,
+        notes=notes,
+    )
+
+
+def _spread(files: Sequence[Any]) -> list[Any]:
+    last = len(files) - 1
+    if last < _FILES:
+        return list(files)
+    return [files[at * last // (_FILES - 1)] for at in range(_FILES)]
+
+
+def _of_folders(files: Sequence[Any]) -> list[Any]:
+    """Return as many images of each folder, so that there is one of each class."""
+    folders: dict[str, list[Any]] = {}
+    for file in files:
+        folders.setdefault(file.path.rpartition("/")[0], []).append(file)
+    of_each = max(1, _IMAGES // len(folders))
+    return [file for each in islice(folders.values(), _FOLDERS) for file in each[:of_each]]
+
+
+def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
+    """Return a file, or a copy of its first rows where it is a large CSV on this machine."""
+    path = local_path(file.uri)
+    if not isinstance(pieces.reader, CsvReader) or not path or not path.is_file():
+        return file
+    if file.size <= _HEAD and not is_compressed(path):
+        return file
+    with opened_text(path) as opened:
+        head = opened.read(_HEAD + 1)
+    if len(head) <= _HEAD:
+        return file
+    root = scratch / "heads"
+    copy = root / file.path
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(head[: _end(head)])
+    return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size)
+
+
+def _end(head: bytes) -> int:
+    """Return where the last row ends: at a newline that is in no quotes, as far as can be told."""
+    last = end = head.rfind(b"\n") + 1 or len(head)
+    quotes = head.count(b'"', 0, end)
+    for _ in range(_ENDS):
+        if quotes % 2 == 0 or not end:
+            return end or last
+        before = head.rfind(b"\n", 0, end - 1) + 1
+        quotes -= head.count(b'"', before, end)
+        end = before
+    return last

@@ -1,0 +1,255 @@
+"""A dataset of the first rows of a source, made by what makes the real one, to try a run on.
+
+What is wrong with these rows is refused where all rows cannot make it right; what they only suggest
+is a note. Where the sample is the whole source, all that is wrong with it is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer import storage
+from trainer.config.data import DataConfig, RunnerConfig
+from trainer.data import listing, prepare
+from trainer.data.builders import datasets
+from trainer.data.builders.builder_source import BuilderSource
+from trainer.data.examples.mapped import MappedSource, source_config
+from trainer.data.files.column_roles import ColumnRoles
+from trainer.data.files.file_source import FileSource
+from trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
+from trainer.data.files.scan import Scan
+from trainer.data.listing import Listing
+from trainer.data.source import Part, Source
+from trainer.data.spec import SPLITS
+from trainer.data.splits import TEST, TRAIN, VALIDATION
+from trainer.errors import ConfigError, UserError
+from trainer.preflight.head import few_files
+
+ROWS = 1000
+# Of those that name images, which take milliseconds each.
+_PICTURES = 64
+# Of a sample that is not whole the test and the validation split have one of so many rows each.
+_TENTH = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A small dataset.
+
+    Attributes:
+        uri: of the dataset; empty where there is none.
+        is_whole: whether it has all rows of the source, so that its classes are all there are.
+        by_builder: whether the builder says all that a sample could show.
+        notes: what the first rows suggest, and what could not be looked at.
+    """
+
+    uri: str = ""
+    is_whole: bool = False
+    by_builder: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class _DoubtfulError(UserError):
+    """The first rows cannot be made a dataset of, and all rows might be."""
+
+
+def sampled(config: DataConfig, scratch: Path) -> Sample:
+    """Publish a dataset of the first rows of a source below `scratch`.
+
+    Raises:
+        UserError: the configuration does not suit the source, or rows of it are wrong.
+    """
+    if config.source:
+        return _of_files(config, scratch)
+    if not config.map:
+        return Sample(by_builder=True)
+    source = _FirstExamples(source_config(config), scratch / "tfds")
+    if not source.is_here:
+        return Sample(notes=(f"data.map: it is tried once {config.dataset} is downloaded",))
+    return _made(config, MappedSource(source, config), scratch, lambda: False)
+
+
+def _of_files(config: DataConfig, scratch: Path) -> Sample:
+    found = listing.list_source(config)
+    taken = found if config.version else listing.chosen(found, config.spans, {})
+    few = few_files(config, taken, scratch)
+    if not few.listing.files:
+        return Sample(notes=few.notes)
+    given = source_config(config) if config.map else config
+    source = _FirstRows(given, few.listing, scratch, is_part=few.is_part)
+    try:
+        mapped = MappedSource(source, config) if config.map else source
+        made = _made(config, mapped, scratch, lambda: source.is_whole)
+        return replace(made, notes=few.notes)
+    except _DoubtfulError as doubt:
+        return Sample(notes=(*few.notes, f"in the first rows: {doubt}"))
+    except UserError as error:
+        raise _renamed(error, few.copies) from error
+
+
+def _made(
+    config: DataConfig, source: Source, scratch: Path, is_whole: Callable[[], bool]
+) -> Sample:
+    wanted = config.model_copy(update={"runner": RunnerConfig(processes=1)})
+    try:
+        source.select()
+        if not is_whole():
+            wanted = wanted.model_copy(update={"shards": 1})
+        made = prepare.make(wanted, source, storage.uri_of(scratch), scratch)
+    except UserError as error:
+        says = str(error)
+        is_doubtful = (
+            says.startswith(("data.splits:", "data.shards:")) or "leaves out every" in says
+        )
+        if is_whole() or not is_doubtful:
+            raise
+        raise _DoubtfulError(says) from error
+    return Sample(uri=made.uri, is_whole=is_whole())
+
+
+def _renamed(error: UserError, copies: Mapping[str, str]) -> UserError:
+    """Return an error that names the files of the user instead of the copies of their heads."""
+    says = str(error)
+    for copy, original in copies.items():
+        says = says.replace(copy, original)
+    return type(error)(says)
+
+
+class _FirstRows(FileSource):
+    """The first rows of some files."""
+
+    def __init__(
+        self, config: DataConfig, listing: Listing, scratch: Path, *, is_part: bool
+    ) -> None:
+        """Read the files of a listing, which may be a part of what there is."""
+        super().__init__(config, listing, scratch)
+        most = _PICTURES if "image" in self._said.values() else ROWS
+        self._first = _FirstOf(self._files.reader, most)
+        if not self._files.is_listing:
+            self._files = replace(self._files, reader=self._first)
+        self._is_part = is_part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all rows, as far as they were read."""
+        return not (self._is_part or self._first.is_cut)
+
+    def select(self) -> Any:
+        """See `FileSource`; what is certain after some rows is refused, all else is doubtful."""
+        try:
+            return super().select()
+        except UserError as error:
+            is_read = self._scan is not None
+            by_name = isinstance(error, ConfigError) and not self._files.reader.varies
+            if self.is_whole or not is_read or by_name:
+                raise
+            raise _DoubtfulError(str(error)) from error
+
+    def parts(self) -> Sequence[Part]:
+        """Return one part of each split: each begins a process where there are many."""
+        found: dict[str, list[list[int]]] = {}
+        for origin, pieces in self._files.groups():
+            found.setdefault(origin, []).extend(pieces)
+        return [
+            Part(number=number, origin=origin, where={"pieces": pieces})
+            for number, (origin, pieces) in enumerate(found.items())
+        ]
+
+    def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
+        # Texts of a file that all look like numbers may be followed by others.
+        if self.is_whole or not self._files.reader.parsed:
+            super()._check_families(roles, scan)
+
+    def _check_distances(self, name: str, scan: Scan) -> None:
+        if self.is_whole:
+            super()._check_distances(name, scan)
+
+    def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
+        try:
+            super()._verify(roles, scan)
+        except UserError as error:
+            said = tuple(f"{name!r} " for name in self._config.types)
+            # Of a type that is not inferred no further row changes what is wrong.
+            wrong = [why for _, _, why in scan.broken.places if why.startswith(said)]
+            if wrong and not self._config.bad_rows and str(error).startswith(self.name):
+                raise ConfigError(str(error)) from error
+            raise
+
+    def _splits(
+        self, origin: str, columns: Mapping[str, NDArray[Any]], count: int
+    ) -> NDArray[np.int8]:
+        if self.is_whole or origin in SPLITS[1:]:
+            return super()._splits(origin, columns, count)
+        drawn = np.full(count, TRAIN, np.int8)
+        drawn[::_TENTH], drawn[1::_TENTH] = TEST, VALIDATION
+        return drawn
+
+
+class _FirstOf(Reader):
+    """Reads the first records of a piece of each file by another reader."""
+
+    def __init__(self, reader: Reader, most: int) -> None:
+        """Read at most so many of a file."""
+        self.parsed, self.varies, self.lists = reader.parsed, reader.varies, reader.lists
+        reader.at_once = min(reader.at_once, most) or reader.at_once
+        self.is_cut = False
+        self._reader = reader
+        self._most = most
+
+    def names(self, path: Path) -> tuple[str, ...]:
+        """See `Reader`."""
+        return self._reader.names(path)
+
+    def notes(self, path: Path) -> tuple[str, ...]:
+        """See `Reader`."""
+        return self._reader.notes(path)
+
+    def index(self, path: Path) -> tuple[str, ...]:
+        """See `Reader`."""
+        return self._reader.index(path)
+
+    def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
+        """Leave the file whole: to cut it some formats are read from end to end."""
+        del size
+        return [(0, -1)] if path else []
+
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+    ) -> Iterator[Rows]:
+        """See `Reader`."""
+        left = self._most
+        for rows in self._reader.rows(path, piece, columns, broken):
+            if not left:
+                self.is_cut = True
+                return
+            taken = Rows(rows.table.slice(0, left), rows.numbers[:left], rows.mixed)
+            self.is_cut = self.is_cut or len(taken.numbers) < len(rows.numbers)
+            left -= len(taken.numbers)
+            yield taken
+
+    def row(self, path: Path, piece: Piece, number: int) -> int:
+        """See `Reader`."""
+        return self._reader.row(path, piece, number)
+
+
+class _FirstExamples(BuilderSource):
+    """The first examples of each split of a builder that has nothing to download."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be read now."""
+        return datasets.is_drawn(self._builder) or datasets.is_folder(self._builder)
+
+    def parts(self) -> Sequence[Part]:
+        """Return the first range of each split."""
+        parts = [each for each in super().parts() if not each.where["first"]]
+        return [
+            replace(each, where={"first": 0, "end": min(ROWS, each.where["end"])}, number=number)
+            for number, each in enumerate(parts)
+        ]
