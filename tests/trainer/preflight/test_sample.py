@@ -149,7 +149,7 @@ def test_what_further_rows_cannot_make_right_is_refused(tmp_path, keys, line):
         ({**table(MANY), "label": ["" if row < sample.ROWS else "a" for row in range(MANY)]}, {}),
         ({**table(MANY), "day": ["" if row < sample.ROWS else "2" for row in range(MANY)]},
          {"splits": {"time": "day"}}),
-        ({**table(MANY), "split": ["train" if row < sample.ROWS else "test" for row in range(MANY)]},
+        ({**table(MANY), "split": ["train"] * sample.ROWS + ["test"] * (MANY - sample.ROWS)},
          {"splits": {"column": "split"}}),
         ({**table(MANY), "label": [1e9 + row / 1e6 for row in range(MANY)]}, {}),
     ],
