@@ -4,8 +4,8 @@ Every process of a run appends to the file that `FLOTILLA_EVENTS` names; without
 same line goes to the log. A line is `{"event": NAME, "time": seconds since 1970, ...fields}`, and
 NAME is the name of the class in snake case: `StepBegin` is `step_begin`.
 
-The file is bounded: progress is appended to its first `PROGRESS_BYTES`. From then on the newest
-progress alone is kept, in a file next to it (`newest_progress`), which each one replaces.
+The file is bounded: progress is appended to its first `PROGRESS_BYTES`. From then on the newest of
+each kind of progress alone is kept, in a file next to it (`newest_progress`), which each replaces.
 
 A reader gets checked instances. It passes over what is damaged, half-written or of an unknown name,
 and ignores fields that it does not know, so that it can follow a newer version of this program.
@@ -140,6 +140,33 @@ class Progress(Event):
     seconds: float = 0.0
     learning_rate: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class WorkProgress(Event):
+    """A piece of work that takes long has come so far; training has `Progress`.
+
+    Attributes:
+        what: is done, in words, such as `reading the files`.
+        unit: of what `done` and `total` count, such as `rows` or `bytes`; empty where nothing is.
+        total: 0 where it is not known.
+        share: of the whole that is done, from 0 to 1; -1 where it is not known.
+        rate: units in a second, lately.
+        seconds: since the work began.
+        seconds_left: -1 where it is not known.
+        detail: what it does now, or waits for.
+        is_over: whether it has ended.
+    """
+
+    what: str
+    unit: str = ""
+    done: int = 0
+    total: int = 0
+    share: float = -1.0
+    rate: float = 0.0
+    seconds: float = 0.0
+    seconds_left: float = -1.0
+    detail: str = ""
+    is_over: bool = False
 
 
 class Saved(Event):
@@ -318,14 +345,21 @@ class UserCodeFailed(Event):
     traceback: str
 
 
-def emit(event: Event) -> None:
-    """Append one event, by one `write`, to the file of the run, or write it to the log."""
+_PROGRESS = (Progress, WorkProgress)
+
+
+def emit(event: Event, *, in_log: str | None = None) -> None:
+    """Append one event, by one `write`, to the file of the run, or write it to the log.
+
+    The log gets the line `in_log` in its place, where there is one; none where it is empty.
+    """
     for listener in _listeners:
         listener(event)
-    line = _line(event).decode().rstrip()
     path = os.environ.get(VARIABLE)
+    line = _line(event).decode().rstrip() if in_log is None or path else in_log
     if not path:
-        log.info("%s", line)
+        if line:
+            log.info("%s", line)
         return
     try:
         append(Path(path), event)
@@ -348,10 +382,11 @@ def append(path: Path, event: Event) -> None:
     """Append one event to a file; raises `OSError`."""
     with open(path, "ab", buffering=0) as file:
         # A pipe has no size.
-        if not isinstance(event, Progress) or os.fstat(file.fileno()).st_size < PROGRESS_BYTES:
+        has_room = os.fstat(file.fileno()).st_size < PROGRESS_BYTES
+        if has_room or not isinstance(event, _PROGRESS):
             file.write(_line(event))
             return
-    place = _place_of_progress(path)
+    place = _place_of_progress(path, type(event))
     # Of an attempt that is being replaced, the last progress may come at the same time.
     staged = place.with_name(f"{place.name}.{os.getpid()}")
     staged.write_bytes(_line(event))
@@ -365,10 +400,11 @@ def begin_again(path: Path, run_id: str) -> int:
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
-        if progress := newest_progress(path):
+        for progress in newest_progress(path):
             # How far that start has come stays with its events.
             file.write(_line(progress))
-        _place_of_progress(path).unlink(missing_ok=True)
+        for kind in _PROGRESS:
+            _place_of_progress(path, kind).unlink(missing_ok=True)
         size = os.fstat(file.fileno()).st_size
         file.write(_line(RunBegin(run_id=run_id, number=before + 1)))
     return size
@@ -399,23 +435,24 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
             if event:
                 yield event
     yield from filter(None, map(_parsed, newest.values()))
-    if progress := newest_progress(path):
-        yield progress
+    yield from newest_progress(path)
 
 
-def newest_progress(path: Path) -> Progress | None:
-    """Return the newest progress where the file of events has no room for it, else None."""
-    place = _place_of_progress(path)
-    if not place.is_file():
-        return None
-    with suppress(OSError), place.open("rb") as file:
-        event = _parsed(file.read(_LONGEST))
-        return event if isinstance(event, Progress) else None
-    return None
+def newest_progress(path: Path) -> list[Progress | WorkProgress]:
+    """Return the newest progress of each kind for which the file of events has no room."""
+    found = []
+    for kind in _PROGRESS:
+        place = _place_of_progress(path, kind)
+        if not place.is_file():
+            continue
+        with suppress(OSError), place.open("rb") as file:
+            if isinstance(event := _parsed(file.read(_LONGEST)), kind):
+                found.append(event)
+    return found
 
 
-def _place_of_progress(path: Path) -> Path:
-    return path.with_name(f"{path.name}.progress")
+def _place_of_progress(path: Path, kind: type[Event]) -> Path:
+    return path.with_name(f"{path.name}.{name_of(kind)}")
 
 
 def _line(event: Event) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from trainer import events
 from trainer.events import Event
+from trainer.progress.wording import line_of
 
 #: What a record and the report tell of a step beside its end.
 INCIDENTS = (
@@ -110,6 +111,22 @@ class RunState:
         """Of the newest error in the user's code, in a training task; empty where there is none."""
         failed = self.newest(events.UserCodeFailed)
         return failed.traceback if failed else ""
+
+    def progress_since(self, began: float) -> dict[str, Any]:
+        """Return how far the step that began then is: that of training, and of work that goes on.
+
+        Work is `progress`, in words, with `share` and `seconds_left` where these are known.
+        """
+        found: dict[str, Any] = {}
+        training, work = self.newest(events.Progress), self.newest(events.WorkProgress)
+        if training and training.time >= began:
+            names = ("global_step", "steps", "loss", "seconds_left")
+            found = {name: getattr(training, name) for name in names}
+        if work and work.time >= began and not work.is_over:
+            found["progress"] = line_of(work)
+            if "steps" not in found and work.share >= 0:
+                found |= {"share": work.share, "seconds_left": work.seconds_left}
+        return found
 
     @property
     def suspension(self) -> events.Suspension | None:

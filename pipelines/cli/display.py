@@ -283,8 +283,12 @@ def _far(run: RunResult) -> str:
     if value := main_value(run.measured):
         return value
     reached = [each.metrics for each in run.steps if each.status == "running"]
-    step = next((each for each in reached if each.get("global_step") and each.get("steps")), None)
-    return f"step {step['global_step']}/{step['steps']}" if step else ""
+    for each in reached:
+        if each.get("global_step") and each.get("steps"):
+            return f"step {each['global_step']}/{each['steps']}"
+        if text := each.get("progress"):
+            return str(text)
+    return ""
 
 
 def word(state: str) -> str:

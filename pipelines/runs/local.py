@@ -33,7 +33,7 @@ from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.events import AttemptBegin, Event, Interrupted, Progress
+from trainer.events import AttemptBegin, Event, Interrupted
 from trainer.run_state import RunState
 from trainer.storage.uri import require_uri
 from trainer.tracking import tracker
@@ -381,10 +381,11 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
                     run.save_config()
                 on_event(event)
                 state.take(event)
-            apart, newest = events.newest_progress(run.folder / EVENTS), state.newest(Progress)
-            if apart and (newest is None or apart.time > newest.time):
-                state.take(apart)
-                on_event(apart)
+            for apart in events.newest_progress(run.folder / EVENTS):
+                newest = state.newest(type(apart))
+                if newest is None or apart.time > newest.time:
+                    state.take(apart)
+                    on_event(apart)
     return state
 
 

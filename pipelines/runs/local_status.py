@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from components.records.step_record import OF_STEPS, step_records
 from pipelines.runs import local
@@ -18,7 +17,7 @@ from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events
 from trainer.cluster.event_lines import line_of
 from trainer.errors import DONE, FAILED, UserError
-from trainer.events import Progress, RunEnd
+from trainer.events import RunEnd
 from trainer.run_state import RunState, state_of
 from trainer.storage.errors import reported
 
@@ -124,18 +123,12 @@ def _so_far(state: RunState) -> RunResult:
             status="running",
             error="",
             seconds=max(time.time() - step.began, 0.0),
-            metrics=_progress(state),
+            metrics=state.progress_since(step.began),
         )
         for step in step_records(state)
     )
     message = line_of(state.suspension) if state.suspension else ""
     return RunResult(status="running", exit_code=DONE, message=message, steps=steps)
-
-
-def _progress(state: RunState) -> dict[str, Any]:
-    last = state.newest(Progress)
-    names = ("global_step", "steps", "loss", "seconds_left")
-    return {name: getattr(last, name) for name in names} if last else {}
 
 
 def _ended(state: RunState) -> RunResult:

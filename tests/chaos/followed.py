@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.events import Event, Progress, newest_progress, parse
+from trainer.events import Event, newest_progress, parse
 
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
@@ -22,7 +22,7 @@ def events_of(
     """Yield the events of a run as they come; `read` counts the bytes of each file."""
     deadline = time.monotonic() + seconds
     ended = False
-    newest: Progress | None = None
+    newest: dict[type[Event], Event] = {}
     while not ended:
         ended = process.poll() is not None
         for path in workdir.glob("*/events.jsonl"):
@@ -32,9 +32,10 @@ def events_of(
                 whole = [line for line in lines if line.endswith(b"\n")]
             read[path] = read.get(path, 0) + sum(map(len, whole))
             yield from filter(None, (parse(line.decode("utf-8", "replace")) for line in whole))
-            if (progress := newest_progress(path)) and progress != newest:
-                newest = progress
-                yield progress
+            for progress in newest_progress(path):
+                if progress != newest.get(type(progress)):
+                    newest[type(progress)] = progress
+                    yield progress
         if time.monotonic() > deadline:
             process.kill()
             raise TimeoutError(f"the run has not ended after {seconds:g} s; see {workdir}")

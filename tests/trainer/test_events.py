@@ -190,7 +190,7 @@ class TestProgress:
 
     def test_the_next_start_keeps_how_far_this_one_came(self, full):
         size = events.begin_again(full, "run-1")
-        assert events.newest_progress(full) is None
+        assert not events.newest_progress(full)
         found = list(events.read(full))
         assert found[-2:] == [progress(99), events.RunBegin(run_id="run-1", number=2)]
         assert full.read_bytes()[size:].count(b"\n") == 1
@@ -208,7 +208,7 @@ class TestProgress:
     @pytest.mark.parametrize("damage", [b"", b"{", b"\0" * 9, b"\xff", b"[" * 9999])
     def test_a_damaged_one_is_none(self, full, damage):
         full.with_name("events.jsonl.progress").write_bytes(damage)
-        assert events.newest_progress(full) is None
+        assert not events.newest_progress(full)
         assert len(list(events.read(full))) == 3
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer import events
-from trainer.events import Event, Progress
+from trainer.events import Event, Progress, WorkProgress
+from trainer.progress.wording import line_of as work_line
+from trainer.progress.work import LOG_SECONDS
 
 # Progress is a line at most so often.
 LINE_SECONDS = 5.0
@@ -103,13 +105,17 @@ class LogLines:
     """The lines of a log; of progress only so many that a reader sees it."""
 
     def __init__(self) -> None:
-        """Begin with a line of the first progress."""
+        """Begin with a line of the first progress of training."""
         self._progress_at = -LINE_SECONDS
+        # When there was a line of each piece of work.
+        self._work_at: dict[str, float] = {}
 
     def take(self, event: Event) -> str:
         """Return the line of the next event, or an empty text."""
         if isinstance(event, Progress):
             return self._progress(event)
+        if isinstance(event, WorkProgress):
+            return self._work(event)
         wording = _LINES_OF_LOG.get(type(event))
         return wording(event) if wording else line_of(event)
 
@@ -118,6 +124,14 @@ class LogLines:
             return ""
         self._progress_at = event.time
         return f"global step {event.global_step}/{event.steps}  {metrics_of(event)}"
+
+    def _work(self, event: WorkProgress) -> str:
+        if event.is_over:
+            return work_line(event) if self._work_at.pop(event.what, 0.0) else ""
+        if event.time - self._work_at.get(event.what, event.time - event.seconds) < LOG_SECONDS:
+            return ""
+        self._work_at[event.what] = event.time
+        return work_line(event)
 
 
 class TimeLeft:

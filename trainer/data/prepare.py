@@ -24,8 +24,9 @@ from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
 from trainer.data.key import dataset_key
 from trainer.data.preparation.beam import map_parts_by_beam, require_reachable
-from trainer.data.source import Part, Source
+from trainer.data.source import Source
 from trainer.data.spec import KIND, SCHEMA
+from trainer.progress.work import Work
 from trainer.storage import Manifest
 from trainer.storage.errors import reported
 
@@ -197,15 +198,19 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
     taken = {name for name, _ in _finished(finished, places)} if keeps else set()
     left = [part for part in parts if part.folder not in taken]
 
-    def keep(part: Part, place: Path) -> None:
+    def keep(place: Path) -> None:
         if keeps:
             storage.publish(place, storage.join(finished, place.name), kind="part")
-        _log.info("%s: part %d of %d is done", source.name, part.number + 1, len(parts))
+        work.add(0, 1)
 
-    if by_beam:
-        map_parts_by_beam(source, left, places, config=config, uri=finished)
-    else:
-        map_parts(source, left, places, config=config, done=keep)
+    # Of how many examples the parts are that an earlier attempt has finished is not known.
+    total = source.total if len(left) == len(parts) and not by_beam else 0
+    size = 0 if total or len(left) < _LONG else len(left)
+    with Work("encoding the examples", "rows", total, size=size) as work:
+        if by_beam:
+            map_parts_by_beam(source, left, places, config=config, uri=finished, work=work)
+        else:
+            map_parts(source, left, places, config=config, work=work, done=keep)
     folders = sorted(places.iterdir())
     return assemble(source, folders, folder, config)
 

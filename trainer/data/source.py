@@ -84,6 +84,11 @@ class Source(ABC):
     def parts(self) -> Sequence[Part]:
         """Return all parts, by number from 0; called after `fetch`."""
 
+    @property
+    def total(self) -> int:
+        """How many examples `read` yields of all parts, where it is known after `parts`, else 0."""
+        return 0
+
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part; in a process that has TensorFlow or not.

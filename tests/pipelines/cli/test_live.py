@@ -13,6 +13,7 @@ from trainer.events import (
     EvaluatorLeft,
     FromScratch,
     HandedOn,
+    Interrupted,
     LeaseAwaited,
     LeaseTakenOver,
     NewestVersion,
@@ -25,6 +26,7 @@ from trainer.events import (
     TaskFailed,
     Validation,
     WarmStart,
+    WorkProgress,
 )
 
 
@@ -237,3 +239,78 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
         "until 2027-01-15 08:00:00 UTC",
         "took over the lease of file:///c from run a (process 7 on h), which has ended",
     ]
+
+
+def work(share=0.43, time=1000.0, **fields):
+    known = {"what": "reading the files", "unit": "rows", "done": 1_290_000, "seconds": 40.0}
+    known |= {"rate": 410_000.0, "seconds_left": 72.0, "share": share}
+    return WorkProgress(**{"time": time, **known, **fields})
+
+
+class TestWork:
+    """How far a piece of work is: below its step on a terminal, a line every half minute else."""
+
+    def test_without_a_terminal_it_is_a_line_every_half_minute(self, lines_of):
+        assert lines_of(
+            work(seconds=3.0, done=10, time=1000.0),
+            work(seconds=29.0, time=1026.0),
+            work(seconds=30.0, time=1027.0),
+            work(seconds=45.0, time=1042.0),
+            work(seconds=60.0, time=1057.0, share=-1.0, seconds_left=-1.0),
+            work(seconds=99.0, time=1096.0, done=3_000_000, is_over=True),
+        ) == [
+            "reading the files: 43 %  1,290,000 rows  410,000 rows/s  1 min 12 s left",
+            "reading the files: 1,290,000 rows  410,000 rows/s",
+            "reading the files: done, 3,000,000 rows in 1 min 39 s",
+        ]  # fmt: skip
+
+    def test_without_a_terminal_short_work_has_no_line(self, lines_of):
+        assert not lines_of(work(seconds=3.0), work(seconds=4.0, is_over=True))
+
+    @pytest.mark.usefixtures("terminal")
+    @pytest.mark.parametrize(
+        ("columns", "parts"),
+        [
+            ("140", ["43 %", "1,290,000/3,000,000 rows", "410,000 rows/s", "1 min 12 s left"]),
+            ("80", ["43 %", "1,290,000/3,000,000 rows", "1 min 12 s left"]),
+            ("60", ["43 %", "1 min 12 s left"]),
+        ],
+    )
+    def test_on_a_terminal_it_has_a_bar_and_what_has_room(
+        self, lines_of, monkeypatch, columns, parts
+    ):
+        monkeypatch.setenv("COLUMNS", columns)
+        drawn = lines_of(begun("prepare_data"), work(total=3_000_000))
+        plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in drawn]
+        line = next(each for each in plain if "reading the files" in each)
+        assert re.sub(r"[━╸╺ ]+", " ", line).split("files ")[1].strip() == " ".join(parts)
+        assert "━" in line
+        assert max(map(len, plain)) <= int(columns)
+
+    @pytest.mark.usefixtures("terminal")
+    def test_on_a_terminal_a_share_that_is_not_known_has_no_bar(self, lines_of):
+        text = "".join(lines_of(begun("prepare_data"), work(share=-1.0, seconds_left=-1.0)))
+        assert "1,290,000 rows  410,000 rows/s" in text
+        assert "━" not in text
+
+    @pytest.mark.usefixtures("terminal")
+    def test_work_that_is_over_is_drawn_no_more(self, lines_of):
+        text = "".join(lines_of(begun("prepare_data"), work(), work(is_over=True)))
+        assert "reading the files" not in text
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        ("train_model", "stopping, saving the last checkpoint"),
+        ("prepare_data", "stopping"),
+    ],
+)
+def test_a_run_that_was_asked_to_end_says_what_it_still_does(lines_of, step, line):
+    assert lines_of(begun(step), Interrupted())[1:] == [line]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_on_a_terminal_it_says_so_until_the_end(lines_of):
+    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
+    assert "train_model  stopping, saving the last checkpoint" in text

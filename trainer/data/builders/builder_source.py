@@ -73,6 +73,11 @@ class BuilderSource(Source):
             for number, (origin, first, end) in enumerate(ranges)
         ]
 
+    @property
+    def total(self) -> int:
+        """All of the splits that are read."""
+        return sum(map(len, self._plan().values()))
+
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a range."""
         splits = self._plan()[part.origin]

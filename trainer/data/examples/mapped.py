@@ -29,6 +29,7 @@ from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError
 from trainer.names import length_name
+from trainer.progress.work import Work
 
 # By which the features of the result are inferred.
 FIRST = 256
@@ -234,9 +235,13 @@ class MappedSource(Source):
             elif (given := self._given_classes(name)) and value.dtype.kind in "iu":
                 found[name] = given
         if wanted:
-            for row in self._rows():
-                for name, values in wanted.items():
-                    values.update(np.ravel(row.example.get(name, ())).tolist())
+            with Work("reading the classes", "rows", self._source.total) as work:
+                for part in self._source.parts():
+                    for batch, rows in self._mapped(part):
+                        work.add(len(batch.splits))
+                        for row in rows:
+                            for name, values in wanted.items():
+                                values.update(np.ravel(row.example.get(name, ())).tolist())
         return found | {name: _class_label(self.name, name, each) for name, each in wanted.items()}
 
     def _given_classes(self, name: str) -> Any:

@@ -114,7 +114,7 @@ class FilePieces:
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
             table = table.select(list(columns)) if columns else table
-            yield Rows(table, rows.numbers, rows.mixed | added.keys())
+            yield replace(rows, table=table, mixed=rows.mixed | added.keys())
 
     def _partition(self, number: int) -> dict[str, str]:
         return {} if self.is_listing else partition_of(self.files[number])

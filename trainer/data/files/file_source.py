@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,12 +30,14 @@ from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS, FeatureSpec
 from trainer.errors import UserError
 from trainer.names import length_name
+from trainer.progress.work import Work
 from trainer.statistics.hashing import content_of, hashes
 
 _ROWS = 1 << 14
 # Notes on how files are laid out.
 _NAMED = 5
 _SEVERAL = 2
+_Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
 
 
@@ -130,6 +132,12 @@ class FileSource(Source):
             for number, place in enumerate(order)
         ]
 
+    @property
+    def total(self) -> int:
+        """All rows but the broken ones."""
+        broken = self._scan.broken if self._scan else BrokenRows()
+        return broken.rows - broken.count - broken.unlabelled
+
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part; broken rows were counted by the scan, and are left out."""
         for (piece, numbers), columns, bad in self._read(part):
@@ -219,11 +227,15 @@ class FileSource(Source):
                     broken.check(self.name, 0, self._files.place)
                 yield (piece, rows.numbers), columns, bad
 
-    def _over_pieces(self, work: Any) -> Iterator[Any]:
+    def _over_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
+        files = self._files
+        # Of a listing each file is a row.
+        total = len(files.files) if files.is_listing else 0
+        size = sum(each.size for each in files.files)
         # Arrow and Pillow let go of the lock of Python while they parse.
         threads = self._config.runner.processes or cores.usable()
-        with ThreadPoolExecutor(threads) as pool:
-            yield from pool.map(work, self._files.pieces())
+        with Work(what, "rows", total, size=size) as work, ThreadPoolExecutor(threads) as pool:
+            yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
     def _scanned(self) -> Scan:
         names, said = self._files.header()
@@ -244,7 +256,7 @@ class FileSource(Source):
             measures=not config.image.size,
         )
 
-        def work(piece: Piece) -> Scan:
+        def scanned(piece: Piece, work: Work) -> Scan:
             with self._files.local(piece.file) as path:
                 return PieceScan(
                     files=self._files,
@@ -252,10 +264,11 @@ class FileSource(Source):
                     piece=piece,
                     wanted=wanted,
                     pictures=self._pictures(piece),
+                    work=work,
                 ).run()
 
         total = Scan(names=names)
-        for each in self._over_pieces(work):
+        for each in self._over_pieces("reading the files", scanned):
             total.merge(each)
         total.close()
         total.index = index_of(total.names, said)
@@ -298,17 +311,18 @@ class FileSource(Source):
         )
         if doubtful:
             total = BrokenRows()
-            for each in self._over_pieces(self._broken_in):
+            for each in self._over_pieces("checking the rows", self._broken_in):
                 total.merge(each)
             scan.broken = total
         scan.broken.check_labels(self._files.place)
         scan.broken.check(self.name, self._config.bad_rows, self._files.place)
 
-    def _broken_in(self, piece: Piece) -> BrokenRows:
+    def _broken_in(self, piece: Piece, work: Work) -> BrokenRows:
         broken = BrokenRows()
         for rows in self._rows(piece, broken):
             self._converted(rows, piece, broken)
             broken.rows += len(rows.numbers)
+            work.add(len(rows.numbers), rows.size)
         return broken
 
     def _rows(self, piece: Piece, broken: BrokenRows) -> Iterator[Rows]:
@@ -320,7 +334,8 @@ class FileSource(Source):
             for rows in self._files.rows(path, piece, list(self._columns), add):
                 for start in range(0, len(rows.numbers), _ROWS):
                     here = slice(start, start + _ROWS)
-                    yield Rows(rows.table.slice(start, _ROWS), rows.numbers[here])
+                    size = 0 if start else rows.size
+                    yield Rows(rows.table.slice(start, _ROWS), rows.numbers[here], size=size)
 
     def _needed(self, roles: ColumnRoles) -> set[str]:
         return {*roles.targets, roles.weight, roles.split, roles.time}

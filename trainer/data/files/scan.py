@@ -21,6 +21,7 @@ from trainer.data.files.file_pieces import FilePieces
 from trainer.data.files.formats.raw_rows import Piece, Rows
 from trainer.data.files.pictures import Pictures
 from trainer.errors import UserError
+from trainer.progress.work import Work
 
 # Beyond it the times by which splits are drawn are thinned out.
 _MOST_TIMES = 1 << 21
@@ -188,13 +189,14 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceScan:
-    """Scans one piece; `pictures` finds the images that its rows name."""
+    """Scans one piece; `pictures` finds the images that its rows name, `work` counts its rows."""
 
     files: FilePieces
     path: Path
     piece: Piece
     wanted: Wanted
     pictures: Pictures
+    work: Work
     found: Scan = field(default_factory=Scan)
 
     def run(self) -> Scan:
@@ -216,6 +218,7 @@ class PieceScan:
                 if name:
                     self._add(name, rows)
             found.broken.rows += len(rows.numbers)
+            self.work.add(len(rows.numbers), rows.size)
         if reader.parsed:
             for name, column in found.columns.items():
                 self._see_written(name, column)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from trainer.config.data import DataConfig
@@ -14,8 +15,12 @@ from trainer.data.preparation.shards import ShardWriter
 from trainer.data.source import Source
 from trainer.data.splits import shard_counts
 from trainer.errors import UserError
+from trainer.progress.work import Work
 from trainer.statistics import statistics
 from trainer.statistics.statistics import Statistics
+
+# Records that are counted at a time.
+_COUNTED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +53,20 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
         )
     counts = shard_counts(source.name, sums.examples, config.shards)
     writers = {split: ShardWriter(folder, split, count) for split, count in counts.items()}
-    for split, writer in writers.items():
-        for part in parts:
-            for record in records_of(part, split):
-                writer.add(record)
-        writer.flush()
-        if not source.is_shuffled:
-            writer.shuffle(config.seed)
+    total = sum(sums.examples.values())
+    with Work("writing the shards", "rows", total) as work:
+        for split, writer in writers.items():
+            for part in parts:
+                records = records_of(part, split)
+                while some := list(islice(records, _COUNTED)):
+                    for record in some:
+                        writer.add(record)
+                    work.add(len(some))
+            writer.flush()
+    if not source.is_shuffled:
+        with Work("shuffling the shards", "rows", total) as work:
+            for writer in writers.values():
+                writer.shuffle(config.seed, work.add)
     _write_statistics(sums, counts, folder)
     return Written(
         examples={split: writer.examples for split, writer in writers.items()},

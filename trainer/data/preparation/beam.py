@@ -19,19 +19,31 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage, user_code
+from trainer.background import Loop
 from trainer.code import bundle
 from trainer.config.data import DataConfig, RunnerConfig
 from trainer.data.source import Part, Source
 from trainer.errors import ConfigError, TransientError, UserError, nearest
+from trainer.progress.work import Work
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"
+# Between two looks at which parts are finished.
+_LOOK_SECONDS = 5.0
 
 
-def map_parts_by_beam(
-    source: Source, parts: Sequence[Part], folder: Path, *, config: DataConfig, uri: str
+def map_parts_by_beam(  # noqa: PLR0913
+    source: Source,
+    parts: Sequence[Part],
+    folder: Path,
+    *,
+    config: DataConfig,
+    uri: str,
+    work: Work,
 ) -> None:
     """Map parts by a pipeline that publishes each below `uri`; fetch them into `folder`.
+
+    How many its workers have published is looked up for `work` now and then: they count nowhere.
 
     Raises:
         UserError: a part cannot be read, or the pipeline failed.
@@ -42,13 +54,13 @@ def map_parts_by_beam(
         if name.endswith(_SUFFIX):
             storage.delete(storage.join(uri, name))
     if parts:
-        work = PartMapper(pickle.dumps(source), uri, config.vocabulary)
+        mapper = PartMapper(pickle.dumps(source), uri, config.vocabulary)
         try:
             options = pipeline_options(config.runner)
-            with _quiet(), beam.Pipeline(options=options) as pipeline:
+            with _quiet(), _looked_up(parts, uri, work), beam.Pipeline(options=options) as pipeline:
                 # What is created is one bundle otherwise, which one worker takes.
                 made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
-                _ = made | "map" >> beam.Map(work)
+                _ = made | "map" >> beam.Map(mapper)
         # A runner raises whatever it likes.
         except Exception as error:
             _raise_failure(uri)
@@ -58,6 +70,23 @@ def map_parts_by_beam(
             ) from error
     for part in parts:
         storage.fetch(storage.join(uri, part.folder), folder / part.folder)
+
+
+@contextlib.contextmanager
+def _looked_up(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
+    names, seen = {part.folder for part in parts}, 0
+
+    def look() -> None:
+        nonlocal seen
+        before, seen = seen, len(names.intersection(storage.names(uri)))
+        work.add(0, seen - before)
+
+    loop = Loop(look, _LOOK_SECONDS, name="parts", failing="the finished parts cannot be counted")
+    loop.start()
+    try:
+        yield
+    finally:
+        loop.stop()
 
 
 class PartMapper:

@@ -7,7 +7,7 @@ records, and `sums.json`, which is written last. It may be published and read el
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,18 @@ def _chosen(values: Any, chosen: Any) -> Any:
     return [value for value, take in zip(values, chosen, strict=True) if take]
 
 
-def map_part(
-    source: Source, selection: Selection, part: Part, folder: Path, *, vocabulary: int
+def map_part(  # noqa: PLR0913
+    source: Source,
+    selection: Selection,
+    part: Part,
+    folder: Path,
+    *,
+    vocabulary: int,
+    count: Callable[[int], None] = lambda _examples: None,
 ) -> None:
     """Read a part of a source, encode its examples, and write them into `folder`.
+
+    `count` is called with the examples of each batch.
 
     Raises:
         UserError: the part cannot be read, or a label or a weight in it is none.
@@ -109,6 +117,7 @@ def map_part(
                 files[split].write(record)
                 lengths[SPLITS[split]].append(len(record))
             sums.add(batch.columns, batch.splits)
+            count(len(batch.splits))
     for split, each in lengths.items():
         np.save(_lengths(folder, split), np.array(each, np.uint32))
     sums.save(folder)

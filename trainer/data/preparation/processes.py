@@ -22,15 +22,22 @@ from trainer.config.data import DataConfig
 from trainer.data.preparation.parts import map_part
 from trainer.data.source import Part, Source
 from trainer.errors import UserError
+from trainer.progress.work import Work
 
 # Of parts for each process: fewer are not worth its start.
 _FEWEST = 2
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-Done = Callable[[Part, Path], None]
+Done = Callable[[Path], None]
 
 
-def map_parts(
-    source: Source, parts: Sequence[Part], folder: Path, *, config: DataConfig, done: Done
+def map_parts(  # noqa: PLR0913
+    source: Source,
+    parts: Sequence[Part],
+    folder: Path,
+    *,
+    config: DataConfig,
+    work: Work,
+    done: Done,
 ) -> None:
     """Map parts into folders of `folder`; `done` is called here after each, in any order.
 
@@ -39,7 +46,8 @@ def map_parts(
         parts: those that are not mapped yet.
         folder: local; a part is in the folder with its number.
         config: says how many processes run at once, where there are enough parts.
-        done: takes the part and its folder.
+        work: counts the examples.
+        done: takes the folder of the part.
 
     Raises:
         UserError: a part cannot be read, or a process was killed.
@@ -49,15 +57,27 @@ def map_parts(
     if count < _FEWEST:
         selection = source.select()
         for part in parts:
-            map_part(source, selection, part, folder / part.folder, vocabulary=vocabulary)
-            done(part, folder / part.folder)
+            place = folder / part.folder
+            map_part(source, selection, part, place, vocabulary=vocabulary, count=work.add)
+            done(place)
         return
     stripes = [parts[index::count] for index in range(count)]
-    _in_processes(source, stripes, folder, vocabulary, done)
+
+    def took(answer: Part | int) -> None:
+        if isinstance(answer, Part):
+            done(folder / answer.folder)
+        else:
+            work.add(answer)
+
+    _in_processes(source, stripes, folder, vocabulary, took)
 
 
 def _in_processes(
-    source: Source, stripes: Sequence[Sequence[Part]], folder: Path, vocabulary: int, done: Done
+    source: Source,
+    stripes: Sequence[Sequence[Part]],
+    folder: Path,
+    vocabulary: int,
+    took: Callable[[Part | int], None],
 ) -> None:
     context = multiprocessing.get_context("spawn")
     running: dict[Any, tuple[SpawnProcess, list[Part]]] = {}
@@ -76,7 +96,7 @@ def _in_processes(
         while running:
             for reader in set(running).intersection(wait(list(running))):
                 process, left = running[reader]
-                if not _answered(reader, process, left, folder, done):
+                if not _answered(reader, process, left, took):
                     del running[reader]
     finally:
         for process, _ in running.values():
@@ -85,11 +105,11 @@ def _in_processes(
 
 
 def _answered(
-    reader: Any, process: SpawnProcess, left: list[Part], folder: Path, done: Done
+    reader: Any, process: SpawnProcess, left: list[Part], took: Callable[[Part | int], None]
 ) -> bool:
-    """Take one message of a process; return whether it goes on."""
+    """Take one message of a process, of which None ends a part; return whether it goes on."""
     try:
-        failure = reader.recv()
+        answer = reader.recv()
     except EOFError:
         process.join()
         if left:
@@ -99,10 +119,9 @@ def _answered(
                 "fewer data.runner.processes where memory was short"
             ) from None
         return False
-    if isinstance(failure, Exception):
-        raise failure
-    part = left.pop(0)
-    done(part, folder / part.folder)
+    if isinstance(answer, Exception):
+        raise answer
+    took(left.pop(0) if answer is None else answer)
     return True
 
 
@@ -125,7 +144,8 @@ def _work(  # noqa: PLR0913, PLR0917
     try:
         selection = source.select()
         for part in parts:
-            map_part(source, selection, part, folder / part.folder, vocabulary=vocabulary)
+            place = folder / part.folder
+            map_part(source, selection, part, place, vocabulary=vocabulary, count=answers.send)
             answers.send(None)
     # Whatever it is, it is raised again in the parent.
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import google_crc32c
@@ -48,13 +49,15 @@ class ShardWriter:
             self._pending[index].clear()
         self._pending_bytes = 0
 
-    def shuffle(self, seed: int) -> None:
+    def shuffle(self, seed: int, count: Callable[[int], None]) -> None:
         """Bring the records of each shard into a random order; after the last `flush`.
 
-        Each is read from its file in place, so that the memory does not grow with it.
+        Each is read from its file in place, so that the memory does not grow with it. `count` is
+        called with the records of each shard.
         """
-        for index, path in enumerate(self._paths):
+        for index, (path, examples) in enumerate(zip(self._paths, self.examples, strict=True)):
             self._crcs[index] = _shuffled(path, np.random.RandomState((seed, index)))
+            count(examples)
 
     @property
     def examples(self) -> list[int]:

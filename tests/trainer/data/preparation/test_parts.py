@@ -18,6 +18,7 @@ from trainer.data.preparation.shards import ShardWriter
 from trainer.data.source import Batch
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
+from trainer.progress.work import Work
 
 
 @pytest.fixture
@@ -109,7 +110,8 @@ def parts(source, tmp_path):
     source.fetch()
     folder = tmp_path / "parts"
     config = DataConfig(runner={"processes": 1})
-    map_parts(source, source.parts(), folder, config=config, done=lambda *_: None)
+    work = Work("encoding")
+    map_parts(source, source.parts(), folder, config=config, work=work, done=lambda *_: None)
     return sorted(folder.iterdir())
 
 

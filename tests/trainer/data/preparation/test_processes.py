@@ -14,6 +14,7 @@ from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data.preparation.processes import map_parts
 from trainer.errors import UserError
+from trainer.progress.work import Work
 
 
 def reads(source):
@@ -76,7 +77,12 @@ def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
     done = []
     parts = source.parts()[:3]
     map_parts(
-        source, parts, tmp_path, config=DataConfig(), done=lambda part, _: done.append(part.number)
+        source,
+        parts,
+        tmp_path,
+        config=DataConfig(),
+        work=Work("encoding"),
+        done=lambda place: done.append(int(place.name)),
     )
     assert done == [0, 1, 2]
 

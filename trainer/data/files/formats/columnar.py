@@ -65,14 +65,15 @@ class ParquetReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the rows of some row groups; none of them can be broken."""
         with _file(path) as file:
-            start = 0
+            start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             # An outer name reads all below it.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             for batch in file.iter_batches(
                 self.at_once, row_groups=list(_groups(file, piece)), columns=outer
             ):
                 table = _flattened(pa.Table.from_batches([batch])).select(list(columns))
-                yield Rows(table, np.arange(start, start + len(table)))
+                numbers = np.arange(start, start + len(table))
+                yield Rows(table, numbers, size=round(of_a_row * len(table)))
                 start += len(table)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:

@@ -13,8 +13,9 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,8 +87,12 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """
     compression = _kind(_COMPRESSED, _head(path))
     try:
-        with _raw(path, compression) as raw:
-            yield io.BufferedReader(_Bounded(raw, path), 1 << 20) if compression else raw
+        with path.open("rb") as stored:
+            if not compression:
+                yield stored
+                return
+            with _decompressed(stored, path, compression) as raw:
+                yield io.BufferedReader(_Bounded(raw, path, stored.tell), 1 << 20)
     except (zipfile.BadZipFile, lzma.LZMAError, EOFError, zlib.error, NotImplementedError) as error:
         raise UserError(f"data.source: {path} cannot be decompressed: {error}") from error
     except OSError as error:
@@ -130,25 +135,34 @@ def _kind(patterns: dict[str, bytes], head: bytes) -> str:
     return next((kind for kind, each in patterns.items() if re.match(each, head, re.DOTALL)), "")
 
 
-def _raw(path: Path, compression: str) -> Any:
+def position(file: Any) -> int:
+    """Return how many bytes of a file, as it is stored, were read for what `opened` yields.
+
+    It is 0 once that is closed.
+    """
+    try:
+        return int(getattr(getattr(file, "raw", None), "position", file.tell)())
+    except ValueError:
+        return 0
+
+
+def _decompressed(stored: IO[bytes], path: Path, compression: str) -> Any:
     if compression == "gzip":
-        return gzip.open(path)
+        return gzip.open(stored)
     if compression == "bz2":
-        return bz2.open(path)
+        return bz2.open(stored)
     if compression == "xz":
-        return lzma.open(path)
+        return lzma.open(stored)
     if compression in ("zstd", "zlib"):
         # Arrow's gzip takes a stream of zlib, as TFRecords may be.
         kind = compression.replace("zlib", "gzip")
-        return pa.CompressedInputStream(pa.OSFile(str(path)), kind)
-    if compression == "zip":
-        return _only_member(path)
-    return path.open("rb")
+        return pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), kind)
+    return _only_member(stored, path)
 
 
 @contextmanager
-def _only_member(path: Path) -> Iterator[IO[bytes]]:
-    with zipfile.ZipFile(path) as archive:
+def _only_member(stored: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+    with zipfile.ZipFile(stored) as archive:
         names = [each.filename for each in archive.infolist()]
         if "[Content_Types].xml" in names:
             raise UserError(f"data.source: {path} is a workbook of Excel; save it as CSV")
@@ -168,8 +182,8 @@ def _only_member(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Bounded(io.RawIOBase):
-    def __init__(self, raw: Any, path: Path) -> None:
-        self._raw = raw
+    def __init__(self, raw: Any, path: Path, position: Callable[[], int]) -> None:
+        self._raw, self.position = raw, position
         self._path = path
         self._limit = max(_FREE_BYTES, path.stat().st_size * _MOST_RATIO)
         self._read = 0
@@ -191,7 +205,7 @@ class _Bounded(io.RawIOBase):
 
 class _Transcoded(io.RawIOBase):
     def __init__(self, file: IO[bytes], encoding: str) -> None:
-        self._file = file
+        self._file, self.position = file, partial(position, file)
         self._decoder = codecs.getincrementaldecoder(encoding)()
         self._left = b""
 

@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
 from trainer.data.files.formats.csv_layout import CsvLayout, layout_of
-from trainer.data.files.formats.decompression import is_whole, opened_text
+from trainer.data.files.formats.decompression import is_whole, opened_text, position
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
 
@@ -76,11 +77,11 @@ class CsvReader(Reader):
 
         done = 0
         for block in _BLOCKS:
-            with _body(path, piece, layout.start) as stream:
+            with _body(path, piece, layout.start) as (stream, read):
                 try:
                     batches = _opened(stream, layout, columns, block, skip)
                     for rows in _numbered(batches, skipped, done):
-                        yield _right(rows, layout, columns, broken)
+                        yield replace(_right(rows, layout, columns, broken), size=read(block))
                         done = int(rows.numbers[-1]) + 1
                     return
                 except pa.ArrowInvalid as error:
@@ -183,16 +184,24 @@ def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]
 
 
 @contextmanager
-def _body(path: Path, piece: Piece, begin: int) -> Iterator[Any]:
-    start = max(piece.start, begin)
+def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
+    """Yield a stream, and what says how many bytes of the file a block of so many takes."""
+    start, counted = max(piece.start, begin), 0
+
+    def until(here: int) -> int:
+        nonlocal counted
+        before, counted = counted, max(here, counted)
+        return counted - before
+
     if is_whole(path):
         with opened_text(path) as file:
             file.read(start)
-            yield pa.PythonFile(file, mode="r")
+            yield pa.PythonFile(file, mode="r"), lambda _block: until(position(file))
         return
-    stop = path.stat().st_size if piece.stop == END else piece.stop
+    size = max(0, (path.stat().st_size if piece.stop == END else piece.stop) - start)
     with pa.OSFile(str(path)) as file:
-        yield file.get_stream(start, max(0, stop - start))
+        # What was read is far ahead of what is parsed.
+        yield file.get_stream(start, size), lambda block: until(min(counted + block, size))
 
 
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:

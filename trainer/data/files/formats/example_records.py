@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
-from trainer.data.files.formats.decompression import opened
+from trainer.data.files.formats.decompression import opened, position
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.data.tfrecords import DamagedError, records
 from trainer.errors import UserError
@@ -51,7 +51,10 @@ class ExampleReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the records; all features of each block if no columns are named."""
         del piece
-        numbered = enumerate(_records(path))
+        # The open file, and its position after each block.
+        files: list[Any] = []
+        positions = [0]
+        numbered = enumerate(_records(path, files.append))
         while block := list(islice(numbered, self.at_once)):
             examples, numbers = [], []
             for number, data in block:
@@ -66,7 +69,9 @@ class ExampleReader(Reader):
                 name: _array(path, name, [each.get(name) for each in examples]) for name in names
             }
             table = pa.table(arrays) if arrays else pa.table({"": pa.nulls(len(examples))})
-            yield Rows(table, np.array(numbers, np.int64))
+            positions.append(position(files[0]))
+            size = max(positions[-1] - positions[-2], 0)
+            yield Rows(table, np.array(numbers, np.int64), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the number of the record, from 1."""
@@ -112,8 +117,9 @@ def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
         ) from None
 
 
-def _records(path: Path) -> Iterator[bytes]:
+def _records(path: Path, on_open: Callable[[Any], None] = lambda _file: None) -> Iterator[bytes]:
     with opened(path) as file:
+        on_open(file)
         try:
             yield from records(file)
         except DamagedError as error:

@@ -9,7 +9,8 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.files import text_values
-from trainer.data.files.formats.decompression import is_whole, opened_text
+from trainer.data.files.formats.decompression import is_whole, opened_text, position
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
 
@@ -34,6 +35,7 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Of keys that most records do not share.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
+OnOpen = Callable[[IO[bytes]], None]
 _AS_ROWS = "write one object a line (pandas: to_json(orient='records', lines=True))"
 
 
@@ -87,7 +89,10 @@ class JsonReader(Reader):
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
         """Yield the records; all keys of each block if no columns are named."""
-        numbered = enumerate(_records(path, piece))
+        # The open file, and its position after each block.
+        files: list[Any] = []
+        positions = [piece.start]
+        numbered = enumerate(_records(path, piece, files.append))
         while block := list(islice(numbered, self.at_once)):
             records, numbers = [], []
             for number, record in block:
@@ -97,7 +102,9 @@ class JsonReader(Reader):
                     numbers.append(number)
                 elif found is not None:
                     broken(number, found)
-            yield _rows(records, numbers, columns)
+            positions.append(position(files[0]))
+            size = max(positions[-1] - positions[-2], 0)
+            yield replace(_rows(records, numbers, columns), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line; of objects in a list, or over several lines, which one it is."""
@@ -140,12 +147,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _records(path: Path, piece: Piece) -> Iterator[dict[str, Any] | str | None]:
+def _records(
+    path: Path, piece: Piece, on_open: OnOpen = lambda _file: None
+) -> Iterator[dict[str, Any] | str | None]:
     """Yield objects, or what is wrong with one; None for a line without any."""
     if not _has_lines(path):
-        yield from _values(path)
+        yield from _values(path, on_open)
         return
-    for line in _lines(path, piece):
+    for line in _lines(path, piece, on_open):
         yield _record(line) if line.strip() else None
 
 
@@ -174,11 +183,12 @@ def _checked(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else f"it is a {type(found).__name__}, and no object"
 
 
-def _values(path: Path) -> Iterator[dict[str, Any] | str]:
+def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
     """Yield the objects of a list, or those that are one after the other, a chunk at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text, at, count, more = "", 0, 0, True
     with opened_text(path) as file:
+        on_open(file)
 
         def longer() -> str:
             nonlocal more
@@ -261,8 +271,9 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
     return found
 
 
-def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
+def _lines(path: Path, piece: Piece, on_open: OnOpen) -> Iterator[bytes]:
     with opened_text(path) as file:
+        on_open(file)
         for line in _bounded(file, piece.start, piece.stop):
             if len(line) > _LONGEST:
                 raise UserError(

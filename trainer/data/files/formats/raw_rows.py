@@ -36,11 +36,13 @@ class Rows:
         table: a column for each column of the file.
         numbers: of the records within the piece.
         mixed: columns whose values are of several types, and texts here.
+        size: how many bytes of the file they take, 0 where that is not known.
     """
 
     table: pa.Table
     numbers: NDArray[np.int64]
     mixed: frozenset[str] = frozenset()
+    size: int = 0
 
 
 class Reader(ABC):
