@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer import cores, events, masking, tensorflow_import, user_code, variables
+from trainer.checkpoints import index
 from trainer.cluster import signals, termination
 from trainer.code import bundle
 from trainer.config.load import load_config
-from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, TransientError, UserError
+from trainer.config.schema import Config
+from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, ConfigError, TransientError, UserError
 from trainer.training import task
 
 
@@ -106,17 +108,34 @@ def _predict(options: argparse.Namespace) -> None:
 def _fit(options: argparse.Namespace) -> None:
     config = load_config(options.config)
     bundle.enter(config.code)
+    try:
+        found = _tried(config, options.dataset, options.workdir)
+    except UserError:
+        raise
+    # Here it is a mistake in what was given, wherever the user's code makes it.
+    except (Exception, SystemExit) as error:
+        if not user_code.place_of(error):
+            raise
+        line = user_code.line_of(error)
+        raise ConfigError(f"the code that it was given raised {line}") from error
+    sys.stdout.write(f"{json.dumps(found)}\n")
+
+
+def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
+    """Return what fits a prepared dataset, or one of the first rows, and what is not known."""
     # It loads TensorFlow, for which a task has its own time.
-    from trainer.preflight.sample import Sample, sampled
+    from trainer.preflight.sample import sampled
     from trainer.training import dry_run
 
-    sample = Sample(uri=options.dataset, is_whole=True)
-    if not options.dataset:
-        sample = sampled(config.data, options.workdir)
-    found: dict[str, Any] = {}
+    if dataset:
+        return asdict(dry_run.fit(config, scratch, dataset))
+    index.require_weights(config.training.warm_start)
+    sample = sampled(config.data, scratch)
+    found: dict[str, Any] = {"notes": sample.notes}
     if sample.uri or sample.by_builder:
-        found = asdict(dry_run.fit(config, options.workdir, sample.uri))
-    sys.stdout.write(f"{json.dumps({**found, 'notes': sample.notes})}\n")
+        whole = sample.is_whole or sample.by_builder
+        found |= asdict(dry_run.fit(config, scratch, sample.uri, whole=whole))
+    return found
 
 
 def _path(text: str) -> Path:

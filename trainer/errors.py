@@ -81,7 +81,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def without_memory(error: Exception, what: str = "a tensor") -> str:
+def without_memory(error: BaseException, what: str = "a tensor") -> str:
     """Return the error message of a task without memory for `what`; empty for another error."""
     found = _NO_MEMORY.search(str(error))
     if not found:

@@ -92,8 +92,11 @@ def import_for(what: str, name: str) -> ModuleType:
 def _remedy(name: str, error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return ""
+    lacking = error.name or name
     where = "the folder of --code" if bundle() else folder()
-    return f"; {hidden(error.name or name) or f'it has to be in {where} or on PYTHONPATH'}"
+    # What a module of the user's imports itself is more often a package than a file of theirs.
+    install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
+    return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
@@ -230,12 +233,29 @@ def function_for(what: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise ConfigError(f"{what}: {name!r} names no function; write package.module:function")
-    loaded = import_for(what, module)
-    found = getattr(loaded, attribute, None)
+    found = found_for(what, name, "function")
     if not callable(found):
-        hint = nearest(attribute, [word for word in vars(loaded) if not word.startswith("_")])
-        raise ConfigError(f"{what}: {module} has no function {attribute!r}{hint}")
+        raise ConfigError(f"{what}: {attribute} is of the type {type(found).__name__}, no function")
     return cast("Callable[..., Any]", found)
+
+
+def found_for(what: str, name: str, kind: str) -> Any:
+    """Return what `module:name` is, which should be of a kind; raises `ConfigError`."""
+    module, _, attribute = name.partition(":")
+    loaded = import_for(what, module)
+    if not hasattr(loaded, attribute):
+        words = [word for word in vars(loaded) if not word.startswith("_")]
+        hint = f"; {why}" if (why := hidden(module)) else nearest(attribute, words)
+        raise ConfigError(f"{what}: {module} has no {kind} {attribute!r}{hint}")
+    return getattr(loaded, attribute)
+
+
+def place_of_definition(found: Any) -> str:
+    """Return ` (file:line)` of a function or a class of the user's; empty for any other."""
+    code = getattr(found, "__code__", None) or getattr(found.__init__, "__code__", None)
+    if not code or not _is_users(code.co_filename, str(found.__module__)):
+        return ""
+    return f" ({_short_path(code.co_filename, code.co_firstlineno)})"
 
 
 def digest(what: str, module: str) -> str:

@@ -84,7 +84,8 @@ def test_a_child_of_a_child_keeps_the_folder(monkeypatch, tmp_path):
     [
         ("components.models", "components is a name of Flotilla itself; rename yours"),
         ("queue", "queue is a name of Python itself; rename yours"),
-        ("blocks", "it has to be in /own or on PYTHONPATH"),
+        ("models", "it has to be in /own or on PYTHONPATH"),
+        ("blocks", "install it, or it has to be in /own or on PYTHONPATH"),
     ],
 )
 def test_what_to_do_about_a_module_that_is_not_found(monkeypatch, name, expected):

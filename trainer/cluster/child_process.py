@@ -1,7 +1,7 @@
 """A module in a process of its own: its request, environment, answer and errors.
 
-The request is a JSON file, the answer the last line of standard output, and an error the last line
-of standard error that begins with `flotilla: `. The process ends with the one that started it.
+The request is a JSON file, the answer the last line of its output that is a JSON object, and an
+error the last line that begins with `flotilla: `. The process ends with the one that started it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 from trainer import user_code
 from trainer.cluster import signals
+from trainer.cluster.forks import forked
+from trainer.cluster.forks.fork_request import Request
 from trainer.errors import DONE, UserError
 
 _PREFIX = "flotilla: "
@@ -25,6 +27,9 @@ _PREFIX = "flotilla: "
 
 class ChildError(UserError):
     """The process has ended without an answer; the message is what it said last."""
+
+    #: How it has ended.
+    code = 0
 
 
 class ChildLostError(ChildError):
@@ -57,39 +62,50 @@ def end(process: subprocess.Popen[Any], seconds: float) -> None:
         process.wait()
 
 
-def call(
+def call(  # noqa: PLR0913
     module: str,
     *arguments: str,
     request: str,
     option: str,
     seconds: float,
     variables: Mapping[str, str] | None = None,
+    loads: str = "",
 ) -> dict[str, Any]:
     """Return the answer of a module to a request; raises `ChildLostError` or `ChildError`.
 
     It is called with `OPTION FILE`, where the request is, and `--workdir DIR`, a folder that is
-    removed afterwards.
+    removed afterwards. It is forked from the fork server of the run, if there is one that has
+    loaded the module `loads`.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder, "request.json")
+        path, log = Path(folder, "request.json"), Path(folder, "output.txt")
         path.write_text(request, encoding="utf-8")
         words = [*arguments, option, str(path), "--workdir", folder]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with start(module, *words, variables=variables, **streams) as process:
-            try:
-                out, errors = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                raise ChildLostError(f"no answer after {seconds:g} s") from None
-            finally:
-                process.kill()
-    return answer(process.returncode, out.decode(errors="replace"), errors.decode(errors="replace"))
+        wanted = Request(
+            command=[sys.executable, "-m", module, *words],
+            loaded=loads,
+            folder=os.getcwd(),
+            environment=environment(variables),
+        )
+        with log.open("ab") as output:
+            process = forked.started(wanted, output.fileno())
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ChildLostError(f"no answer after {seconds:g} s") from None
+        finally:
+            process.kill()
+            process.wait()
+        said = log.read_text(encoding="utf-8", errors="replace")
+    return answer(code, said, said)
 
 
 def answer(code: int, out: str, errors: str) -> dict[str, Any]:
     """Return what a process has answered that ended with `code`; raises as `call` does."""
     if code != DONE:
         raise failure(code, errors)
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    last = [line for line in out.splitlines() if line.startswith("{")][-1]
+    found: dict[str, Any] = json.loads(last)
     return found
 
 
@@ -100,4 +116,6 @@ def failure(code: int, errors: str) -> ChildError:
         return ChildLostError(f"ended by {name}; is there enough memory?")
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
-    return ChildError((said or lines or [f"exit code {code}"])[-1])
+    error = ChildError((said or lines or [f"exit code {code}"])[-1])
+    error.code = code
+    return error

@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 from trainer.cluster import child_process
+from trainer.cluster.process import MODULES
 from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from trainer.errors import USAGE, ConfigError
 
 # TensorFlow alone takes ten of them on a busy machine.
 SECONDS = 90.0
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class NotKnownError(ConfigError):
-    """The trial took too long, or too much memory, to say whether it fits."""
+    """The trial has not come to an end that says whether it fits."""
 
 
 def require(config: Config, dataset: str = "") -> None:
@@ -29,8 +30,9 @@ def require(config: Config, dataset: str = "") -> None:
 def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[str, Any]:
     """Return what fits, without a GPU: see `trainer.training.dry_run.fit`.
 
-    `dataset` is empty before it is prepared. Raises `NotKnownError` after `seconds` or where the
-    process was killed, and `ConfigError` where it does not fit.
+    `dataset` is empty before it is prepared.
+    Raises `NotKnownError` after `seconds`, or where the process was killed or came to no end of its
+    own, and `ConfigError` where it does not fit.
     """
     try:
         return child_process.call(
@@ -42,8 +44,9 @@ def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[s
             option="--config",
             seconds=seconds,
             variables={"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            loads=MODULES["chief"],
         )
-    except child_process.ChildLostError as error:
-        raise NotKnownError(f"the trial of the model: {error}") from None
     except child_process.ChildError as error:
-        raise ConfigError(str(error)) from None
+        if error.code == USAGE:
+            raise ConfigError(str(error)) from None
+        raise NotKnownError(f"the trial of the model: {error}") from None

@@ -175,8 +175,13 @@ def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
     return there.kind == kind and there.fields.get("made_from") == made_from
 
 
-def build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
-    """Return the configured model for a dataset, with new weights and the loss of its task."""
+def build_model(
+    config: Config, spec: DatasetSpec, objective: Objective, check: registry.Check | None = None
+) -> keras.Model:
+    """Return the configured model for a dataset, with new weights and the loss of its task.
+
+    With `check` that takes the model in place of the objective.
+    """
     inputs = InputSpec.of(
         spec.features,
         spec.inputs,
@@ -184,7 +189,7 @@ def build_model(config: Config, spec: DatasetSpec, objective: Objective) -> kera
         targets=spec.targets,
         learnt=spec.learnt,
     )
-    return registry.build(config.model, inputs, config.training.seed, objective.accept)
+    return registry.build(config.model, inputs, config.training.seed, check or objective.accept)
 
 
 def restored(

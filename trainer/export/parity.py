@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ import tensorflow as tf
 
 from trainer.cluster import child_process
 from trainer.config.main_metric import LOSS
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 from trainer.evaluation.signature import SERVING
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
 from trainer.models.embedding_table import shrink
@@ -35,6 +36,11 @@ from trainer.user_code import line_of
 
 # Batches of which a form that is rounded shows its accuracy.
 MOST_BATCHES = 20
+# Operations that call a function in this process.
+_IN_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_LITE = {"tflite", "tflite_int8"}
+# What the converter says of each operation that TensorFlow Lite does not have.
+_NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
 # Inputs by feature name; and inputs, labels and weights as the model and its task take them.
 Batch = tuple[Inputs, tuple[Any, Any, Any]]
@@ -88,7 +94,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     formats: dict[str, Any] = {}
     for name, path in paths.items():
         form = FORMATS[name]
-        readers = _written(name, form, subject, folder / path)
+        readers = _written(name, form, subject, folder / path, subject.calibration)
         found = [_asked(name, ask, inputs) for ask in readers]
         difference = float(np.max([largest_difference(expected, answers) for answers in found]))
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
@@ -134,31 +140,52 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
     return {**found, "lost": lost, "examples": count}
 
 
-def _written(name: str, form: Format, subject: Original, path: Path) -> tuple[Predictor, ...]:
+def answers_as(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
+    """Raise `ConfigError` where a model cannot be written in a form that answers some examples.
+
+    What it answers is not compared.
+    """
+    for ask in _written(name, FORMATS[name], subject, path, examples):
+        _asked(name, ask, examples)
+    if name == "saved_model":
+        functions = tf.saved_model.load(path).signatures[SERVING].graph.as_graph_def()
+        nodes = [*functions.node, *(n for f in functions.library.function for n in f.node_def)]
+        if any(each.op in _IN_PYTHON for each in nodes):
+            raise ConfigError(
+                "export.formats: the model calls Python by tf.py_function or tf.numpy_function, "
+                "which no server of a saved_model has; compute it by TensorFlow or keras.ops"
+            )
+
+
+def _written(
+    name: str, form: Format, subject: Subject, path: Path, calibration: Inputs | None
+) -> tuple[Predictor, ...]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        calibration = subject.calibration if form.calibrated else None
-        form.write(subject, path, calibration)
+        form.write(subject, path, calibration if form.calibrated else None)
         return form.read(subject, path)
-    except (OSError, tf.errors.OpError) as error:
+    except (OSError, tf.errors.ResourceExhaustedError) as error:
         raise UserError(f"the model cannot be written as {name}: {line_of(error)}") from error
     # The user's own classes run here, and may fail in any way.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 
 
 def _asked(name: str, ask: Predictor, inputs: Inputs) -> Answers:
     try:
         return ask(inputs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 
 
-def _not_alike(name: str, error: Exception) -> UserError:
-    remedy = "give its own classes a get_config, or " if name == "keras" else ""
-    return UserError(
-        f"the model cannot be written as {name} and read back: {line_of(error)}; {remedy}leave "
-        f"{name} out of export.formats"
+def _not_alike(name: str, error: BaseException) -> ConfigError:
+    lacking = sorted({*_NOT_LITE.findall(str(error))}) if name in _LITE else []
+    why = f"TensorFlow Lite has no {', '.join(lacking)}" if lacking else line_of(error)
+    remedy = "; give its own classes a get_config" if name == "keras" else ""
+    if name != "saved_model":
+        remedy += f"{', or' if remedy else ';'} leave {name} out"
+    return ConfigError(
+        f"export.formats: the model cannot be written as {name} and read back: {why}{remedy}"
     )
 
 

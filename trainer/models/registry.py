@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -30,6 +30,7 @@ from trainer.names import layer_name
 # What Keras says of a class or a function that is neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
@@ -82,7 +83,7 @@ def build(
     except ConfigError as error:
         raise ConfigError(f"model {config.name}: {error}") from None
     # Whatever a user's function raises is for the user to put right.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = without_memory(error) or user_code.line_of(error)
         raise ConfigError(f"model {config.name}: {line}") from error
     model = _with_names(model, spec)
@@ -195,29 +196,34 @@ def _unreadable(model: keras.Model) -> str:
 
 
 def _function(name: str) -> ModelFunction:
-    place, _, function = MODELS.get(name, name).partition(":")
-    module = user_code.import_for(f"model {name}", place)
-    found = getattr(module, function, None)
-    if not callable(found):
-        hidden = user_code.hidden(place)
-        hint = f"; {hidden}" if hidden else nearest(function, vars(module))
-        raise ConfigError(f"model {name}: {place} has no function {function!r}{hint}")
-    return cast("ModelFunction", found)
+    return user_code.function_for(f"model {name}", MODELS.get(name, name))
 
 
 def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]) -> None:
+    place = user_code.place_of_definition(function)
     parameters = [*inspect.signature(function).parameters.values()]
     if not parameters:
-        raise ConfigError(f"model {name}: it takes no argument; its first is the `InputSpec`")
-    parameters = parameters[1:]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    allowed = [parameter.name for parameter in parameters]
-    for argument in args:
-        if argument not in allowed:
-            known = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
-            hint = nearest(argument, allowed)
-            raise ConfigError(f"model.args: {name} has no argument {argument!r} ({known}){hint}")
+        raise ConfigError(
+            f"model {name}: it takes no argument{place}; its first is the `InputSpec`"
+        )
+    if parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    named = [each for each in parameters if each.kind in _BY_NAME]
+    allowed = [each.name for each in named]
+    known = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        for argument in args:
+            if argument not in allowed:
+                hint = nearest(argument, allowed)
+                raise ConfigError(
+                    f"model.args: {name} has no argument {argument!r} ({known}){hint}"
+                )
+    for each in named:
+        if each.default is each.empty and each.name not in args:
+            raise ConfigError(
+                f"model.args: {name} needs {each.name!r} ({known}){place}; set "
+                f"model.args: {{{each.name}: VALUE}}"
+            )
 
 
 def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> None:
@@ -226,7 +232,7 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
     try:
         # The call also builds a model that has not seen its input yet.
         outputs = model(spec.symbols())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"model {name}: it does not take the dataset's input of shape {spec.shape} and type "
             f"{spec.dtype}: {user_code.line_of(error)}"

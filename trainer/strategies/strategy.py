@@ -376,14 +376,14 @@ class MeasuredCopy:
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
     """Return `training.strategy` (or `package.module:Class`) for a task; raises `ConfigError`."""
+    return class_of(config)(config, cluster, task)
+
+
+def class_of(config: Config) -> type[Strategy]:
+    """Return the class that `training.strategy` names; raises `ConfigError`."""
     name = config.training.strategy
-    module_name, _, class_name = topology_of(name).implementation.partition(":")
-    try:
-        strategy = getattr(user_code.import_module(module_name), class_name)
-    # A module of the user's may fail in any way while it is imported.
-    except (Exception, SystemExit) as error:
-        line = user_code.line_of(error)
-        raise ConfigError(f"training.strategy: cannot import {name!r}: {line}") from error
+    implementation = topology_of(name).implementation
+    strategy = user_code.found_for("training.strategy", implementation, "Strategy")
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if former := [each for each in ("spares_workers", "mixes_steps") if hasattr(strategy, each)]:
@@ -395,7 +395,7 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
     if not issubclass(strategy, KerasStrategy):
         _refuse_updates(config, f"{name!r} makes its updates itself; make it a KerasStrategy")
-    return strategy(config, cluster, task)
+    return strategy
 
 
 def require_updates(config: Config, model: keras.Model) -> None:

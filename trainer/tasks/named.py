@@ -175,13 +175,8 @@ def sparse_in_place_of(losses: Iterable[keras.losses.Loss]) -> str:
 
 def _found(kind: str, name: str, key: str) -> Any:
     known = _MODULES[kind][1]
-    place, colon, attribute = name.partition(":")
-    if colon:
-        own = user_code.import_for(f"{key}: {name}", place)
-        if hasattr(own, attribute):
-            return getattr(own, attribute)
-        hint = nearest(attribute, vars(own))
-        raise ConfigError(f"{key}: {place} has no {kind} {attribute!r}{hint}")
+    if ":" in name:
+        return user_code.found_for(key, name, kind)
     if name in known:
         return known[name]
     hint = nearest_to(kind, name) or f" (a name of {_MODULES[kind][0]}, or package.module:name)"

@@ -333,12 +333,9 @@ def target_of(dataset: Dataset, name: str) -> Target:
 
 
 def _class(name: str) -> type[Task]:
-    place, _, attribute = TASKS.get(name, name).partition(":")
-    module = user_code.import_for(f"task {name}", place)
-    found = getattr(module, attribute, None)
+    found = user_code.found_for(f"task {name}", TASKS.get(name, name), "Task")
     if not (isinstance(found, type) and issubclass(found, Task)):
-        hint = nearest(attribute, vars(module))
-        raise ConfigError(f"task {name}: {place} has no Task called {attribute!r}{hint}")
+        raise ConfigError(f"task {name}: it is no subclass of trainer.tasks.base.Task")
     if lacking := sorted(found.__abstractmethods__):
         raise ConfigError(f"task {name}: it does not define {', '.join(lacking)}")
     return found

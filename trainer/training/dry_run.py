@@ -15,9 +15,9 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,27 +28,36 @@ from keras.src.backend import Variable
 
 from trainer import storage, user_code
 from trainer.checkpoints import index, warm_start
+from trainer.class_names import ClassIndex
 from trainer.config.main_metric import LOSS
 from trainer.config.optimizer import OF_MODEL
-from trainer.config.schema import Config, TrainingConfig
+from trainer.config.schema import Config, OutputConfig, TrainingConfig
 from trainer.config.thresholds import called_now, split_rule
 from trainer.data import prepare
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
+from trainer.data.spec import DatasetSpec, FeatureSpec, require_buckets, require_slices
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.evaluation import evaluate
-from trainer.export.formats import FORMATS, Subject
+from trainer.export import parity
+from trainer.export.formats import Subject, format_path
 from trainer.models import registry
 from trainer.models.registry import freeze
 from trainer.names import length_name
 from trainer.statistics.statistics import Feature
 from trainer.strategies import placement
 from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.strategy import gradient_of, has_own_step, own_step_of, require_updates
+from trainer.strategies.strategy import (
+    class_of,
+    gradient_of,
+    has_own_step,
+    own_step_of,
+    require_updates,
+)
 from trainer.strategies.updates.loss_scale import LossScale
 from trainer.tasks import registry as tasks
 from trainer.tasks.base import Array, Direction, Part, Target, Task
+from trainer.tasks.binary_classification import TWO
 from trainer.tasks.objective import Objective
 from trainer.topology import TOPOLOGIES, topology_of
 from trainer.training import optimizers
@@ -174,13 +183,33 @@ def require_metrics(config: Config, objective: Objective) -> None:
         )
 
 
-def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
+def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> Fit:
     """Build the model of a configuration for its dataset, and try it where it is not large.
 
-    `uri` is empty before the dataset is prepared; `scratch` is removed. Raises `UserError`.
+    `uri` is empty before the dataset is prepared; `scratch` is removed. What does not fit a dataset
+    of first rows, which is not `whole`, has to fit nothing else that it may be of. Raises
+    `UserError`.
     """
-    dataset = tasks.with_positive(config.task, dataset_of(config, scratch, uri))
+    dataset = dataset_of(config, scratch, uri)
+    if whole:
+        return _fitted(config, dataset, uri)
+    first: ConfigError | None = None
+    for reading in _readings(config, dataset):
+        try:
+            return _fitted(config, reading, uri)
+        except ConfigError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
+    dataset = tasks.with_positive(config.task, dataset)
     require_slices(config, dataset.features, dataset.targets)
+    require_buckets(config.data.buckets, [n for n in dataset.roles if dataset.features[n].varies])
+    class_of(config)
+    if config.training.optimizer.name != OF_MODEL:
+        optimizers.build_optimizer(config.training)
     if precision := config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
     objective = tasks.objective_of(config, dataset)
@@ -215,6 +244,63 @@ def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
         group=selection.group,
         shards={},
     )
+
+
+def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
+    """Yield what a dataset may be of which first rows are known: labels may have more classes."""
+    # What few rows have too little of says nothing.
+    sample = replace(sample, target_moments={}, target_counts=_without_counts(sample))
+    for least in (TWO, TWO + 1):
+        yield _with_classes(config, sample, least)
+    if width := _width(config, _with_classes(config, sample, TWO)):
+        yield _with_classes(config, sample, width)
+
+
+def _without_counts(sample: DatasetSpec) -> dict[str, Any]:
+    # Of whole numbers without names they say how many classes there are.
+    counts = sample.target_counts
+    return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
+
+
+def _with_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpec:
+    """Return a dataset whose labels have at least so many classes, and those that are named."""
+    features, counts = dict(sample.features), dict(sample.target_counts)
+    for name in sample.targets:
+        feature = features[name]
+        if name in counts:
+            counts[name] = {
+                split: [*each, *[0] * (least - len(each))] for split, each in counts[name].items()
+            }
+        if not feature.labels or feature.dtype == "bool":
+            continue
+        labels = [*feature.labels, *_named_classes(config, name, feature.labels, least)]
+        labels += [f"(class {number})" for number in range(len(labels), least)]
+        features[name] = replace(feature, labels=tuple(labels), num_classes=len(labels))
+    return replace(sample, features=features, target_counts=counts)
+
+
+def _named_classes(config: Config, label: str, known: Sequence[str], least: int) -> Iterator[str]:
+    """Yield classes that the configuration names, and the first rows do not have."""
+    said = config.task.outputs.get(label, OutputConfig())
+    named = [said.positive or config.task.positive] if len(known) < TWO else []
+    if least > TWO:
+        weights = (said.class_weights, config.training.class_weights)
+        named += [name for each in weights if isinstance(each, Mapping) for name in each]
+    classes = ClassIndex(tuple(known))
+    yield from dict.fromkeys(name for name in named if name and classes.number(name) < 0)
+
+
+def _width(config: Config, dataset: DatasetSpec) -> int:
+    """Return the size of the last axis of what the model gives; 0 where that is not known."""
+    found = []
+
+    def see(_: keras.Model, outputs: Any) -> None:
+        found.append(keras.tree.flatten(outputs)[0].shape[-1])
+
+    objective = tasks.objective_of(config, tasks.with_positive(config.task, dataset))
+    with suppress(ConfigError), _few_values():
+        evaluate.build_model(config, dataset, objective, see)
+    return found[0] if found and isinstance(found[0], int) else 0
 
 
 @contextmanager
@@ -255,23 +341,13 @@ def _try_out(
         subject = Subject(model=model, task=objective.task, spec=dataset)
         inputs = examples(dataset)
         calibration = {name: inputs[name] for name in dataset.inputs}
+        # What is built in can be served, and read back.
+        parts = objective.task.parts.values()
+        own = ":" in config.model.name or not all(map(_is_built_in, parts))
         for form in config.export.formats:
-            # What Keras writes was read back before; what is served is of TensorFlow's own graphs.
-            if form.startswith("tflite"):
-                _require_form(form, subject, folder / form, calibration)
-
-
-def _require_form(form: str, subject: Subject, path: Path, calibration: Mapping[str, Any]) -> None:
-    found = FORMATS[form]
-    try:
-        found.write(subject, path, calibration if found.calibrated else None)
-        found.read(subject, path)
-    # The converter may fail in any way.
-    except Exception as error:
-        raise ConfigError(
-            f"export.formats: the model cannot be written as {form}: {user_code.message_of(error)};"
-            f" leave {form} out"
-        ) from error
+            if own or form.startswith("tflite"):
+                path = folder / format_path(form, config.name, 0)
+                parity.answers_as(form, subject, path, calibration)
 
 
 def described(feature: FeatureSpec) -> str:
@@ -399,10 +475,14 @@ class _MadeUp:
 def require_task(task: Task, features: Mapping[str, Feature]) -> None:
     """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it."""
     for name, part in task.parts.items():
-        if not type(part).__module__.startswith(BUILT_IN):
+        if not _is_built_in(part):
             where = f"task.outputs.{name}" if name else "task"
             with _named(f"{where} {type(part).__module__}:{type(part).__name__}"):
                 require_contract(part, features)
+
+
+def _is_built_in(task: Task) -> bool:
+    return type(task).__module__.startswith(BUILT_IN)
 
 
 @contextmanager
@@ -419,7 +499,7 @@ def _called(what: str, call: Callable[..., Any], *args: Any) -> Any:
     except UserError:
         raise
     # Code of the user's may fail in any way.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{what} fails: {user_code.line_of(error)}") from error
 
 

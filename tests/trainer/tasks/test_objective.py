@@ -347,7 +347,7 @@ def test_metrics_and_losses_of_the_users_own():
         ("own_named:thrid", "task.metrics: own_named has no metric 'thrid'; did you mean 'third'?"),
         ("own_named:NUMBER", "task.metrics: own_named:NUMBER is a int, not a metric"),
         ("own_named:broken", "task.metrics: own_named:broken cannot be made without arguments: "),
-        ("no_such:thing", "task.metrics: no_such:thing: cannot import no_such: "),
+        ("no_such:thing", "task.metrics: cannot import no_such: "),
     ],
 )
 def test_another_metric_is_refused_in_one_line(name, message):

@@ -420,8 +420,8 @@ def test_a_form_that_cannot_be_written_is_refused(form, monkeypatch):
     with pytest.raises(ConfigError) as error:
         tried("mlp", **formats)
     assert str(error.value) == (
-        f"export.formats: the model cannot be written as {form}: Op type not supported; leave "
-        f"{form} out"
+        f"export.formats: the model cannot be written as {form} and read back: ValueError: Op type "
+        f"not supported; leave {form} out"
     )
 
 

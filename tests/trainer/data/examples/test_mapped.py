@@ -221,7 +221,7 @@ def test_what_is_no_example(function, what):
     ("name", "what"),
     [
         (f"{HERE}:tokenz", "has no function 'tokenz'; did you mean 'tokens'?"),
-        (f"{HERE}:NUMBER", "has no function 'NUMBER'"),
+        (f"{HERE}:NUMBER", "NUMBER is of the type int, no function"),
         (f"{HERE}", "names no function; write package.module:function"),
         ("no_such_module:f", "cannot import no_such_module"),
     ],
