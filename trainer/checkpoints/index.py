@@ -17,7 +17,7 @@ from trainer.checkpoints.history import read_validations
 from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.model import CHAMPION, KERAS, initial_weights
 from trainer.config.schema import TrainingConfig
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 from trainer.json_records import is_number
 from trainer.statistics.statistics import FILE, Learnt
 from trainer.storage import Manifest
@@ -59,17 +59,24 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
-    """Raise `UserError` where a run without checkpoints needs weights that are missing."""
+    """Raise `ConfigError` where a run without checkpoints needs weights that are missing."""
+    if not list_checkpoints(uri):
+        require_weights(value)
+
+
+def require_weights(value: str | Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where there are no weights to begin with; `UserError` of the store."""
     source = initial_weights(value).source
-    if source in ("", CHAMPION) or list_checkpoints(uri):
+    if source in ("", CHAMPION):
         return
     try:
         if not source.endswith(KERAS):
             storage.read_manifest(source)
         elif storage.name_of(source) not in storage.names(storage.parent_of(source)):
-            raise UserError(f"there is nothing at {source}")
+            raise storage.Missing(f"there is nothing at {source}")
     except UserError as error:
-        raise UserError(f"training.warm_start: {error}") from None
+        kind = ConfigError if isinstance(error, storage.Missing) else UserError
+        raise kind(f"training.warm_start: {error}") from None
 
 
 def newest_checkpoint(uri: str) -> tuple[str, int]:

@@ -97,6 +97,8 @@ def fetched(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
         )
     try:
         return _fetched(weights, scratch / "warm")
+    except ConfigError as error:
+        raise ConfigError(f"{_KEY}: {error}") from None
     except UserError as error:
         raise UserError(f"{_KEY}: {error}") from None
 
@@ -112,7 +114,7 @@ def _fetched(weights: InitialWeights, folder: Path) -> Source:
         storage.fetch(uri, folder, only=lambda path: path == _FILE)
         return Source(weights=weights, folder=folder, file=file)
     if manifest.kind == "model":
-        raise UserError(
+        raise ConfigError(
             f"{uri} is a model without {_FILE}: export it with keras in export.formats, or name a "
             "checkpoint"
         )
@@ -172,7 +174,7 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
 
 def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     kind = "weights" if uri.endswith(KERAS) else "checkpoint"
-    raise UserError(
+    raise ConfigError(
         f"{_KEY}: {uri} is the {kind} of another model: {what}; name one of the same model "
         "section, choose variables by {from, include, exclude}, or leave it empty" + hint
     )
@@ -188,7 +190,7 @@ def _selected(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection
         elif path not in there:
             selection.leave(path, ABSENT)
         elif there[path] != shape:
-            raise UserError(
+            raise ConfigError(
                 f"{_KEY}: {path} is {there[path]} in {weights.source} and {shape} in this model: "
                 f"add '{path}' to {_KEY}.exclude, or name weights that fit"
             )
@@ -199,7 +201,7 @@ def _selected(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection
     for glob in weights.include or ("*",):
         if not _fits(selection.taken, [glob]):
             first = next((path for path in here if fnmatchcase(path, glob)), glob)
-            raise UserError(
+            raise ConfigError(
                 f"{_KEY}: {weights.source} has nothing to take of what {glob!r} fits in this "
                 f"model{nearest(first, there)}"
             )
@@ -219,7 +221,7 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
     # The file, and the classes that it names, may fail in any way.
     except Exception as error:
         words = user_code.message_of(error).partition(". ")[0]
-        raise UserError(
+        raise ConfigError(
             f"{_KEY}: Keras cannot read {source.uri}: {words}; classes of your own have to be "
             "registered (keras.saving.register_keras_serializable) by the module of model.name"
         ) from None

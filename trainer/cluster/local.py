@@ -19,7 +19,7 @@ from trainer.background import Loop
 from trainer.cluster import loopback
 from trainer.cluster.event_lines import LogLines
 from trainer.cluster.launcher import Job
-from trainer.cluster.process import LOG, TaskProcess
+from trainer.cluster.process import LOG, TaskProcess, require_gpus
 from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
@@ -54,6 +54,7 @@ def _hold(sockets: ExitStack) -> int:
 
 def launch(job: Job) -> None:
     """Train `job` on this machine; a signal stops it with a last checkpoint, a second at once."""
+    require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)
         processes = {

@@ -20,8 +20,10 @@ from trainer.cluster.forks import forked
 from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
-from trainer.errors import RETRYABLE, UserError
+from trainer.errors import RETRYABLE, ConfigError, UserError
 from trainer.topology import Cluster, Task, topology_of
+
+_GPUS = "/dev/nvidia[0-9]*"
 
 
 def core_environment(cluster: Cluster) -> dict[str, str]:
@@ -58,13 +60,23 @@ def gpu_count(config: Config, task: Task) -> int:
     return config.cluster.gpus_per_worker if computes else 0
 
 
+def require_gpus(config: Config) -> None:
+    """Raise `ConfigError` where tasks on this machine are given GPUs, and it has none."""
+    wanted, cluster = config.cluster.gpus_per_worker, config.cluster
+    if wanted and not cluster.existing_servers and not glob(_GPUS):
+        raise ConfigError(
+            f"cluster.gpus_per_worker: {wanted} are asked for, and this machine has no GPU of "
+            f"NVIDIA ({_GPUS}); set it to 0 to train on the CPU"
+        )
+
+
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     """Return the variables that make only its own GPUs visible to a local task, by index.
 
     More workers than GPUs share them in turn; `cluster.gpu_memory_mb` then splits the memory.
     """
     count = gpu_count(config, task)
-    present = len(glob("/dev/nvidia[0-9]*"))
+    present = len(glob(_GPUS))
     if not count or not present:
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     first = task.index * count

@@ -21,6 +21,8 @@ from trainer.storage import Manifest
 KIND = "dataset"
 # Part of a dataset's key: a change of what is written has to raise it.
 SCHEMA = 4
+# Of the classes of a label, so many are named.
+_SOME = 10
 SPLITS = ("train", "validation", "test")
 
 
@@ -186,12 +188,19 @@ def slice_features(
 def require_slices(
     config: Config, features: Mapping[str, FeatureSpec], targets: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want."""
+    """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want.
+
+    Of a label the classes are those of its names.
+    """
     able = slice_features(features, targets, config.evaluation.slices)
     outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []
     for bound in ("min", "max"):
         for rule in getattr(config.gate, bound):
-            _, feature, _ = split_rule(rule, outputs, able)
+            _, feature, value = split_rule(rule, outputs, able)
+            classes = features[feature].labels if feature in targets else ()
+            if classes and value is not None and value not in classes:
+                hint = nearest(value, classes) or f" (the classes are {', '.join(classes[:_SOME])})"
+                raise ConfigError(f"gate.{bound}.{rule}: {feature!r} has no class {value!r}{hint}")
             if feature and feature not in able:
                 raise ConfigError(
                     f"gate.{bound}.{rule}: there is no slice by {feature!r}{nearest(feature, able)}"

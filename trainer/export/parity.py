@@ -164,7 +164,7 @@ def _written(
     try:
         form.write(subject, path, calibration if form.calibrated else None)
         return form.read(subject, path)
-    except (OSError, tf.errors.ResourceExhaustedError) as error:
+    except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {line_of(error)}") from error
     # The user's own classes run here, and may fail in any way.
     except (Exception, SystemExit) as error:

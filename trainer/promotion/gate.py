@@ -28,7 +28,7 @@ from typing import Any, Literal
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.config.thresholds import ChampionRule, GateConfig, called_now, split_rule
-from trainer.errors import UserError, nearest
+from trainer.errors import ConfigError, UserError, nearest
 from trainer.report import headline
 from trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
 from trainer.report.wording import named
@@ -206,13 +206,13 @@ def _parts(
     slices = measured.get("slices", {})
     if feature not in slices:
         known = ", ".join(slices) or "nothing"
-        raise UserError(
+        raise ConfigError(
             f"{key}: there is no slice by {feature!r}{nearest(feature, slices)} (sliced by: "
             f"{known}); name it in evaluation.slices"
         )
     rows = {row["value"]: row["metrics"] for row in slices[feature]}
     if value is not None and value not in rows:
-        raise UserError(
+        raise ConfigError(
             f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (there is "
             f"{', '.join(rows)})"
         )
@@ -346,12 +346,14 @@ def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
     if metric not in metrics:
         hint = called_now(metric, metrics)
         known = ", ".join(sorted(metrics)) or "nothing"
-        raise UserError(f"{key}: {metric!r} was not measured{hint} (measured: {known})")
+        raise ConfigError(f"{key}: {metric!r} was not measured{hint} (measured: {known})")
     value = metrics[metric]
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{key}: {metric!r} is {value!r}, which no threshold can be compared with")
+        raise ConfigError(
+            f"{key}: {metric!r} is {value!r}, which no threshold can be compared with"
+        )
     return float(value)
 
 

@@ -191,6 +191,9 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     `UserError`.
     """
     dataset = dataset_of(config, scratch, uri)
+    if not (uri and whole):
+        # A run that has begun has weights of its own.
+        index.require_weights(config.training.warm_start)
     if whole:
         return _fitted(config, dataset, uri)
     first: ConfigError | None = None
@@ -286,6 +289,8 @@ def _named_classes(config: Config, label: str, known: Sequence[str], least: int)
     if least > TWO:
         weights = (said.class_weights, config.training.class_weights)
         named += [name for each in weights if isinstance(each, Mapping) for name in each]
+        rules = (split_rule(rule, (), [label]) for rule in (*config.gate.min, *config.gate.max))
+        named += [value or "" for _, feature, value in rules if feature == label]
     classes = ClassIndex(tuple(known))
     yield from dict.fromkeys(name for name in named if name and classes.number(name) < 0)
 

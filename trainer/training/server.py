@@ -29,7 +29,7 @@ from trainer.data.shards.shard_store import (
     streaming_of,
 )
 from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
+from trainer.errors import ConfigError
 from trainer.topology import Cluster, Task
 
 # With fewer threads between operators, servers that wait for each other in one process hang.
@@ -38,11 +38,11 @@ _SERVERS: list[tf.distribute.Server] = []
 
 
 def configure_gpus(config: Config, task: Task) -> None:
-    """Limit this process to the configured GPU memory, before it is used; raises `UserError`."""
+    """Limit this process to the configured GPU memory, before it is used; raises `ConfigError`."""
     wanted = gpu_count(config, task)
     seen = tf.config.list_physical_devices("GPU")
     if len(seen) < wanted:
-        raise UserError(
+        raise ConfigError(
             f"{task} was given {wanted} GPUs (cluster.gpus_per_worker) and sees {len(seen)}: "
             "check the node's driver and the image's CUDA, or set it to 0 to train on the CPU"
         )

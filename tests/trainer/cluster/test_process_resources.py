@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from trainer.cluster import process
 from trainer.config.load import parse_config
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 from trainer.topology import Cluster, Task
 from trainer.training.server import configure_gpus, server_settings
 
@@ -91,6 +91,16 @@ def present(monkeypatch):
         monkeypatch.setattr(process, "glob", listed)
 
     return give
+
+
+def test_gpus_that_this_machine_has_not_are_refused(present):
+    present(0)
+    process.require_gpus(config_of(0))
+    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are asked for, and this"):
+        process.require_gpus(config_of(2))
+    present(1)
+    # They are shared in turn.
+    process.require_gpus(config_of(2))
 
 
 @pytest.mark.parametrize(

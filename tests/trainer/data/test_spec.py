@@ -1,6 +1,7 @@
 """What a reader takes from the manifest, and what it refuses."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -149,6 +150,17 @@ def test_a_slice_that_there_cannot_be_is_named(tree, message):
     with pytest.raises(ConfigError) as error:
         require_slices(parse_config(tree), SLICED, ["digit"])
     assert str(error.value) == message
+
+
+def test_a_slice_by_a_class_that_the_label_has_not_is_named():
+    named = {"digit": replace(SLICED["digit"], num_classes=2, labels=("even", "odd"))}
+    for rule in ("accuracy@digit=odd", "accuracy@digit"):
+        require_slices(parse_config({"gate": {"min": {rule: 0.1}}}), named, ["digit"])
+    with pytest.raises(ConfigError) as error:
+        require_slices(parse_config({"gate": {"max": {"loss@digit=od": 0.1}}}), named, ["digit"])
+    assert str(error.value) == (
+        "gate.max.loss@digit=od: 'digit' has no class 'od'; did you mean 'odd'?"
+    )
 
 
 def test_slices_of_label_and_features_are_allowed():
