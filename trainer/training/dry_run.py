@@ -191,9 +191,6 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     `UserError`.
     """
     dataset = dataset_of(config, scratch, uri)
-    if not (uri and whole):
-        # A run that has begun has weights of its own.
-        index.require_weights(config.training.warm_start)
     if whole:
         return _fitted(config, dataset, uri)
     first: ConfigError | None = None

@@ -587,7 +587,6 @@ def test_classes_that_first_rows_do_not_have_are_no_reason(refused, labels, tree
         ({"evaluation": {"slices": ["aeg"]}}, "evaluation.slices: 'aeg' is no feature of the da"),
         ({"training": {"optimizer": {"args": {"beta": 1}}}}, "training.optimizer.args.beta: "),
         ({"training": {"strategy": "own_models:net"}}, "training.strategy: 'own_models:net' is"),
-        ({"training": {"warm_start": "/no/a.keras"}}, "training.warm_start: there is nothing at "),
         ({"data": {"buckets": [4]}}, "data.buckets: no input and no label varies in length; "),
         ({"model": {"name": "own_models:leaves"}}, "model own_models:leaves: SystemExit: 3 ("),
         (
