@@ -124,9 +124,13 @@ def _fit(options: argparse.Namespace) -> None:
 def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     """Return what fits a prepared dataset, or one of the first rows, and what is not known."""
     # It loads TensorFlow, for which a task has its own time.
+    import tensorflow as tf
+
     from trainer.preflight.sample import sampled
     from trainer.training import dry_run
 
+    # To make graphs faster, which run once, takes longer than they do.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))
     index.require_weights(config.training.warm_start)

@@ -166,6 +166,14 @@ def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
     return serve, takes
 
 
+def operations(subject: Subject) -> set[str]:
+    """Return the kinds of operations of the function that is served."""
+    serve, takes = _serving(subject)
+    graph = tf.function(serve, takes).get_concrete_function().graph.as_graph_def()
+    bodies = [graph.node, *(each.node_def for each in graph.library.function)]
+    return {node.op for nodes in bodies for node in nodes}
+
+
 def _write_saved_model(subject: Subject, path: Path, _calibration: Inputs | None) -> None:
     serve, takes = _serving(subject)
     spec = subject.spec

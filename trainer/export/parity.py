@@ -28,7 +28,16 @@ from trainer.cluster import child_process
 from trainer.config.main_metric import LOSS
 from trainer.errors import ConfigError, UserError
 from trainer.evaluation.signature import SERVING
-from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
+from trainer.export.formats import (
+    FORMATS,
+    Answers,
+    Format,
+    Inputs,
+    Predictor,
+    Subject,
+    called,
+    operations,
+)
 from trainer.models.embedding_table import shrink
 from trainer.tasks.base import Part
 from trainer.tasks.objective import Objective
@@ -147,14 +156,20 @@ def answers_as(name: str, subject: Subject, path: Path, examples: Inputs) -> Non
     """
     for ask in _written(name, FORMATS[name], subject, path, examples):
         _asked(name, ask, examples)
-    if name == "saved_model":
-        functions = tf.saved_model.load(path).signatures[SERVING].graph.as_graph_def()
-        nodes = [*functions.node, *(n for f in functions.library.function for n in f.node_def)]
-        if any(each.op in _IN_PYTHON for each in nodes):
-            raise ConfigError(
-                "export.formats: the model calls Python by tf.py_function or tf.numpy_function, "
-                "which no server of a saved_model has; compute it by TensorFlow or keras.ops"
-            )
+
+
+def require_served(subject: Subject) -> None:
+    """Raise `ConfigError` where a graph of the model cannot be made, or calls Python."""
+    try:
+        found = operations(subject)
+    # The user's own classes run here, and may fail in any way.
+    except (Exception, SystemExit) as error:
+        raise _not_alike("saved_model", error) from error
+    if not _IN_PYTHON.isdisjoint(found):
+        raise ConfigError(
+            "export.formats: the model calls Python by tf.py_function or tf.numpy_function, which "
+            "no server of a saved_model has; compute it by TensorFlow or keras.ops"
+        )
 
 
 def _written(

@@ -65,6 +65,8 @@ from trainer.training import optimizers
 # Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
 # for a gradient.
 MOST_TRIED = 10_000_000
+# Of a model of the user's that is written and read back: of 150 layers that takes five seconds.
+MOST_LAYERS = 50
 # Each replica has the whole model there, which an update of the model's own needs.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # Made-up examples for a model, and for a task; the length of what varies in length.
@@ -346,8 +348,11 @@ def _try_out(
         # What is built in can be served, and read back.
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(_is_built_in, parts))
+        if own:
+            parity.require_served(subject)
+        small = len(model._flatten_layers()) <= MOST_LAYERS
         for form in config.export.formats:
-            if own or form.startswith("tflite"):
+            if (own and small) or form.startswith("tflite"):
                 path = folder / format_path(form, config.name, 0)
                 parity.answers_as(form, subject, path, calibration)
 

@@ -29,12 +29,21 @@ def test_what_fits_is_the_last_line(ends):
     ((arguments, options),) = calls
     assert Config.model_validate_json(options["request"]) == Config()
     assert arguments == ("trainer", "fit", "--dataset", "file:///d")
+    # A fork server of a run has it.
+    assert options["loads"] == "trainer.training.chief"
 
 
 def test_what_the_trainer_says_is_the_message(ends):
     ends(2, err="a warning\nflotilla: model mlp: it does not fit\nlater\n")
     with pytest.raises(ConfigError, match=r"^model mlp: it does not fit$"):
         fitting.require(Config())
+
+
+@pytest.mark.parametrize("code", [1, 75])
+def test_a_bug_or_a_store_that_does_not_answer_refuses_nothing(ends, code):
+    ends(code, err="flotilla: cannot reach gs://b\n")
+    with pytest.raises(fitting.NotKnownError, match="^the trial of the model: cannot reach gs://b"):
+        fitting.tried(Config())
 
 
 def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
