@@ -308,3 +308,25 @@ def test_the_chief_of_a_dataset_that_is_not_there(options):
     assert done.stderr.splitlines()[-1].startswith(f"flotilla: {options['--dataset']} is not publ")
     assert "Traceback" not in done.stderr
     assert one_line(words(options)).startswith(f"{options['--dataset']} is not published")
+
+
+def test_a_trial_ends_as_its_error_says(options, monkeypatch, capsys):
+    words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
+    for kind, code in ((errors.ConfigError, 2), (errors.TransientError, 75)):
+        monkeypatch.setattr(module, "_tried", Mock(side_effect=kind("no answer")))
+        assert main(words) == code
+        assert capsys.readouterr().err == "flotilla: no answer\n"
+
+
+def test_in_a_trial_what_the_users_code_raises_is_a_mistake(options, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_trial.py").write_text("def fails(*_):\n    raise SystemExit(4)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = user_code.import_module("own_trial")
+    monkeypatch.setattr(module, "_tried", own.fails)
+    words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
+    assert main(words) == 2
+    said = "flotilla: the code that it was given raised SystemExit: 4 (own_trial.py:2)\n"
+    assert capsys.readouterr().err.endswith(said)
+    # One of ours is a bug.
+    monkeypatch.setattr(module, "_tried", Mock(side_effect=ValueError("no")))
+    assert main(words) == 1
