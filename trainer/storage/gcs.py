@@ -28,6 +28,7 @@ from trainer.storage.store import (
     TIMEOUTS,
     WRITER,
     ChangedError,
+    Count,
     DamagedInTransitError,
     Retrying,
     Sink,
@@ -114,7 +115,9 @@ class GcsBucket:
         blob.metadata = {WRITER: writer}
         self._upload(blob, data, 0)
 
-    def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
+    def create_from(
+        self, key: str, path: Path, expected: Checksum, writer: str, count: Count
+    ) -> None:
         """Upload a file in parts; each is retried by itself."""
         blob = self._blob(key)
         blob.metadata = {WRITER: writer}
@@ -130,6 +133,8 @@ class GcsBucket:
         )
         if _checksum(blob) != expected:
             raise ChangedError
+        # The client reads the file by itself.
+        count(expected.bytes)
 
     def stat(self, key: str) -> Stored:
         """Return the description of one object."""

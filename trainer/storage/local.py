@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
-from trainer.storage.store import ListedFile
+from trainer.storage.store import Count, ListedFile, uncounted
 from trainer.storage.uri import local_path, uri_of
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ class NotAFileError(OSError):
 
 class FileStore:
     """Local disks, and what is mounted like one."""
+
+    def __init__(self, count: Count = uncounted) -> None:
+        """Count the bytes that are copied."""
+        self.count = count
 
     def read(self, uri: str) -> bytes:
         """Return the content of one file; of what is no file, such as a pipe, nothing is read."""
@@ -82,6 +86,7 @@ class FileStore:
     def download(self, uri: str, target: Path) -> None:
         """Copy one file to a local path in a folder that exists."""
         shutil.copyfile(_path(uri), target)
+        self.count(target.stat().st_size)
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Copy next to the destination, verify, flush to the disk, and rename."""
@@ -97,6 +102,7 @@ class FileStore:
                         f"cannot publish {source} to {uri}: {entry.path} changed meanwhile, or was "
                         "copied wrongly; try again when nothing else writes there"
                     )
+                self.count(entry.bytes)
             return _published(stage, target, manifest)
 
     @contextmanager

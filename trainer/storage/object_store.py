@@ -38,10 +38,13 @@ from trainer.storage.store import (
     PART_BYTES,
     Bucket,
     ChangedError,
+    Count,
     ListedFile,
     Retrying,
+    Sink,
     Stored,
     Trouble,
+    uncounted,
 )
 from trainer.storage.uri import join, locate
 
@@ -104,8 +107,11 @@ def _is_manifest(stored: Stored) -> bool:
 class ObjectStore:
     """One bucket, for one operation."""
 
-    def __init__(self, home: str, opened: Callable[[Retrying], Bucket]) -> None:
+    def __init__(
+        self, home: str, opened: Callable[[Retrying], Bucket], count: Count = uncounted
+    ) -> None:
         """Use the bucket with the URI `home`; this sends no request."""
+        self.count = count
         self._home = home
         self._retry = Retry()
         self._bucket = opened(self._call)
@@ -138,7 +144,7 @@ class ObjectStore:
     def download(self, uri: str, target: Path) -> None:
         """Copy one object to a local path."""
         with self._translated(uri), target.open("wb") as file:
-            self._bucket.read_into(_key(uri), file)
+            self._bucket.read_into(_key(uri), _Counted(file, self.count))
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Upload side by side, then create the manifest; what it does not name goes."""
@@ -255,7 +261,7 @@ class ObjectStore:
         try:
             if entry.bytes > PART_BYTES:
                 with self._translated(uri, writes=True):
-                    self._bucket.create_from(_key(uri), path, entry.checksum, writer())
+                    self._bucket.create_from(_key(uri), path, entry.checksum, writer(), self.count)
                 return True
             data = path.read_bytes()
             if checksum_of(data) != entry.checksum:
@@ -267,7 +273,9 @@ class ObjectStore:
             ) from None
         except FileExistsError:
             return False
-        return self._create(uri, data)
+        is_created = self._create(uri, data)
+        self.count(entry.bytes)
+        return is_created
 
     def _exists(self, uri: str) -> bool:
         return self._found(uri) is not None
@@ -351,6 +359,18 @@ class ObjectStore:
             absent = self._bucket.judge(error) in (Trouble.ABSENT, Trouble.NO_BUCKET)
             return Trouble.NO_BUCKET if absent else Trouble.ABSENT
         return Trouble.ABSENT
+
+
+class _Counted:
+    """A file that counts what is written to it."""
+
+    def __init__(self, file: Sink, count: Count) -> None:
+        self._file, self._count = file, count
+        self.flush, self.tell = file.flush, file.tell
+
+    def write(self, data: bytes, /) -> int:
+        self._count(len(data))
+        return self._file.write(data)
 
 
 class _Meter:

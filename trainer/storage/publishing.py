@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, nearest
+from trainer.progress.work import Work
 from trainer.storage import local
 from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
 from trainer.storage.local import FileStore, NotAFileError, is_staging, staging
@@ -19,7 +20,7 @@ from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, ch
 from trainer.storage.object_store import ObjectStore
 from trainer.storage.retry import in_parallel
 from trainer.storage.s3_endpoint import endpoint_of
-from trainer.storage.store import Bucket, Retrying, Store
+from trainer.storage.store import Bucket, Count, Retrying, Store, uncounted
 from trainer.storage.uri import Location, join, local_path, locate, scheme_of
 
 _log = logging.getLogger(__name__)
@@ -36,11 +37,12 @@ def publish(
     replaced. Returns the manifest at `uri`. Raises `Conflict` where other content is there, else
     `UserError`.
     """
-    store = store_for(uri)
     with reported(f"publish {directory} to {uri}"):
-        manifest = Manifest(kind, _scan(directory), fields or {})
-        if not is_published(uri) and (placed := store.place(uri, directory, manifest)):
-            return placed
+        manifest = Manifest(kind, _scan(directory, kind), fields or {})
+        with Work(f"publishing the {kind}", "bytes", manifest.total_bytes) as work:
+            store = store_for(uri, work.add)
+            if not is_published(uri) and (placed := store.place(uri, directory, manifest)):
+                return placed
     there = read_manifest(uri)
     if there.same_content(manifest):
         return there
@@ -62,8 +64,11 @@ def draft(uri: str) -> Iterator[str]:
 
 def add_file(draft: str, path: Path, name: str) -> FileEntry:
     """Move a local file to the path `name` of a draft; return its entry in the manifest."""
-    with reported(f"write {name} to {draft}"):
-        return store_for(draft).add(draft, path, name)
+    with (
+        reported(f"write {name} to {draft}"),
+        Work(f"publishing {name}", "bytes", path.stat().st_size) as work,
+    ):
+        return store_for(draft, work.add).add(draft, path, name)
 
 
 def commit(
@@ -107,8 +112,17 @@ def verify(uri: str) -> Manifest:
     """Check every file at `uri` by size and crc32c; raises `NotPublished` or `Corrupt`."""
     manifest = read_manifest(uri)
     store = store_for(uri)
-    with reported(f"verify {uri}"):
-        found = in_parallel(lambda entry: _stored(store, uri, entry), manifest.files)
+
+    def stored(entry: FileEntry) -> Checksum | None:
+        there = _stored(store, uri, entry)
+        work.add(entry.bytes)
+        return there
+
+    with (
+        reported(f"verify {uri}"),
+        Work(f"verifying the {manifest.kind}", "bytes", manifest.total_bytes) as work,
+    ):
+        found = in_parallel(stored, manifest.files)
     for entry, checksum_there in zip(manifest.files, found, strict=True):
         refuse_difference(uri, entry, checksum_there)
     return manifest
@@ -167,7 +181,9 @@ def fetch(
     with reported(f"fetch {uri} into {directory}"):
         lacking = [entry for entry in wanted if not _is_valid(directory, entry)]
         if lacking or not directory.is_dir():
-            _fetch_files(uri, lacking, directory)
+            total = sum(entry.bytes for entry in lacking)
+            with Work(f"fetching the {manifest.kind}", "bytes", total) as work:
+                _fetch_files(store_for(uri, work.add), uri, lacking, directory)
     return manifest
 
 
@@ -176,10 +192,9 @@ def _is_valid(directory: Path, entry: FileEntry) -> bool:
     return path.is_file() and checksum(path) == entry.checksum
 
 
-def _fetch_files(uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
+def _fetch_files(store: Store, uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
     # Inside an existing folder, which may be a mount: a rename cannot leave its file system.
     home = directory if directory.is_dir() else directory.parent
-    store = store_for(uri)
     with staging(home, directory.name, resume=True) as stage:
         in_parallel(lambda entry: _download(store, uri, entry, stage), entries)
         _leave_only(entries, stage)
@@ -198,6 +213,7 @@ def _fetch_files(uri: str, entries: Sequence[FileEntry], directory: Path) -> Non
 def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
     target = stage / entry.path
     if _is_valid(stage, entry):
+        store.count(entry.bytes)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -304,7 +320,7 @@ def names(uri: str) -> list[str]:
             return []
 
 
-def _scan(directory: Path) -> tuple[FileEntry, ...]:
+def _scan(directory: Path, kind: str) -> tuple[FileEntry, ...]:
     def fail(error: OSError) -> None:
         raise error
 
@@ -316,8 +332,13 @@ def _scan(directory: Path) -> tuple[FileEntry, ...]:
         # The staging folder of a `fetch` that died is not part of the content.
         folders[:] = [name for name in folders if not is_staging(name)]
         paths = (Path(folder) / name for name in names)
-        found += [_entry(directory, path) for path in paths if path != directory / MANIFEST]
-    return tuple(found)
+        found += [path for path in paths if path != directory / MANIFEST]
+    entries = []
+    with Work(f"checking the {kind}", "bytes") as work:
+        for path in found:
+            entries.append(_entry(directory, path))
+            work.add(entries[-1].bytes)
+    return tuple(entries)
 
 
 def _entry(directory: Path, path: Path) -> FileEntry:
@@ -352,12 +373,15 @@ def _difference(there: Manifest, new: Manifest) -> str:
     return f"fields {', '.join(fields)}"
 
 
-def store_for(uri: str) -> Store:
-    """Return the store that serves `uri`, for one operation; raises `UserError`."""
+def store_for(uri: str, count: Count = uncounted) -> Store:
+    """Return the store that serves `uri`, for one operation; raises `UserError`.
+
+    `count` is called with the bytes of files, as they are copied.
+    """
     if scheme_of(uri) == "file":
-        return FileStore()
+        return FileStore(count)
     location = locate(uri)
-    return ObjectStore(location.home, partial(_bucket, location))
+    return ObjectStore(location.home, partial(_bucket, location), count)
 
 
 def _bucket(location: Location, retry: Retrying) -> Bucket:

@@ -30,6 +30,7 @@ from trainer.storage.store import (
     TIMEOUTS,
     WRITER,
     ChangedError,
+    Count,
     DamagedInTransitError,
     Retrying,
     Sink,
@@ -160,7 +161,9 @@ class S3Bucket:
         """Create an object where there is none."""
         self._unless_there(partial(self._send, key, data, Metadata={WRITER: writer}))
 
-    def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
+    def create_from(
+        self, key: str, path: Path, expected: Checksum, writer: str, count: Count
+    ) -> None:
         """Upload a file in parts; each is verified, and retried by itself."""
         where = self._at(key)
         begun = self._retry(
@@ -168,7 +171,7 @@ class S3Bucket:
         )
         upload = {**where, "UploadId": begun["UploadId"]}
         try:
-            parts = self._parts(upload, path, expected)
+            parts = self._parts(upload, path, expected, count)
             self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
             # An upload that is not aborted here is found by `abort_uploads` later.
@@ -324,7 +327,7 @@ class S3Bucket:
         return stored == data
 
     def _parts(
-        self, upload: dict[str, str], path: Path, expected: Checksum
+        self, upload: dict[str, str], path: Path, expected: Checksum, count: Count
     ) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
         size = crc = 0
@@ -332,6 +335,7 @@ class S3Bucket:
             size, crc = size + len(data), google_crc32c.extend(crc, data)
             tag = self._retry(partial(self._send_part, upload, number, data))
             parts.append({"PartNumber": number, "ETag": tag})
+            count(len(data))
         if Checksum(size, f"{crc:08x}") != expected:
             raise ChangedError
         return parts

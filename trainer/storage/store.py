@@ -27,12 +27,22 @@ class ListedFile:
     tag: str
 
 
+#: Called with the bytes of files that were copied since the last call.
+Count = Callable[[int], None]
+
+
+def uncounted(_bytes: int) -> None:
+    """Count nothing."""
+
+
 class Store(Protocol):
     """The storage of one scheme, for one operation, whose requests share one deadline.
 
     Every method raises `FileNotFoundError` where there is nothing at the URI, and another `OSError`
-    where the storage fails. All methods are thread-safe.
+    where the storage fails. All methods are thread-safe. `count` counts what is copied.
     """
+
+    count: Count
 
     def read(self, uri: str) -> bytes:
         """Return the content of one file."""
@@ -162,7 +172,9 @@ class Bucket(Protocol):
     def create(self, key: str, data: bytes, writer: str) -> None:
         """Create an object where there is none, verified; `writer` goes into its metadata."""
 
-    def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
+    def create_from(
+        self, key: str, path: Path, expected: Checksum, writer: str, count: Count
+    ) -> None:
         """Create an object from a file of any size; raises `ChangedError` if that has changed."""
 
     def stat(self, key: str) -> Stored:
