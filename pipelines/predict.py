@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import models
-from trainer import storage
+from trainer import events, storage
 from trainer.cluster import child_process, signals, termination
 from trainer.errors import USAGE, ConfigError, RunInterruptedError, UserError
+from trainer.events import Event
 from trainer.promotion import registry
 from trainer.storage.uri import require_uri
 
@@ -26,7 +27,7 @@ _VERSION = re.compile(r"(?P<name>.+)@(?P<number>[1-9][0-9]{0,8})")
 # Seconds that an interrupted process has to end by itself.
 _GRACE = 5.0
 _POLL = 0.1
-OnProgress = Callable[[int, str], None]
+EVENTS, _SUMMARY = "events.jsonl", "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,62 +96,48 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
                 raise ConfigError(f"-o: {output} is an input as well; name another file")
 
 
-def predict(request: dict[str, Any], on_progress: OnProgress) -> Prediction:
+def predict(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
     """Answer a `Request` as JSON in a process of its own, which writes rows to standard output.
 
-    `on_progress` is called with the rows so far and a line for the user. Raises `UserError`, and
-    `RunInterruptedError` at a signal: no part of the output is left.
+    `on_event` is called with what that process says of its work and of the data. Raises
+    `UserError`, and `RunInterruptedError` at a signal: no part of the output is left.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-predict-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        events = _Events(folder / "events.jsonl", on_progress)
-        events.path.touch()
+        (folder / EVENTS).touch()
         interrupts: list[int] = []
-        with signals.on_interrupt(lambda: interrupts.append(1)):
+        with (
+            events.Follower(folder / EVENTS) as follower,
+            signals.on_interrupt(lambda: interrupts.append(1)),
+        ):
             child = _started(folder)
             try:
                 while child.poll() is None and not interrupts:
                     with suppress(subprocess.TimeoutExpired):
                         child.wait(_POLL)
-                    events.read()
+                    for event in follower.new():
+                        on_event(event)
             finally:
                 child_process.end(child, _GRACE)
                 _remove_part(child, request["output"])
-        events.read()
+            for event in follower.new():
+                on_event(event)
         if interrupts:
             raise RunInterruptedError("interrupted; nothing of the output is left")
-        if child.returncode or events.summary is None:
+        if child.returncode or not (folder / _SUMMARY).exists():
             raise _failure(folder, child.returncode)
-        return Prediction(model=request["model"], output=request["output"], **events.summary)
-
-
-class _Events:
-    """Reads what the process tells, line by line, as far as it is written."""
-
-    def __init__(self, path: Path, on_progress: OnProgress) -> None:
-        self.path = path
-        self.summary: dict[str, Any] | None = None
-        self._on_progress = on_progress
-        self._place = 0
-        self._rows = 0
-
-    def read(self) -> None:
-        with self.path.open("rb") as file:
-            file.seek(self._place)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._place += len(line)
-                reported = json.loads(line)
-                self._rows = int(reported.get("rows", self._rows))
-                self.summary = reported.get("summary", self.summary)
-                self._on_progress(self._rows, str(reported.get("note", "")))
+        summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
+        return Prediction(model=request["model"], output=request["output"], **summary)
 
 
 def _started(folder: Path) -> subprocess.Popen[bytes]:
     words = ["predict", "--request", str(folder / "request.json"), "--workdir", str(folder)]
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(folder)}
+    variables = {
+        events.VARIABLE: str(folder / EVENTS),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TMPDIR": str(folder),
+    }
     with (folder / "stderr.log").open("wb") as log:
         # A session of its own: an interrupt reaches it once, from here, not from the terminal.
         return child_process.start(

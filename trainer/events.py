@@ -438,6 +438,42 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
     yield from newest_progress(path)
 
 
+class Follower:
+    """Reads the events of a file as they come, from a place in it on."""
+
+    def __init__(self, path: Path, begin: int = 0) -> None:
+        """Open the file, which has to be there; raises `OSError`."""
+        self._path = path
+        self._lines = path.open("rb")
+        self._lines.seek(begin)
+        self._progress_at: dict[type[Event], float] = {}
+
+    def __enter__(self) -> Follower:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def new(self) -> Iterator[Event]:
+        """Yield the events since the last call; an incomplete line is left for the next."""
+        while True:
+            position = self._lines.tell()
+            line = self._lines.readline()
+            if not line.endswith(b"\n"):
+                self._lines.seek(position)
+                break
+            # A full disk tears lines; the run says what is wrong by its exit code too.
+            if event := _parsed(line):
+                self._progress_at[type(event)] = event.time
+                yield event
+        for event in newest_progress(self._path):
+            if event.time > self._progress_at.get(type(event), 0.0):
+                self._progress_at[type(event)] = event.time
+                yield event
+
+
 def newest_progress(path: Path) -> list[Progress | WorkProgress]:
     """Return the newest progress of each kind for which the file of events has no room."""
     found = []

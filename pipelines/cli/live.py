@@ -40,11 +40,14 @@ _FEWEST = 2
 class Display:
     """Follows the events of one run; to be used as a context manager."""
 
-    def __init__(self) -> None:
-        """Write to standard error: a view that changes on a terminal, else plain lines."""
+    def __init__(self, command: str = "") -> None:
+        """Write to standard error: a view that changes on a terminal, else plain lines.
+
+        It begins with `command`, where what is followed has no steps.
+        """
+        self._step: StepBegin | None = StepBegin(step=command) if command else None
         self._console = Terminal(stderr=True)
         self._spinner = Spinner("dots")
-        self._step: StepBegin | None = None
         self._progress_seen: Progress | None = None
         self._validation: Validation | None = None
         # The pieces of work that go on, by what is done.

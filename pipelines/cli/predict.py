@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,9 +10,6 @@ import typer
 from pipelines.cli.exit import Answer, answers, note
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.run import RUNS
-
-# Seconds between two lines where progress is no terminal.
-_PAUSE = 30.0
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="NAME (its champion), NAME@VERSION or a URI.")
@@ -72,6 +66,7 @@ def predict(
     """Ask a model about data of any size: classes, probabilities, numbers."""
     from pipelines import models
     from pipelines import predict as predicting
+    from pipelines.cli.live import Display
 
     given = _inputs(inputs, split)
     form = predicting.form_of(output, to or "")
@@ -90,7 +85,7 @@ def predict(
         "batch_size": batch_size,
         "skip_bad": skip_bad,
     }
-    with _progress() as show:
+    with Display(f"predict {model}") as show:
         found = predicting.predict(request, show)
     if not found.closed:
         left_out = f", {found.skipped} left out" if found.skipped else ""
@@ -113,31 +108,3 @@ def _inputs(inputs: list[str] | None, split: str) -> tuple[str, ...]:
     if split and given and (len(given) > 1 or "://" not in given[0]):
         raise ConfigError("INPUT: with --split, name the URI of one dataset, or none")
     return given
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Give what shows the rows so far on standard error; a line now and then if no terminal."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from pipelines.cli.display import Terminal
-
-    console = Terminal(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    last = time.monotonic()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bars:
-        task = bars.add_task("loading the model", total=None)
-
-        def show(rows: int, line: str) -> None:
-            nonlocal last
-            if rows:
-                bars.update(task, description=f"{rows:,} rows")
-            if line:
-                note(f"flotilla: {line}")
-            if rows and not console.is_terminal and time.monotonic() - last > _PAUSE:
-                last = time.monotonic()
-                note(f"{rows:,} rows so far")
-
-        yield show

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 from components.in_use import bundled
 from components.records.record import STOPPING
@@ -368,38 +368,19 @@ def _environment(run: LocalRun) -> dict[str, str]:
 def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> RunState:
     state = RunState()
     running = True
-    with (run.folder / EVENTS).open("rb") as lines:
-        lines.seek(run.begin)
+    with events.Follower(run.folder / EVENTS, run.begin) as follower:
         while running:
             try:
                 child.wait(timeout=LOOK_SECONDS)
                 running = False
             except subprocess.TimeoutExpired:
                 pass
-            for event in _since(lines):
+            for event in follower.new():
                 if isinstance(event, AttemptBegin):
                     run.save_config()
                 on_event(event)
                 state.take(event)
-            for apart in events.newest_progress(run.folder / EVENTS):
-                newest = state.newest(type(apart))
-                if newest is None or apart.time > newest.time:
-                    state.take(apart)
-                    on_event(apart)
     return state
-
-
-def _since(lines: BinaryIO) -> Iterator[Event]:
-    """Yield the events that came since the last call; an incomplete line is left for the next."""
-    while True:
-        position = lines.tell()
-        line = lines.readline()
-        if not line.endswith(b"\n"):
-            lines.seek(position)
-            return
-        # A full disk tears lines; the run says what is wrong by its exit code too.
-        if event := events.parse(line.decode("utf-8", "replace")):
-            yield event
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -186,16 +187,22 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_whole(work, tmp_path
         "form": "csv",
         "batch_size": 10,
     }
-    lines = []
+    over = threading.Event()
 
-    def kill_when_it_writes(rows, line):
-        lines.append(line)
-        if rows:
+    def kill_when_it_writes():
+        while not over.wait(0.01):
             for part in tmp_path.glob(".out.csv.*.part"):
                 os.kill(int(part.name.split(".")[3]), signal.SIGKILL)
+                over.set()
 
-    with pytest.raises(UserError, match=r"SIGKILL.*lower --batch-size"):
-        predict.predict(request, kill_when_it_writes)
+    killer = threading.Thread(target=kill_when_it_writes)
+    killer.start()
+    try:
+        with pytest.raises(UserError, match=r"SIGKILL.*lower --batch-size"):
+            predict.predict(request, lambda _event: None)
+    finally:
+        over.set()
+        killer.join()
     assert os.listdir(tmp_path) == []
 
 

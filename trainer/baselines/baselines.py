@@ -37,6 +37,7 @@ from trainer.baselines.fitting import (
 )
 from trainer.baselines.rows import Clock, NoBaselineError, Rows, Splits, batches, training_rows
 from trainer.data.read import stage_shards
+from trainer.progress.work import Work
 from trainer.tasks.base import Floats, Task
 from trainer.tasks.regression import Regression
 from trainer.tasks.retrieval.recommendation import Recommendation
@@ -99,10 +100,13 @@ def baselines_of(task: Task, splits: Splits, seconds: float = SECONDS) -> list[B
         except Exception as error:
             return [Baseline(name="baseline", skipped=_why(error))]
         shares = [_SHARE / count for count in range(len(chosen.ways), 0, -1)]
-        return [
-            _made(way, chosen, splits, clock, share)
-            for way, share in zip(chosen.ways, shares, strict=True)
-        ]
+        made = []
+        with Work("fitting the baselines", "baselines", len(chosen.ways)) as work:
+            for way, share in zip(chosen.ways, shares, strict=True):
+                work.say(way.name)
+                made.append(_made(way, chosen, splits, clock, share))
+                work.add(1)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

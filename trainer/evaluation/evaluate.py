@@ -39,6 +39,7 @@ from trainer.evaluation.slices import sliced
 from trainer.evaluation.threshold import thresholds_of
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.progress.work import Work
 from trainer.tasks import registry as tasks
 from trainer.tasks.base import SplitError, Task
 from trainer.tasks.objective import Objective
@@ -88,14 +89,17 @@ def evaluate(  # noqa: PLR0913, PLR0917
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
         writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
-        with closing(writer), _naming(dataset):
-            found = predict(objective, model, spec, batches, writer, answer)
+        what = f"predicting the {SPLIT} split{', the champion too' if answer else ''}"
+        with closing(writer), _naming(dataset), Work(what, "rows", spec.examples(SPLIT)) as work:
+            found = predict(objective, model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
-        summary = {**summarized(spec, objective, found, features), "global_step": step}
+        with Work("measuring"):
+            summary = {**summarized(spec, objective, found, features), "global_step": step}
         judges = Judges.of(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
-            there = compared(opponent, objective, found, config.gate.champion, judges)
+            with Work("comparing with the champion"):
+                there = compared(opponent, objective, found, config.gate.champion, judges)
             summary["champion"] = there
             beaten = constant.is_beaten(summary["constant"], there.get("metrics", {}))
             summary["constant"]["champion"] = beaten

@@ -318,8 +318,11 @@ def predict(  # noqa: PLR0913, PLR0917
     batches: tf.data.Dataset,
     writer: Writer,
     champion: Answer | None = None,
+    count: Callable[[int], None] = lambda _examples: None,
 ) -> Predictions:
     """Predict all examples of finite `labelled_columns`, and write what is given.
+
+    `count` is called with the examples of each batch.
 
     Raises `SplitError` where a label is none of the task's, or nothing weighs anything, else
     `UserError`.
@@ -346,6 +349,7 @@ def predict(  # noqa: PLR0913, PLR0917
         # What is not finite has no loss, and is refused when all is counted.
         if not bad:
             worst.look(named, part)
+        count(len(tf.nest.flatten(labels)[0]))
     own = writer.stored(_OUTPUT)
     if own is None:
         raise UserError("there are no examples to predict")

@@ -21,6 +21,7 @@ from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.predictions import forward_of
 from trainer.evaluation.signature import by_output
+from trainer.progress.work import Work
 from trainer.tasks.base import Array, Floats
 from trainer.tasks.binary_classification import Threshold
 from trainer.tasks.objective import Objective
@@ -52,12 +53,15 @@ def thresholds_of(  # noqa: PLR0913, PLR0917
     batches = evaluation_batches(spec, files, batch_size=batch_size, of=every)
     forward = forward_of(objective, model)
     found: dict[str, list[tuple[Array, Floats, Floats]]] = {name: [] for name in parts}
-    for batch in batches:
-        _, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        outputs = forward(batch[0])
-        for name, columns in found.items():
-            true, logits = (each[name] if name else each for each in (labels, outputs))
-            columns.append(_columns(true, logits, weights))
+    total = spec.examples(SPLIT) // every
+    with Work(f"predicting the {SPLIT} split", "rows", total) as work:
+        for batch in batches:
+            _, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
+            outputs = forward(batch[0])
+            for name, columns in found.items():
+                true, logits = (each[name] if name else each for each in (labels, outputs))
+                columns.append(_columns(true, logits, weights))
+            work.add(len(tf.nest.flatten(labels)[0]))
     return {
         name: _chosen(name, *map(np.concatenate, zip(*columns, strict=True)))
         for name, columns in found.items()

@@ -39,6 +39,7 @@ from trainer.export.formats import (
     operations,
 )
 from trainer.models.embedding_table import shrink
+from trainer.progress.work import Work
 from trainer.tasks.base import Part
 from trainer.tasks.objective import Objective
 from trainer.user_code import line_of
@@ -103,8 +104,9 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     formats: dict[str, Any] = {}
     for name, path in paths.items():
         form = FORMATS[name]
-        readers = _written(name, form, subject, folder / path, subject.calibration)
-        found = [_asked(name, ask, inputs) for ask in readers]
+        with Work(f"writing {name}, and reading it back"):
+            readers = _written(name, form, subject, folder / path, subject.calibration)
+            found = [_asked(name, ask, inputs) for ask in readers]
         difference = float(np.max([largest_difference(expected, answers) for answers in found]))
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from trainer import storage
+from trainer import events, storage
 from trainer.config.data import DataConfig
 from trainer.data import listing
 from trainer.data.files.file_pieces import FilePieces, of_listing
@@ -30,10 +30,11 @@ from trainer.data.read import stage_shards
 from trainer.data.records import parse
 from trainer.data.spec import KIND, DatasetSpec, FeatureSpec
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.events import DataNote
 from trainer.names import length_name
 from trainer.prediction.conversion import as_input, convert
 from trainer.prediction.exported_model import ExportedModel
-from trainer.prediction.request import ALL, Request, Tell
+from trainer.prediction.request import ALL, Request
 
 #: The record in its file, from 1: a row can be joined by it.
 ROW = "row"
@@ -51,19 +52,26 @@ class Batch:
         inputs: arrays by feature.
         copied: columns of the rows besides the answers.
         lengths: of the examples, where an input varies in length and is padded; else None.
+        size: how many bytes of a file they take, as far as that is known.
     """
 
     inputs: Mapping[str, NDArray[Any]]
     copied: pa.Table
     lengths: NDArray[np.int64] | None = None
+    size: int = 0
+
+
+def say(text: str) -> None:
+    """Say what the user should know of the data, or of the answers."""
+    events.emit(DataNote(text=text))
 
 
 class Examples(ABC):
     """What is predicted, in its order. `skipped` rows could not be read, so far."""
 
     skipped = 0
-    #: How many rows there are; 0 where that is not known before all are read.
-    total = 0
+    #: How many rows there are, and of how many bytes; 0 where it is not known before the end.
+    total = size = 0
 
     @abstractmethod
     def batches(self, size: int) -> Iterator[Batch]:
@@ -73,16 +81,20 @@ class Examples(ABC):
 class FileExamples(Examples):
     """The rows of files of one format."""
 
-    def __init__(self, model: ExportedModel, request: Request, scratch: Path, tell: Tell) -> None:
+    def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
         """List the files; copies of remote ones are in `scratch` meanwhile.
 
         Raises:
             UserError: there is none, or they are of several formats.
         """
-        self._model, self._request, self._tell = model, request, tell
+        self._model, self._request = model, request
         self._broken = BrokenRows()
         self._total = 0
         self._files = _listed(model, request, scratch)
+        if self._files.is_listing:
+            self.total = len(self._files.files)
+        else:
+            self.size = sum(each.size for each in self._files.files)
         self._copied: tuple[str, ...] | None = None
         self._allowed = 1.0 if request.skip_bad else model.config.data.bad_rows
 
@@ -93,13 +105,15 @@ class FileExamples(Examples):
             with self._files.local(number) as path:
                 columns = self._columns(number, path)
                 for text in () if self._files.is_listing else self._files.reader.notes(path):
-                    self._tell(0, f"{self._named(path)}: {text}")
+                    say(f"{self._named(path)}: {text}")
                 refuse = partial(self._refuse_record, piece)
                 for rows in self._files.rows(path, piece, columns, refuse):
                     for start in range(0, len(rows.numbers), size):
                         numbers = rows.numbers[start : start + size]
                         self._total += len(numbers)
-                        batch = self._batch(Rows(rows.table.slice(start, size), numbers), piece)
+                        taken = 0 if start else rows.size
+                        some = Rows(rows.table.slice(start, size), numbers, size=taken)
+                        batch = self._batch(some, piece)
                         self._check_broken()
                         if batch:
                             yield batch
@@ -136,7 +150,7 @@ class FileExamples(Examples):
         read = [name for name in needed if name in there]
         ignored = [name for name in there if name not in read and name not in copied]
         if first and ignored and not self._files.is_listing:
-            self._tell(0, f"not read, as the model does not take it: {_few(ignored)}")
+            say(f"not read, as the model does not take it: {_few(ignored)}")
         return list(dict.fromkeys([*read, *copied]))
 
     def _chosen(self, there: Sequence[str], path: Path) -> tuple[str, ...]:
@@ -171,7 +185,8 @@ class FileExamples(Examples):
             if each.spec.varies:
                 lengths = np.array([len(value) for value in good], np.int64)
                 inputs.setdefault(length_name(each.feature), lengths)
-        return Batch(inputs, self._row_columns(rows, piece).take(pa.array(kept)), lengths)
+        copied = self._row_columns(rows, piece).take(pa.array(kept))
+        return Batch(inputs, copied, lengths, rows.size)
 
     def _converted(self, rows: Rows, piece: Piece) -> tuple[Mapping[str, Any], NDArray[np.bool_]]:
         bad, found = np.zeros(len(rows.numbers), np.bool_), {}
@@ -213,7 +228,7 @@ class FileExamples(Examples):
                 f"({self._allowed:g}) of the model allows, first {first[0]}; correct them, or "
                 "leave them out by --skip-bad"
             )
-        self._tell(0, f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
+        say(f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
 
     def _named(self, path: Path) -> str:
         # Of a remote file the path is that of a copy.

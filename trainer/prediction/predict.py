@@ -2,7 +2,7 @@
 
 The memory does not grow with the rows: files are read as streams, and rows are written as they are
 answered. It runs in a process of its own, where alone TensorFlow is loaded: the request is a file,
-and what is going on another one, so that whatever TensorFlow says stays out of the rows.
+and so are the events and the summary, so that whatever TensorFlow says stays out of the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -30,19 +30,19 @@ from trainer.prediction.inputs import (
     FileExamples,
     SplitExamples,
     batch_size_for,
+    say,
 )
 from trainer.prediction.output import WRITERS, Writer, rows_to
-from trainer.prediction.request import STANDARD_OUTPUT, Request, Summary, Tell
+from trainer.prediction.request import STANDARD_OUTPUT, Request, Summary
+from trainer.progress.work import Work
 
-EVENTS = "events.jsonl"
-# Seconds between two lines that say how many rows there are.
-_PAUSE = 0.2
+SUMMARY = "summary.json"
 
 
 def answer(request: Path, workdir: Path) -> None:
-    """Answer the request of a file; lines in `EVENTS` below `workdir` say how far it is.
+    """Answer the request of a file, and write a summary below `workdir` at the end.
 
-    A line has `rows`, `note`, or as the last one `summary`.
+    Events say how far it is, and what the user should know of the data.
 
     Raises:
         UserError: see `predict`.
@@ -50,38 +50,15 @@ def answer(request: Path, workdir: Path) -> None:
     wanted = record_in(Request, request.read_bytes())
     if wanted is None:
         raise UserError(f"{request} is no request of this version")
-    with (workdir / EVENTS).open("a", encoding="utf-8") as file:
-        reported = _Reported(file)
-        try:
-            found = tree_of(predict(wanted, reported))
-        except BrokenPipeError:
-            found = {"closed": True}
-        _write(file, {"summary": found})
+    try:
+        found = tree_of(predict(wanted))
+    except BrokenPipeError:
+        found = {"closed": True}
+    (workdir / SUMMARY).write_text(json.dumps(found), encoding="utf-8")
 
 
-class _Reported:
-    """Writes what a prediction tells, rows only now and then."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self._last = 0.0
-
-    def __call__(self, rows: int, note: str) -> None:
-        now = time.monotonic()
-        if note:
-            _write(self._file, {"note": note})
-        elif now - self._last > _PAUSE:
-            self._last = now
-            _write(self._file, {"rows": rows})
-
-
-def _write(file: IO[str], tree: object) -> None:
-    file.write(json.dumps(tree) + "\n")
-    file.flush()
-
-
-def predict(request: Request, tell: Tell) -> Summary:
-    """Answer a request; `tell` is called with the rows so far, and with lines for the user.
+def predict(request: Request) -> Summary:
+    """Answer a request.
 
     Raises:
         UserError: the model or the data cannot be read, or the rows cannot be written; a file
@@ -89,31 +66,31 @@ def predict(request: Request, tell: Tell) -> Summary:
     """
     with tempfile.TemporaryDirectory(prefix="predict-") as name:
         scratch = Path(name)
-        model = fetched(request.model, scratch / "model")
+        with Work("loading the model"):
+            model = fetched(request.model, scratch / "model")
         with _in_words_of_a_prediction():
-            examples = _examples(model, request, scratch, tell)
+            examples = _examples(model, request, scratch)
             size = batch_size_for(
                 model.inputs, request.batch_size, model.config.evaluation.batch_size
             )
             with _rows(request) as writer:
-                return _predicted(model, examples, size, writer, tell)
+                return _predicted(model, examples, size, writer)
 
 
-def _predicted(
-    model: ExportedModel, examples: Examples, size: int, writer: Writer, tell: Tell
-) -> Summary:
+def _predicted(model: ExportedModel, examples: Examples, size: int, writer: Writer) -> Summary:
     rows = bad = 0
     began = time.monotonic()
-    for batch in examples.batches(size):
-        answers = model.ask(batch.inputs)
-        lengths = batch.lengths if model.varying_answers else None
-        columns = columns_of(model, answers, lengths)
-        writer.write(_joined(batch, columns))
-        bad += unsound(answers)
-        rows += len(batch.copied)
-        tell(rows, "")
+    with Work("predicting", "rows", examples.total, size=examples.size) as work:
+        for batch in examples.batches(size):
+            answers = model.ask(batch.inputs)
+            lengths = batch.lengths if model.varying_answers else None
+            columns = columns_of(model, answers, lengths)
+            writer.write(_joined(batch, columns))
+            bad += unsound(answers)
+            rows += len(batch.copied)
+            work.add(len(batch.copied), batch.size)
     if bad:
-        tell(rows, f"{bad} of {rows} rows have an answer that is not finite")
+        say(f"{bad} of {rows} rows have an answer that is not finite")
     seconds = time.monotonic() - began
     return Summary(rows=rows, skipped=examples.skipped, unsound=bad, seconds=seconds)
 
@@ -128,7 +105,7 @@ def _joined(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
     return pa.table({**copied, **columns})
 
 
-def _examples(model: ExportedModel, request: Request, scratch: Path, tell: Tell) -> Examples:
+def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples:
     if request.split:
         return SplitExamples(model, request, scratch)
     if function := model.config.data.map:
@@ -137,7 +114,7 @@ def _examples(model: ExportedModel, request: Request, scratch: Path, tell: Tell)
             "been through it: prepare a dataset of them by `flotilla prepare` with the same "
             "data.map, and predict its split by --split and its URI"
         )
-    return FileExamples(model, request, scratch, tell)
+    return FileExamples(model, request, scratch)
 
 
 class _Terminal:

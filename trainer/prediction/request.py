@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 #: In place of a path: rows go to standard output.
@@ -53,7 +52,3 @@ class Summary:
     skipped: int
     unsound: int
     seconds: float
-
-
-#: Called with the rows so far, and a line for the user, which may be empty.
-Tell = Callable[[int, str], None]

@@ -33,6 +33,7 @@ from trainer.cluster.signals import ending_at_once
 from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
+from trainer.progress.work import Work
 from trainer.strategies.strategy import Problem, Report, Strategy
 from trainer.strategies.updates.averaging import averaged, begin_averages
 from trainer.tensorboard.profiler import profiler_of
@@ -375,7 +376,7 @@ class _OuterLoop:
             return {}
         if self._training.ema:
             self._strategy.settle(is_whole=False)
-        with averaged(self._strategy.variables()):
+        with averaged(self._strategy.variables()), Work("validating"):
             metrics = self._hooks.validate(self._strategy)
         self._strategy.settle(is_whole=True)
         for name, value in metrics.items():

@@ -12,9 +12,13 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import google_crc32c
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -22,6 +26,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tests.trainer.data import made_builders as builders
+from tests.trainer.works import works
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data import key as key_module
@@ -618,3 +623,65 @@ def test_without_the_files(root, scratch, outside_attempts):
         prepare(DataConfig(dataset="mnist"), root, scratch)
     assert list(scratch.iterdir()) == []
     outside_attempts.clear()
+
+
+ROWS = 3000
+
+
+def as_csv(table, path):
+    arrow_csv.write_csv(table, path)
+
+
+def as_gzip(table, path):
+    as_csv(table, path.with_suffix(""))
+    path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
+    path.with_suffix("").unlink()
+
+
+def as_lines(table, path):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("table.csv", as_csv),
+        ("table.csv.gz", as_gzip),
+        ("table.jsonl", as_lines),
+        ("table.parquet", pq.write_table),
+    ],
+)
+def test_each_pass_over_a_table_counts_its_rows(tmp_path, name, write):
+    drawn = np.random.RandomState(0)
+    columns = {"a": drawn.normal(size=ROWS), "b": drawn.normal(size=ROWS)}
+    write(pa.table({**columns, "label": drawn.randint(0, 2, ROWS)}), tmp_path / name)
+    config = DataConfig(source=str(tmp_path / name))
+    with works() as (last, made):
+        prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
+    # The bytes of the file stand for the rows, which are not known before.
+    reading = next(each for each in made if each._what == "reading the files")
+    assert reading._sized == pytest.approx(reading._size, rel=0.01)
+    assert (last["reading the files"].done, last["reading the files"].total) == (ROWS, 0)
+    for what in ("encoding the examples", "writing the shards", "shuffling the shards"):
+        assert (last[what].done, last[what].total, last[what].share) == (ROWS, ROWS, 1.0)
+    published = last["publishing the dataset"]
+    assert published.done == published.total > ROWS
+
+
+def test_processes_that_prepare_count_too(tmp_path):
+    for number in range(2):
+        columns = {"a": np.arange(ROWS) * 0.5, "label": np.arange(ROWS) % 2}
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    config = DataConfig(source=str(tmp_path), runner={"processes": 2})
+    with mock.patch("trainer.data.files.file_pieces.PART_BYTES", 10_000), works() as (last, _):
+        prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
+    assert last["encoding the examples"].done == 2 * ROWS
+
+
+def test_tfds_counts_what_it_generates(tmp_path):
+    config = DataConfig(dataset=f"{builders.__name__}:Small", builder_args={})
+    with works() as (last, _):
+        prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
+    found = {what: each.done for what, each in last.items() if "generating" in what}
+    assert found
+    assert all(found.values())

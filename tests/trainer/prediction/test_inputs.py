@@ -126,7 +126,7 @@ def of_split(model, output, *inputs, split="test", columns=()):
         split=split,
         columns=columns,
     )
-    return predict(request, lambda _rows, _note: None)
+    return predict(request)
 
 
 def test_a_split_of_the_models_own_dataset_or_of_one_that_is_named(digits, tmp_path):

@@ -20,6 +20,7 @@ from tests.trainer.prediction import made_model
 from tests.trainer.signing.test_signing import key_pair
 from trainer import storage
 from trainer.errors import ConfigError, UserError
+from trainer.events import DataNote, heard_by
 from trainer.prediction.predict import predict
 from trainer.prediction.request import Request
 from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
@@ -60,7 +61,7 @@ def write_parquet(path, rows=ROWS):
 
 
 def asked(model, paths, output, **more):
-    reported = []
+    notes = []
     request = Request(
         model=model,
         inputs=tuple(str(path) for path in paths),
@@ -68,8 +69,13 @@ def asked(model, paths, output, **more):
         form=output.suffix[1:],
         **more,
     )
-    summary = predict(request, lambda rows, note: reported.append((rows, note)))
-    return summary, [note for _, note in reported if note]
+
+    def note(event):
+        if isinstance(event, DataNote):
+            notes.append(event.text)
+
+    with heard_by(note):
+        return predict(request), notes
 
 
 def read(path):

@@ -13,15 +13,17 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import requests
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.utils import tqdm_utils
 
 from trainer.errors import ConfigError, TransientError, UserError
+from trainer.progress.work import Work
 from trainer.user_code import line_of, message_of, place_of
 
 SECONDS = 8.0
@@ -119,7 +121,7 @@ def download(
     )
     try:
         # TFDS prints; standard output belongs to the results.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _counted():
             builder.download_and_prepare(download_config=settings)
     except UserError:
         raise
@@ -130,6 +132,67 @@ def download(
     # Beneath is the builder's code, which may fail in any way, and may be the user's own.
     except Exception as error:
         raise _kind(error)(_failure(name, error)) from error
+
+
+# How TFDS titles the works that may take long; that of the downloads counts MiB.
+_TITLES = {"Dl Size": "downloading", "Extraction": "extracting", "Shuffling": "shuffling"}
+_MIB = 1 << 20
+
+
+class _Bar:
+    """A progress bar of TFDS that draws nothing: its work counts."""
+
+    def __init__(self, iterable: Any = None, *_: object, **given: Any) -> None:
+        title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
+        known = {title: f"generating{title[10:]}"} if title.startswith("Generating ") else _TITLES
+        what = next((words for begin, words in known.items() if title.startswith(begin)), "")
+        # The bars of splits and of URLs are around those of examples and of bytes.
+        is_counted = what and unit not in ("splits", "url")
+        unit = {"MiB": "bytes", "file": "files"}.get(unit, unit)
+        self._work = Work(what, unit, given.get("total") or 0) if is_counted else None
+        self._size = _MIB if unit == "bytes" else 1
+        self._iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            for each in self._iterable:
+                yield each
+                self.update()
+
+    def __enter__(self) -> Self:
+        if self._work:
+            self._work.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._work:
+            self._work.__exit__(*error)
+
+    def update(self, count: int = 1) -> None:
+        if self._work:
+            self._work.add(self._scaled(count))
+
+    def update_total(self, more: int = 1) -> None:
+        if self._work:
+            self._work.expect(self._scaled(more))
+
+    def _scaled(self, count: int) -> int:
+        # Of a file that is copied TFDS counts bytes.
+        return int(count) * (1 if isinstance(count, tfds.core.utils.Size) else self._size)
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    """Have the works of TFDS count in this block: what its bars are where they are disabled."""
+    before = tqdm_utils.EmptyTqdm
+    tqdm_utils.EmptyTqdm = _Bar
+    try:
+        yield
+    finally:
+        tqdm_utils.EmptyTqdm = before
 
 
 def _kind(error: Exception) -> type[UserError]:

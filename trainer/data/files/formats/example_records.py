@@ -69,8 +69,8 @@ class ExampleReader(Reader):
                 name: _array(path, name, [each.get(name) for each in examples]) for name in names
             }
             table = pa.table(arrays) if arrays else pa.table({"": pa.nulls(len(examples))})
-            positions.append(position(files[0]))
-            size = max(positions[-1] - positions[-2], 0)
+            positions.append(position(files[0]) or path.stat().st_size)
+            size = positions[-1] - positions[-2]
             yield Rows(table, np.array(numbers, np.int64), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:

@@ -92,6 +92,7 @@ class JsonReader(Reader):
         # The open file, and its position after each block.
         files: list[Any] = []
         positions = [piece.start]
+        end = path.stat().st_size if piece.stop == END else piece.stop
         numbered = enumerate(_records(path, piece, files.append))
         while block := list(islice(numbered, self.at_once)):
             records, numbers = [], []
@@ -102,8 +103,8 @@ class JsonReader(Reader):
                     numbers.append(number)
                 elif found is not None:
                     broken(number, found)
-            positions.append(position(files[0]))
-            size = max(positions[-1] - positions[-2], 0)
+            positions.append(position(files[0]) or end)
+            size = positions[-1] - positions[-2]
             yield replace(_rows(records, numbers, columns), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:

@@ -1,0 +1,27 @@
+"""The pieces of work that a test does, however short."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+from trainer.events import WorkProgress, heard_by
+from trainer.progress.work import Work
+
+
+@contextmanager
+def works():
+    """Give the last event of each piece of work, by what was done, and the works themselves."""
+    last, made = {}, []
+    enter = Work.__enter__
+
+    def begun(work):
+        # As if it had been reported before, so that its end is.
+        work._reported = work._began
+        made.append(work)
+        return enter(work)
+
+    def take(event):
+        if isinstance(event, WorkProgress) and event.is_over:
+            last[event.what] = event
+
+    with mock.patch.object(Work, "__enter__", begun), heard_by(take):
+        yield last, made
