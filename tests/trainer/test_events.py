@@ -21,6 +21,7 @@ from trainer.events import (
     StepEnd,
     TaskFailed,
     WarmStart,
+    WorkProgress,
 )
 
 MANY_TIMES = """
@@ -265,3 +266,38 @@ def test_a_long_run_is_read_in_little_memory(file):
     tracemalloc.stop()
     assert found == [StepBegin(step="train_model"), progress(19_999)]
     assert peak < 1 << 20
+
+
+class TestFollowing:
+    def test_every_event_comes_once_and_whole(self, tmp_path):
+        path = tmp_path / "events.jsonl"
+        path.touch()
+        with path.open("a", encoding="utf-8") as writer, events.Follower(path) as follower:
+
+            def write(text):
+                writer.write(text)
+                writer.flush()
+                return list(follower.new())
+
+            assert write("") == []
+            first, second, third = (FromScratch(reason=each) for each in ("ä", "b", "c"))
+            text = json.dumps(events.to_tree(third))
+            lines_of = "".join(json.dumps(events.to_tree(each)) + "\n" for each in (first, second))
+            assert write(lines_of + text[:9]) == [first, second]
+            assert write(text[9:20]) == []
+            assert write(text[20:] + "\n") == [third]
+            assert write("") == []
+            # What a full disk has torn is passed over, and nothing else.
+            assert write(f"{text[:20]}{text}\n{text[:30]}\n{text}\n") == [third, third]
+
+    def test_progress_for_which_the_file_has_no_room_comes_too(self, file, monkeypatch):
+        monkeypatch.setattr(events, "PROGRESS_BYTES", 1)
+        events.begin_again(file, "run-1")
+        with events.Follower(file) as follower:
+            list(follower.new())
+            for each in (progress(1, time=1.0), WorkProgress(what="reading", time=2.0)):
+                events.append(file, each)
+                assert list(follower.new()) == [each]
+                assert list(follower.new()) == []
+            events.append(file, progress(2, time=3.0))
+            assert list(follower.new()) == [progress(2)]

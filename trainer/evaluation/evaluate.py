@@ -89,12 +89,11 @@ def evaluate(  # noqa: PLR0913, PLR0917
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
         writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
-        what = f"predicting the {SPLIT} split{', the champion too' if answer else ''}"
-        with closing(writer), _naming(dataset), Work(what, "rows", spec.examples(SPLIT)) as work:
+        work = Work(f"predicting the {SPLIT} split", "rows", spec.examples(SPLIT))
+        with closing(writer), _naming(dataset), work:
             found = predict(objective, model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
-        with Work("measuring"):
-            summary = {**summarized(spec, objective, found, features), "global_step": step}
+        summary = {**summarized(spec, objective, found, features), "global_step": step}
         judges = Judges.of(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
@@ -247,7 +246,9 @@ def summarized(
 ) -> dict[str, Any]:
     """Return what `metrics.json` says of the predictions, sliced by some features."""
     names = {feature: spec.features[feature].labels for feature in features}
-    summary, main = measured(objective, found.own), objective.main_metric
+    with Work("measuring"):
+        summary, slices = measured(objective, found.own), sliced(objective, found.own, names)
+    main = objective.main_metric
     return {
         "split": SPLIT,
         "task": objective.task.name,
@@ -256,7 +257,7 @@ def summarized(
         **summary,
         "metrics": main_first(summary["metrics"], main),
         "constant": constant.compared(objective, found.own, summary["metrics"], main),
-        "slices": sliced(objective, found.own, names),
+        "slices": slices,
     }
 
 

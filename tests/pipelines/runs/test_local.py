@@ -92,9 +92,8 @@ class TestLayingOut:
             FromScratch(reason="first"),
             RunBegin(run_id=run.run_id, number=2),
         ]
-        with (run.folder / local.EVENTS).open("rb") as lines:
-            lines.seek(again.begin)
-            assert list(local._since(lines)) == [RunBegin(run_id=run.run_id, number=2)]
+        with events.Follower(run.folder / local.EVENTS, again.begin) as follower:
+            assert list(follower.new()) == [RunBegin(run_id=run.run_id, number=2)]
         # Until its training has begun.
         assert load_config(local.saved_config(workdir, run.run_id)) == CONFIG
         again.save_config()
@@ -176,29 +175,6 @@ class TestExecuting:
             local.execute(run, "prepare", {}, fail)
         # One of an earlier test may end meanwhile.
         assert before.issuperset(psutil.Process().children(recursive=True))
-
-
-class TestFollowing:
-    def test_every_event_comes_once_and_whole(self, tmp_path):
-        path = tmp_path / "events.jsonl"
-        path.touch()
-        with path.open("a", encoding="utf-8") as writer, path.open("rb") as lines:
-
-            def write(text):
-                writer.write(text)
-                writer.flush()
-                return list(local._since(lines))
-
-            assert write("") == []
-            first, second, third = (FromScratch(reason=each) for each in ("ä", "b", "c"))
-            text = json.dumps(events.to_tree(third))
-            lines_of = "".join(json.dumps(events.to_tree(each)) + "\n" for each in (first, second))
-            assert write(lines_of + text[:9]) == [first, second]
-            assert write(text[9:20]) == []
-            assert write(text[20:] + "\n") == [third]
-            assert write("") == []
-            # What a full disk has torn is passed over, and nothing else.
-            assert write(f"{text[:20]}{text}\n{text[:30]}\n{text}\n") == [third, third]
 
 
 class TestInterrupting:
