@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from pathlib import Path
 
 from components.table import STEPS
@@ -26,6 +25,7 @@ from trainer.cluster import signals
 from trainer.cluster.forks import fork_server, forked
 from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.process import MODULES
+from trainer.tensorflow_import import has_gpus
 
 # What KFP's runner puts between the command and the source of a step.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
@@ -40,7 +40,6 @@ _LATER = (
     *dict.fromkeys(MODULES.values()),
     *dict.fromkeys(filter(None, _OF_STEPS.values())),
 )
-_GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
 # Pipelines that are sure to need TensorFlow.
 _TRAINS = {"run", "train", "train_on"}
 _SECONDS_TO_END = 5.0
@@ -63,7 +62,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
         return
     steps = [f"components.{step.name}" for step in STEPS]
     # A copy of a process that has seen a GPU cannot use it.
-    later = pipeline in _TRAINS and not any(map(glob, _GPUS))
+    later = pipeline in _TRAINS and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
     with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):

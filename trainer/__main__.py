@@ -24,6 +24,7 @@ from trainer.code import bundle
 from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, ConfigError, TransientError, UserError
+from trainer.output import stamps
 from trainer.training import task
 
 
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     stages = parser.add_subparsers(required=True, metavar="STAGE")
     own = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
     task.add_arguments(own)
-    own.set_defaults(stage=task.run)
+    own.set_defaults(stage=_task)
     fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
     fit.set_defaults(stage=_fit)
@@ -97,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     for stage in (own, fit, rows):
         stage.add_argument("--workdir", required=True, type=_path, metavar="DIR")
     return parser
+
+
+def _task(options: argparse.Namespace) -> None:
+    with stamps.stamped_output():
+        task.run(options)
 
 
 def _predict(options: argparse.Namespace) -> None:

@@ -15,6 +15,8 @@ from ipaddress import ip_address
 from types import TracebackType
 from urllib.parse import quote, urlsplit
 
+from trainer.output import noise
+
 HIDDEN = "***"
 # Secrets themselves; the programs of others read them from there.
 VARIABLES = (
@@ -118,13 +120,14 @@ def is_sent_openly(url: str) -> bool:
 
 
 def log_to_stderr() -> None:
-    """Write the log of this process to standard error, masked; the last traceback as well.
+    """Write the log of this process to standard error, masked, quiet; the last traceback as well.
 
     Where another program has begun the process, as KFP's, its log is masked where it is.
     """
     sys.excepthook = _log_bug
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
+        handler.addFilter(noise.QUIET)
         if not isinstance(handler.formatter, _Masked):
             handler.setFormatter(_Masked(handler.formatter or logging.Formatter()))
 

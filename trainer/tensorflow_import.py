@@ -1,4 +1,4 @@
-"""How a process imports TensorFlow, and Keras with it: at less cost, to share its GPUs.
+"""How a process imports TensorFlow, and Keras with it: at less cost, silently, to share its GPUs.
 
 Keras 3 imports scikit-learn, matplotlib and pandas, a third of the import, and TensorBoard the
 client of S3: both go on as where these packages are not installed. Garbage collections take a fifth
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from glob import glob
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from trainer.output import noise
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
 _IMPORTERS = {"keras", "tensorboard", "tensorflow"}
@@ -49,7 +53,7 @@ def _importer() -> str:
 
 
 class _Uncollected(MetaPathFinder):
-    """Imports TensorFlow without garbage collections."""
+    """Imports TensorFlow without garbage collections, and without its first lines."""
 
     def __init__(self) -> None:
         self._searches = False
@@ -74,24 +78,37 @@ class _Uncollected(MetaPathFinder):
             # It may load other modules too.
             with suppress(AttributeError):
                 del loader.exec_module
-            if not gc.isenabled():
-                execute(module)
-                return
-            # What is garbage already would be kept for ever.
-            gc.collect()
-            gc.disable()
-            try:
-                execute(module)
-                gc.freeze()
-            finally:
-                gc.enable()
+            with noise.filtered():
+                _without_collections(lambda: execute(module))
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return found
 
 
+def _without_collections(execute: Callable[[], None]) -> None:
+    if not gc.isenabled():
+        execute()
+        return
+    # What is garbage already would be kept for ever.
+    gc.collect()
+    gc.disable()
+    try:
+        execute()
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def has_gpus() -> bool:
+    """Say whether this machine has a GPU, without a library that would begin to use it."""
+    return any(map(glob, ("/dev/nvidia[0-9]*", "/dev/dxg")))
+
+
 def prepare() -> None:
     """Let this process import TensorFlow, later, at less cost, and share its GPUs with others."""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    # That there is no GPU is an error to TensorFlow, of the level of others.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpus() else "3")
+    logging.getLogger("tensorflow").addFilter(noise.QUIET)
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):
         sys.meta_path[:0] = [_Absent(), _Uncollected()]

@@ -35,6 +35,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import StepBegin, StepEnd
+from trainer.output import stamps
 from trainer.run_state import RunState
 from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of
@@ -158,7 +159,7 @@ def recorded(
     cores.limit_threads()
     tensorflow_import.prepare()
     masking.log_to_stderr()
-    with following_step():
+    with stamps.stamped_output(), following_step():
         yield from _course_of(course)
 
 

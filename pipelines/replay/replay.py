@@ -50,6 +50,7 @@ from trainer.run_state import state_of
 from trainer.storage.errors import reported
 from trainer.storage.manifest import MANIFEST
 from trainer.storage.uri import locate
+from trainer.tensorflow_import import has_gpus
 from trainer.tracking.addresses import HUB
 from trainer.user_code import frames_of
 
@@ -168,7 +169,7 @@ def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
         cluster["evaluator"] = False
         # The first as many of as many: one gradient is one update.
         training["replicas_to_aggregate"] = 0
-    if cluster["gpus_per_worker"] and not _has_gpus():
+    if cluster["gpus_per_worker"] and not has_gpus():
         remarks.append(f"no GPU is here, of {cluster['gpus_per_worker']} for each worker")
         cluster["gpus_per_worker"] = 0
     if training["strategy"] == "single":
@@ -181,10 +182,6 @@ def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
     needed = training["replicas_to_aggregate"]
     training["replicas_to_aggregate"] = min(needed, cluster["workers"])
     return remarks
-
-
-def _has_gpus() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def code_remark(given: Given) -> str:

@@ -219,7 +219,7 @@ def test_without_a_file_the_events_go_to_the_log(monkeypatch, caplog):
 
 def test_sigterm_interrupts_the_step(start, emitted):
     process = start("prepare_data", WORKS)
-    assert process.stdout.readline() == "at work\n"
+    assert process.stdout.readline().endswith("at work\n")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     assert process.returncode == 130
@@ -232,7 +232,7 @@ def test_sigterm_interrupts_the_step(start, emitted):
 def test_a_library_that_catches_every_exception_does_not_hide_it(start, emitted, number):
     body = "while True:\n        try: len(str(10**999))\n        except Exception: pass"
     process = start("prepare_data", body)
-    assert process.stdout.readline() == "at work\n"
+    assert process.stdout.readline().endswith("at work\n")
     process.send_signal(number)
     process.communicate()
     assert process.returncode == 130
@@ -241,7 +241,7 @@ def test_a_library_that_catches_every_exception_does_not_hide_it(start, emitted,
 
 def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
     process = start("prepare_data", WORKS)
-    assert process.stdout.readline() == "at work\n"
+    assert process.stdout.readline().endswith("at work\n")
     process.kill()
     process.communicate()
     assert [type(event) for event in emitted()] == [StepBegin]
@@ -263,7 +263,7 @@ def test_the_exit_step_works_all_the_same(start, emitted):
     process = start("finish", "pass", **{STOPPING: "1"})
     out, _ = process.communicate()
     assert process.returncode == 0
-    assert out == "at work\nwent on\n"
+    assert out.endswith(" at work\nwent on\n")
     assert emitted()[-1].status == "done"
 
 
@@ -420,7 +420,7 @@ def test_a_request_to_end_during_the_pause_ends_it(at):
         text=True,
     )
     try:
-        assert process.stdout.readline() == "pauses 30 s\n"
+        assert process.stdout.readline().endswith("pauses 30 s\n")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=300)
     finally:

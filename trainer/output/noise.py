@@ -1,0 +1,115 @@
+"""What libraries write when they start, which tells nobody anything: one table, with its sources.
+
+TensorFlow writes its first lines before it reads any setting of its log, so that they can only be
+filtered: `filtered` keeps them from a terminal and from the log of a pod, `QUIET` what comes by a
+logger, and `flotilla logs` leaves out the rest. This file is a program too, which imports none of
+ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_ABSL = r"\d{4} (?:\d\d:){1,2}\d+(?:\.\d+)?(?::\d+\.\d+)? +\d+ "
+# By the source that writes it: how the text of the line begins, without the time and the level of a
+# logger of Python's.
+TABLE: tuple[tuple[str, str], ...] = (
+    ("absl/log/initialize.cc", r"WARNING: All log messages before absl::InitializeLog\(\)"),
+    ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
+    ("tsl/platform/default/logging.cc: INFO", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I "),
+    ("cpu_feature_guard.cc", r"To enable the following instructions: .* rebuild TensorFlow"),
+    # On a machine without a GPU.
+    ("cuda_platform.cc", r"(?:E.*cuda_platform\.cc:\d+\] |.*: E .*)failed call to cuInit"),
+    ("cuda_(dnn|fft|blas).cc", r".*Unable to register cu\w+ (?:plugin )?factory"),
+    ("cuda_executor.cc", r"W.*cuda_executor\.cc:\d+\] .*NUMA node"),
+    ("gpu_device.cc", r"W.*gpu_device\.cc:\d+\] Cannot dlopen some GPU libraries"),
+    ("tf2tensorrt/utils/py_utils.cc", r".*TF-TRT Warning: Could not find TensorRT"),
+    ("tensorflow/python/saved_model", r"(?:INFO:tensorflow:)?Assets written to: "),
+    ("tensorflow/python/distribute", r"(?:INFO:tensorflow:)?Sharding callback duration: "),
+    ("tensorflow/python/distribute", r"(?:INFO:tensorflow:)?Using MirroredStrategy with "),
+    ("tensorflow/python/distribute", r"(?:INFO:tensorflow:)?(?:Reduce|Collective all_reduce) "),
+    ("tensorflow/python/distribute", r"default session config: "),
+    ("tensorflow_datasets", r"Generating dataset \w|Done writing /|Load dataset info from "),
+    ("tensorflow_datasets", r"Downloading and preparing dataset |Dataset \S+ downloaded and prep"),
+    ("tensorflow_datasets", r"`FeatureConnector\.dtype` is deprecated\."),
+    ("tensorflow_datasets", r"(?:Dl (?:Completed|Size)|Extraction completed|Generating splits|"
+     r"Generating \w+ examples|Shuffling) ?.*\.\.\.: "),
+)  # fmt: skip
+_NOISE = re.compile("|".join(pattern for _, pattern in TABLE))
+# Before the import of TensorFlow is over, it has the whole line.
+_SECONDS_TO_END = 5.0
+
+
+def is_noise(text: str) -> bool:
+    """Say whether a library writes this line at its start."""
+    return _NOISE.match(text) is not None
+
+
+class _Quiet(logging.Filter):
+    """Leaves the noise out of a handler or a logger."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        return not is_noise(record.getMessage())
+
+
+#: Of which a logger or a handler takes one, however often it is added.
+QUIET = _Quiet()
+
+
+@contextmanager
+def filtered() -> Iterator[None]:
+    """Leave the noise out of what this process writes to standard error in the block.
+
+    The filter is a process of its own: what a library says when it ends this one comes through.
+    """
+    reader, writer = os.pipe()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        # It reads no file of ours, and imports nothing from the user's folder.
+        command = [sys.executable or "python3", "-I", "-S", __file__]
+        process = subprocess.Popen(command, stdin=reader, stdout=saved, stderr=saved)
+    except OSError:
+        os.close(writer)
+        process = None
+    finally:
+        os.close(reader)
+    if process is None:
+        os.close(saved)
+        yield
+        return
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+
+
+def main() -> None:
+    """Pass on standard input without the noise, each line at once, until it ends."""
+    # They go to the whole group of processes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        if not is_noise(line.decode("utf-8", "replace")):
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
