@@ -40,6 +40,7 @@ _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 # Keras and TensorFlow put their own words before those of the error, and some after them.
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
+_WITHIN = re.compile(r"Error encountered:\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
 # Of a graph that another process has traced.
 _NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
@@ -122,7 +123,7 @@ def text_of(error: BaseException) -> str:
 def message_of(error: BaseException) -> str:
     """Return what an error says, in one line and without what Keras and TensorFlow add."""
     text = text_of(error)
-    if wrapped := _WRAPPED.search(text) or _GRAPH.search(text):
+    if wrapped := _WITHIN.search(text) or _WRAPPED.search(text) or _GRAPH.search(text):
         return wrapped[1].strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

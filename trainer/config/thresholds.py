@@ -18,6 +18,15 @@ from trainer.errors import nearest
 
 #: Metrics whose names end like this are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
+#: How people write a metric for short.
+_SHORT = {
+    "rmse": "root_mean_squared_error",
+    "mse": "mean_squared_error",
+    "mae": "mean_absolute_error",
+    "r2": "r2_score",
+    "acc": "accuracy",
+    "roc_auc": "auc",
+}
 #: What a metric was called before, and what it is called now where that is measured.
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
@@ -48,6 +57,9 @@ def called_now(metric: str, known: Iterable[str]) -> str:
         begin = metric.removesuffix(old)
         if now := [begin + name for name in names if begin != metric and begin + name in known]:
             return f"; it is called {now[0]!r} now"
+    for short, name in _SHORT.items():
+        if metric.endswith(short) and (meant := metric.removesuffix(short) + name) in known:
+            return f"; did you mean {meant!r}?"
     return nearest(metric, known)
 
 

@@ -198,6 +198,8 @@ def _asked(name: str, ask: Predictor, inputs: Inputs) -> Answers:
 def _not_alike(name: str, error: BaseException) -> ConfigError:
     lacking = sorted({*_NOT_LITE.findall(str(error))}) if name in _LITE else []
     why = f"TensorFlow Lite has no {', '.join(lacking)}" if lacking else line_of(error)
+    if "'untracked' resource" in str(error):
+        why = "it uses a table or a variable that no attribute of the model or a layer of it holds"
     remedy = "; give its own classes a get_config" if name == "keras" else ""
     if name != "saved_model":
         remedy += f"{', or' if remedy else ';'} leave {name} out"

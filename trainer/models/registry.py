@@ -30,6 +30,8 @@ from trainer.names import layer_name
 # What Keras says of a class or a function that is neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
+# Of many inputs so many are named.
+_NAMED = 6
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
@@ -196,7 +198,10 @@ def _unreadable(model: keras.Model) -> str:
 
 
 def _function(name: str) -> ModelFunction:
-    return user_code.function_for(f"model {name}", MODELS.get(name, name))
+    found = user_code.function_for(f"model {name}", MODELS.get(name, name))
+    if isinstance(found, keras.Model):
+        raise ConfigError(f"model {name}: it is a model, not a function that returns one")
+    return found
 
 
 def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]) -> None:
@@ -234,8 +239,7 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
         outputs = model(spec.symbols())
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"model {name}: it does not take the dataset's input of shape {spec.shape} and type "
-            f"{spec.dtype}: {user_code.line_of(error)}"
+            f"model {name}: it does not take {_inputs(spec)}: {user_code.line_of(error)}"
         ) from error
     if keras.tree.is_nested(outputs) and not isinstance(spec.output_shape, Mapping):
         names = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""
@@ -247,6 +251,14 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
         check(model, outputs)
     except ConfigError as error:
         raise ConfigError(f"model {name}: {error}") from None
+
+
+def _inputs(spec: InputSpec) -> str:
+    if not isinstance(spec.shape, Mapping):
+        return f"the dataset's input of shape {spec.shape} and type {spec.dtype}"
+    some = [f"{name} ({spec.dtype[name]} {shape})" for name, shape in spec.shape.items()]  # type: ignore[index]
+    more = f" and {len(some) - _NAMED} more" if len(some) > _NAMED else ""
+    return f"the dataset's inputs, a mapping of {', '.join(some[:_NAMED])}{more}"
 
 
 def _check_paths(name: str, model: keras.Model) -> None:

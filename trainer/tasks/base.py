@@ -447,6 +447,10 @@ class Task(ABC):
                 f"its loss takes probabilities, and its last layer gives logits: add a {self.link} "
                 "to it, or compile it with a loss of from_logits=True"
             )
+        if activation == "softmax" and self.output_shape[-1:] == (1,):
+            raise ConfigError(
+                "its last layer is a softmax of one column, which is always 1; end it by Dense(1)"
+            )
         if not self.from_probabilities and activation == self.link:
             raise ConfigError(
                 f"it has to return logits; remove the {self.link} from its last layer, or compile "

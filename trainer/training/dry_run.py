@@ -178,6 +178,12 @@ def require_metrics(config: Config, objective: Objective) -> None:
             hint = called_now(metric, known) or f" (measured: {', '.join(sorted(known))})"
             task = objective.task.name
             raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
+    compared = compared or objective.main_metric
+    direction, better = known.get(compared), config.gate.champion.better
+    if better and direction and better != direction:
+        raise ConfigError(
+            f"gate.champion.better: {compared} is better where it is {direction}; leave it out"
+        )
     if main and not known[main]:
         raise ConfigError(
             f"task.main_metric: it is not known which value of {main!r} is better; say it by "

@@ -37,6 +37,11 @@ REFUSED: dict[str, str] = {
 }
 
 
+# Keras takes any number, by which training diverges.
+_SHARES = ("beta_1", "beta_2", "rho")
+_POSITIVE = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
 def available() -> dict[str, type[keras.optimizers.Optimizer]]:
     """Return Keras's optimizers by their names in lower case."""
     return {
@@ -168,7 +173,7 @@ def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: ob
         raise ConfigError(f"{key}: {value!r} is not allowed; it has to be {allowed}")
 
 
-def _expected(argument: str, default: object, value: object) -> tuple[bool, str]:
+def _expected(argument: str, default: object, value: Any) -> tuple[bool, str]:
     if argument == "exclude_layers":
         fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return fits, "a list of texts"
@@ -176,7 +181,12 @@ def _expected(argument: str, default: object, value: object) -> tuple[bool, str]
         return isinstance(value, bool), "true or false"
     if argument.endswith("_steps"):
         return isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    return isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if argument in _SHARES:
+        return is_number and 0 <= value < 1, "a number from 0 to below 1"
+    if argument in _POSITIVE:
+        return is_number and value > 0, "a number above 0"
+    return is_number, "a number"
 
 
 def learning_rate(training: TrainingConfig) -> float | Schedule:

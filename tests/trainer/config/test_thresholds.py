@@ -106,6 +106,11 @@ def test_a_metric_of_an_output_of_any_name_may_be_bounded():
         ("auc", ["accuracy", "macro_auc"], "; it is called 'macro_auc' now"),
         ("left_pr_auc", ["left_average_precision"], "; it is called 'left_average_precision' now"),
         ("acuracy", ["accuracy"], "; did you mean 'accuracy'?"),
+        (
+            "left_rmse",
+            ["r2_score", "left_root_mean_squared_error"],
+            "; did you mean 'left_root_mean_squared_error'?",
+        ),
     ],
 )
 def test_a_metric_that_was_renamed_says_its_name(old, known, hint):

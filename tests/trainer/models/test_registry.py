@@ -104,6 +104,7 @@ MODULE = """
         return keras.Sequential()
 
     NOT_A_FUNCTION = 3
+    MODEL = keras.Sequential([layers.Dense(3)])
 """
 
 
@@ -239,6 +240,12 @@ def test_unknown_function_names_the_nearest(own):
 
 def test_something_that_cannot_be_called(own):
     assert "NOT_A_FUNCTION is of the type int, no function" in _refusal(own, "NOT_A_FUNCTION")
+
+
+def test_a_model_in_place_of_a_function(own):
+    assert _refusal(own, "MODEL") == (
+        "model own_models:MODEL: it is a model, not a function that returns one"
+    )
 
 
 def test_unknown_argument_of_an_own_function(own):

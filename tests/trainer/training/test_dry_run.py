@@ -128,6 +128,33 @@ def python(spec, units):
 
     return seven(spec, units, Python())
 
+def certain(spec):
+    return seven(spec, 1, keras.ops.softmax)
+
+class Choice(keras.Model):
+    def call(self, x):
+        return x if x[0] > 0 else -x
+
+def choice(spec):
+    return Choice()
+
+def table(spec):
+    import tensorflow as tf
+
+    known = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0], [1]), 0)
+    tables.append(known)
+
+    class Known(keras.layers.Layer):
+        def call(self, x):
+            return x + tf.cast(known.lookup(tf.cast(x, "int32")), "float32")
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    return seven(spec, 1, Known())
+
+tables = []
+
 def leaves(spec):
     raise SystemExit(3)
 
@@ -584,6 +611,10 @@ def test_classes_that_first_rows_do_not_have_are_no_reason(refused, labels, tree
         ({"task": {"positive": "maybe"}}, "task.positive: 'churn' has no class 'maybe'; did you "),
         ({"gate": {"min": {"macro_f2": 0.1}}}, "gate.min.macro_f2: binary_classification and "),
         ({"gate": {"min": {"pr_auc": 0.1}}}, "gate.min.pr_auc: binary_classification and the "),
+        (
+            {"gate": {"champion": {"metric": "f1", "better": "lower"}}},
+            "gate.champion.better: f1 is better where it is higher; leave it out",
+        ),
         ({"evaluation": {"slices": ["aeg"]}}, "evaluation.slices: 'aeg' is no feature of the da"),
         ({"training": {"optimizer": {"args": {"beta": 1}}}}, "training.optimizer.args.beta: "),
         ({"training": {"strategy": "own_models:net"}}, "training.strategy: 'own_models:net' is"),
@@ -594,11 +625,26 @@ def test_classes_that_first_rows_do_not_have_are_no_reason(refused, labels, tree
             "model own_models:seven: its output has to be floats of shape (batch, 1) for binary_",
         ),
         (
+            {"model": {"name": "own_models:certain"}},
+            "model own_models:certain: its last layer is a",
+        ),
+        (
+            {"model": {"name": "own_models:choice"}},
+            "model own_models:choice: it does not take the dataset's input of shape () and type "
+            "float32: OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python",
+        ),
+        (
+            {"model": {"name": "own_models:table"}, **SAVED_ALONE},
+            "export.formats: the model cannot be written as saved_model and read back: it uses a t",
+        ),
+        (
             {"model": {"name": "own_models:python", "args": {"units": 1}}, **SAVED_ALONE},
             "export.formats: the model calls Python by tf.py_function or tf.numpy_function, which",
         ),
     ],
 )
+# Keras warns of it.
+@pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
 def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree, said):
     assert refused(churn("no", "yes"), tree).startswith(said)
 

@@ -112,10 +112,12 @@ def test_the_learning_rate_has_a_key_of_its_own():
 @pytest.mark.parametrize(
     ("name", "argument", "value", "allowed"),
     [
-        ("adam", "beta_1", "0.9", "a number"),
-        ("adam", "beta_1", None, "a number"),
-        ("adam", "beta_1", True, "a number"),
-        ("adam", "clipnorm", "1", "a number"),
+        ("adam", "epsilon", "1e-7", "a number"),
+        ("adam", "beta_1", None, "a number from 0 to below 1"),
+        ("adam", "beta_1", True, "a number from 0 to below 1"),
+        ("adam", "beta_2", 1.9, "a number from 0 to below 1"),
+        ("adam", "clipnorm", "1", "a number above 0"),
+        ("adam", "clipvalue", -1, "a number above 0"),
         ("adam", "amsgrad", 1, "true or false"),
         ("muon", "ns_steps", 2.5, "a whole number"),
         ("muon", "ns_steps", True, "a whole number"),
