@@ -39,13 +39,13 @@ _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 def quantity(text: str) -> str:
     """Check an amount, such as of CPUs."""
-    _amount(text)
+    amount(text)
     return text
 
 
 def memory(text: str) -> str:
     """Check an amount of memory for a container, which without a unit is one of bytes."""
-    if _amount(text) < _LEAST_MEMORY:
+    if amount(text) < _LEAST_MEMORY:
         raise ValueError(f"{text!r} is less than 1Mi: write it with its unit, such as 4Gi")
     return text
 
@@ -119,7 +119,8 @@ def tolerations(trees: list[Any]) -> list[Any]:
     return [toleration(each) for each in trees]
 
 
-def _amount(text: str) -> Decimal:
+def amount(text: str) -> Decimal:
+    """Return an amount in bytes, or in whole CPUs; raises `ValueError`."""
     found = _QUANTITY.fullmatch(text)
     if not found:
         raise ValueError(

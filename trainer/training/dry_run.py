@@ -31,6 +31,7 @@ from trainer.checkpoints import index, warm_start
 from trainer.class_names import ClassIndex
 from trainer.config.main_metric import LOSS
 from trainer.config.optimizer import OF_MODEL
+from trainer.config.pod_fields import amount
 from trainer.config.schema import Config, OutputConfig, TrainingConfig
 from trainer.config.thresholds import called_now, split_rule
 from trainer.data import prepare
@@ -110,6 +111,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
         registry.require_lite(model)
     if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
+    _require_memory(config, model)
     _require_compiler(config, objective)
     require_metrics(config, objective)
 
@@ -121,6 +123,22 @@ def _require_known_lengths(model: keras.Model) -> None:
                 f"training.jit_compile: the input {given.name} varies in length, and XLA compiles "
                 "the step again for each length; set it to false, or give data.shapes a length"
             )
+
+
+def _require_memory(config: Config, model: keras.Model) -> None:
+    """Refuse pods that could not hold the variables of the model, and nothing else."""
+    cluster, topology = config.cluster, topology_of(config.training.strategy)
+    role = "ps" if topology.servers else "worker" if topology.workers else "chief"
+    limit = cluster.kubernetes.of(role).resources.limits.get("memory", "")
+    if cluster.launcher == "local" or cluster.existing_servers or not limit:
+        return
+    pods = cluster.parameter_servers if topology.servers else 1
+    size = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in model.variables)
+    if size > pods * amount(limit):
+        raise ConfigError(
+            f"cluster.kubernetes: the variables of model {config.model.name} are {size / 1e9:.3g} "
+            f"GB, and the memory of {pods} {role} is limited to {limit} each; give them more"
+        )
 
 
 def _require_own_step(config: Config, model: keras.Model) -> None:

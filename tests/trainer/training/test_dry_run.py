@@ -499,6 +499,26 @@ def test_a_model_that_is_loaded_fits(tmp_path):
     assert fitted(tmp_path, "loaded", path=str(path)).parameters == 610
 
 
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("async_parameter_server", "0.01 GB, and the memory of 2 ps is limited to 4Mi each; give"),
+        ("multi_worker_mirrored", "0.01 GB, and the memory of 1 worker is limited to 4Mi each; "),
+        ("single", ""),
+    ],
+)
+def test_variables_beyond_the_memory_of_pods_are_refused(strategy, said):
+    limits = {"resources": {"limits": {"memory": "4Mi"}}}
+    pods = {"ps": limits, "worker": limits}
+    cluster = {**SERVERS, "launcher": "tfjob", "kubernetes": pods}
+    config = configured({"training": {"strategy": strategy}, "cluster": cluster})
+    model = net(keras.layers.Dense(2_500_000 // 8))
+    with pytest.raises(ConfigError) if said else nullcontext() as error:
+        require(config, model)
+    start = "cluster.kubernetes: the variables of model some:model are "
+    assert not said or str(error.value).startswith(start + said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["scaled_input", "scale", "input", "image", "label", "rescaling", "logits"]
