@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -75,6 +76,20 @@ def _tree_of(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_tree_of(each) for each in value]
     return tree_of(value) if is_dataclass(value) else value
+
+
+def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
+    """Return a tree of JSON with None for numbers that are not finite, which JSON cannot say.
+
+    `text` returns what is written in place of a text and of a name.
+    """
+    if isinstance(tree, Mapping):
+        return {text(str(name)): finite(each, text) for name, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(each, text) for each in tree]
+    if isinstance(tree, str):
+        return text(tree)
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def is_number(value: object) -> bool:

@@ -93,6 +93,11 @@ def credentials_in(text: str) -> str:
 
 def masked(text: str) -> str:
     """Return `text` without the credentials in it, `printable`."""
+    return printable(without_credentials(text))
+
+
+def without_credentials(text: str) -> str:
+    """Return `text`, as it is otherwise, without the credentials in it."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_without_user, text)
     if "=" in text or ":" in text or " " in text:
@@ -101,7 +106,7 @@ def masked(text: str) -> str:
     for secret in _of_environment():
         if secret in text:
             text = text.replace(secret, HIDDEN)
-    return printable(text)
+    return text
 
 
 def is_sent_openly(url: str) -> bool:

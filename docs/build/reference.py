@@ -307,11 +307,17 @@ _COMMANDS_HEAD = f"""{NOTICE}
 `--help` after a command prints the same as this page. Logs and progress go to standard error,
 tables and documents to standard output. Every user error is one line: what is wrong, where, and
 what to do.
+
+On a terminal a table leaves out the columns for which there is no room. In a file or a pipe it has
+all columns, a line each row, with two spaces or more between columns and `-` for what is not known.
+A time that something took is `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`; in JSON it
+is a number of seconds.
 """
 _JSON = """## `--json`
 
-Every command takes it, and prints one JSON object as the last line of standard output, also when it
-fails. These keys are always present; a command lists what it adds.
+Every command takes it. Standard output is then one JSON object on one line and nothing else, also
+when the command fails or is interrupted; tables and documents go to standard error with the rest.
+A number that is not finite is `null`. These keys are always present; a command lists what it adds.
 
 """
 _KEYS = {

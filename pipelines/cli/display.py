@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,9 +18,10 @@ from rich.text import Text
 from pipelines.cli.exit import discard
 from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
+from trainer.durations import duration
 from trainer.masking import one_line, printable
 from trainer.report.headline import constant_of, main_value
-from trainer.report.wording import duration, rounded
+from trainer.report.wording import rounded
 
 if TYPE_CHECKING:
     from components.records.step_record import StepRecord
@@ -67,7 +69,7 @@ class Terminal(Console):
             super()._check_buffer()
         except OSError:
             # What is shown of a run never ends it; an answer that is lost is reported.
-            if not self.stderr:
+            if self.file is not sys.stderr:
                 raise
             discard(self.file)
 

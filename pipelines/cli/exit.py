@@ -7,17 +7,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import IO, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from trainer.cluster.signals import on_interrupt
-from trainer.errors import DONE, INTERRUPTED, RunInterruptedError, UserError
-from trainer.masking import masked
+from trainer.errors import DONE, FAILED, INTERRUPTED, RunInterruptedError, UserError
+from trainer.masking import masked, without_credentials
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,11 @@ class Answer:
 
     def json(self) -> str:
         """Return the JSON object, on one line."""
+        from trainer.json_records import finite
+
         keys = ("status", "run_id", "metrics", "artifacts", "message")
-        return json.dumps({key: getattr(self, key) for key in keys} | dict(self.more))
+        tree = {key: getattr(self, key) for key in keys} | dict(self.more)
+        return json.dumps(finite(tree, without_credentials), allow_nan=False, default=str)
 
 
 def failure(message: str, code: int, run_id: str = "") -> Answer:
@@ -67,12 +70,22 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
     def called(**named: Any) -> None:
         as_json = named.pop("as_json")
         try:
-            answer = command(**named)
+            # Text for people goes to standard error where a program reads the answer.
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                answer = command(**named)
             finish(answer, as_json=as_json)
             code = answer.code
         except UserError as error:
             run_id = getattr(error, "run_id", "")
             code = fail(str(error), error.exit_code, as_json=as_json, run_id=run_id)
+        except typer.TyperException:
+            raise
+        except Exception as error:
+            if not as_json:
+                raise
+            sys.excepthook(type(error), error, error.__traceback__)
+            message = f"internal error: {type(error).__name__}: {error}"
+            code = fail(" ".join(message.split()), FAILED, as_json=True)
         raise typer.Exit(code)
 
     option = inspect.Parameter(
@@ -120,7 +133,7 @@ def finish(answer: Answer, *, as_json: bool) -> None:
 
 def print_json(answer: Answer) -> None:
     """Write an answer as the last line of standard output."""
-    write(f"{masked(answer.json())}\n")
+    write(f"{answer.json()}\n")
 
 
 def write(text: str) -> None:
@@ -149,6 +162,8 @@ def output() -> Iterator[None]:
     except OSError as error:
         # What is left in the buffer would raise again when the process exits.
         discard(sys.stdout)
+        if sys.stdout is sys.stderr:
+            return
         raise UserError(f"cannot write to standard output: {error.strerror}") from None
 
 

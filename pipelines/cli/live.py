@@ -15,6 +15,7 @@ from rich.text import Text
 from components.table import maker_of
 from pipelines.cli.display import Terminal, mark
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
+from trainer.durations import duration
 from trainer.events import (
     Event,
     Interrupted,
@@ -27,7 +28,7 @@ from trainer.events import (
 )
 from trainer.masking import one_line
 from trainer.progress.wording import parts_of
-from trainer.report.wording import duration, rounded
+from trainer.report.wording import rounded
 
 _REFRESHES_PER_SECOND = 8
 # How the line of an error begins that a user can mend; what a library wrote before it is noise.

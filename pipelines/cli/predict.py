@@ -10,6 +10,7 @@ import typer
 from pipelines.cli.exit import Answer, answers, note
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.run import RUNS
+from trainer.errors import ConfigError
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="NAME (its champion), NAME@VERSION or a URI.")
@@ -51,6 +52,7 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that c
 
 @answers
 def predict(
+    context: typer.Context,
     model: Model,
     inputs: Inputs = None,
     output: Output = "-",
@@ -70,6 +72,8 @@ def predict(
 
     given = _inputs(inputs, split)
     form = predicting.form_of(output, to or "")
+    if output == predicting.STANDARD_OUTPUT and context.obj:
+        raise ConfigError("-o: with --json rows need a file: name it by -o")
     if output != predicting.STANDARD_OUTPUT:
         predicting.check_output(output, given)
         output = os.path.abspath(output)
@@ -98,8 +102,6 @@ def predict(
 
 
 def _inputs(inputs: list[str] | None, split: str) -> tuple[str, ...]:
-    from trainer.errors import ConfigError
-
     given = tuple(inputs or ())
     if any(not each.strip() for each in given):
         raise ConfigError("INPUT: one is empty: name a file, a folder or a URI")

@@ -43,7 +43,7 @@ def compare(workdir, capsys):
 
 
 def test_metrics_are_side_by_side_and_settings_where_they_differ(compare):
-    code, out, _ = compare(*RUNS, "--json")
+    code, out, text = compare(*RUNS, "--json")
     assert code == 0
     found = json.loads(out.splitlines()[-1])
     assert found["runs"] == list(RUNS)
@@ -53,7 +53,7 @@ def test_metrics_are_side_by_side_and_settings_where_they_differ(compare):
     assert table["training"]["global_step"] == [100, 200]
     assert table["settings"] == {"training.steps": [100, 200]}
     assert table["cost"]["tasks"] == [{"ps": 1, "worker": 2, "chief": 1}] * 2
-    lines = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
+    lines = {line.split("  ")[0]: line.split()[-2:] for line in text.splitlines()}
     assert lines["test: accuracy"] == ["(+0.0100)", "best"]
     assert (found["main_metric"], found["best"]) == ("accuracy", [RUNS[1]])
     assert lines["training.steps"] == ["100", "200"]

@@ -52,14 +52,16 @@ def answer(out):
 
 
 def test_list_names_the_champion(flotilla):
-    code, out, _ = flotilla("list", "--json")
+    code, out, table = flotilla("list", "--json")
     assert code == 0
     rows = answer(out)["models"]
     assert [(row["version"], row["champion"]) for row in rows] == [
         (1, False), (2, True), (3, False),
     ]  # fmt: skip
     assert [row["global_step"] for row in rows] == [100, 200, 300]
-    [line] = [line for line in out.splitlines() if " champion  " in line and "version" not in line]
+    [line] = [
+        line for line in table.splitlines() if " champion  " in line and "version" not in line
+    ]
     assert "0.975" in line
 
 
@@ -69,14 +71,14 @@ def test_list_of_an_empty_folder_says_so(flotilla, tmp_path):
 
 
 def test_show_reports_the_lineage_and_every_promotion(flotilla, workdir):
-    code, out, _ = flotilla("show", "digits", "--json")
+    code, out, text = flotilla("show", "digits", "--json")
     assert code == 0
     summary = answer(out)
     assert summary["model"]["version"] == 2
     assert summary["model"]["lineage"] == LINEAGE
     assert [each["version"] for each in summary["model"]["promotions"]] == [1, 2]
     assert storage.verify(summary["artifacts"]["model"]).fields["version"] == 2
-    assert "promotion 2: version 2 by run digits-9" in out
+    assert "promotion 2: version 2 by run digits-9" in text
     assert storage.uri_of(workdir) in summary["artifacts"]["model"]
 
 

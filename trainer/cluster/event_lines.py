@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer import events
+from trainer.durations import duration
 from trainer.events import Event, Progress, WorkProgress
 from trainer.progress.wording import line_of as work_line
 from trainer.progress.work import LOG_SECONDS
@@ -63,7 +64,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         else "the job is suspended, and queues for its room"
     ),
     events.Stalled: lambda event: (
-        f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent"
+        f"no progress for {duration(event.seconds)}: {', '.join(event.tasks)} silent"
     ),
     events.EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
     events.CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
@@ -97,7 +98,7 @@ def metrics_of(progress: Progress) -> str:
     """Return loss, speed and time left."""
     return (
         f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s  "
-        f"{progress.seconds_left:.0f} s left"
+        f"{duration(progress.seconds_left)} left"
     )
 
 

@@ -9,9 +9,8 @@ batch: the memory does not grow with the examples.
 from __future__ import annotations
 
 import json
-import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from trainer.evaluation.predictions import Predictions, Writer, measured, predic
 from trainer.evaluation.signature import by_output
 from trainer.evaluation.slices import sliced
 from trainer.evaluation.threshold import thresholds_of
+from trainer.json_records import finite
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.progress.work import Work
@@ -105,7 +105,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, scratch=scratch)
             summary["baselines"] = judged_baselines(objective, found.own, splits)
-        summary = _finite(summary)
+        summary = finite(summary)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
@@ -259,15 +259,6 @@ def summarized(
         "constant": constant.compared(objective, found.own, summary["metrics"], main),
         "slices": slices,
     }
-
-
-def _finite(tree: Any) -> Any:
-    """Return a tree with None in place of numbers that are not finite, which JSON cannot say."""
-    if isinstance(tree, Mapping):
-        return {name: _finite(each) for name, each in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_finite(each) for each in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _write_json(path: Path, tree: object) -> None:

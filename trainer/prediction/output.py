@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import glob
 import json
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 
 from trainer.data.files.column_scan import is_list
 from trainer.errors import UserError
+from trainer.json_records import finite
 from trainer.storage.errors import reported
 
 # A row group of parquet is as large as it can be within this.
@@ -168,15 +168,7 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_text)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, default=_text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(finite(value), ensure_ascii=False, default=_text)
 
 
 def _text(value: Any) -> str:

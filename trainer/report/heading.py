@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from trainer.durations import duration
 from trainer.errors import UserError
 from trainer.report.charts import number
-from trainer.report.wording import duration, formatted
+from trainer.report.wording import formatted
 from trainer.topology import topology_of
 
 Facts = Mapping[str, Any]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import jinja2
 
+from trainer.durations import duration
 from trainer.masking import printable
 from trainer.report.rules import sentence
-from trainer.report.wording import duration, formatted, interval_text, like, rounded, spoken, titled
+from trainer.report.wording import formatted, interval_text, like, rounded, spoken, titled
 
 _OWN = Path(__file__).parent
 

@@ -43,11 +43,12 @@ import yaml
 
 from trainer import storage
 from trainer.config.main_metric import MainMetric
+from trainer.durations import duration
 from trainer.masking import masked, one_line
 from trainer.report import heading, headline, pages, views
 from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
 from trainer.report.rules import sentence
-from trainer.report.wording import duration, formatted, rounded, titled
+from trainer.report.wording import formatted, rounded, titled
 
 _TEMPLATE = "report.html.j2"
 _ACROSS = "global_step"
@@ -349,7 +350,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
         [f"- ⚠ {plain(each)}" for each in [*notes, *warnings_of(facts)][:_MOST]],
         table(("metric", "model", *opponents), [_row(each) for each in rows[:_MOST]]),
         table(("rule", ""), [_rule(each, intervals) for each in rules_of(facts)[:_MOST]]),
-        table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
+        table(("step", "ended", "duration"), [_step(each) for each in facts.get("steps") or ()]),
         table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
         table(("from", "what"), _lineage(facts)),
         [f"The whole report: {code(report)}"] if report else [],
@@ -367,7 +368,7 @@ def _rule(rule: Facts, intervals: Facts) -> tuple[object, ...]:
 
 
 def _step(step: Facts) -> tuple[object, ...]:
-    seconds = f"{formatted(step.get('seconds'))}{earlier(step)}"
+    seconds = f"{duration(step.get('seconds'))}{earlier(step)}"
     return (step.get("step", ""), step.get("status", ""), seconds)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
+from trainer.durations import duration
 from trainer.masking import one_line
 from trainer.report import headline
 from trainer.report.charts import Chart, line_chart, number
@@ -241,7 +242,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
     for event in events:
         if (moment := number(event.get("time"))) is not None:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
-            text = f"{event.get('event')} after {moment - begin:.1f} s"
+            text = f"{event.get('event')} after {duration(moment - begin)}"
             began = max((each for each in marks if each <= moment), default=min(marks))
             # A thousand restarts are still a picture.
             place = round(share(moment) / _MARK_APART) * _MARK_APART, kind

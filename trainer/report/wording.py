@@ -21,8 +21,6 @@ _MOST_DIGITS = 17
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
-# Sixty of the smaller unit; from so many seconds on without tenths; from so many hours on in days.
-_MINUTE, _TENTHS, _DAYS = 60, 10, 48
 _PAIR = 2
 # A longer name of a class says no more.
 _LONGEST_NAME = 60
@@ -118,20 +116,6 @@ def named(name: object) -> str:
     """Return the name of a class or a file as a sentence has it: on one line, and not too long."""
     text = one_line(str(name)) or "(empty)"
     return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"
-
-
-def duration(seconds: object) -> str:
-    """Return seconds as a person says them: `1 h 05 min`, `2 min 08 s`, `7.3 s`."""
-    plain = number(seconds)
-    if plain is None or plain < 0 or not math.isfinite(plain):
-        return formatted(seconds)
-    if plain < _MINUTE:
-        return f"{plain:.1f} s" if plain < _TENTHS else f"{plain:.0f} s"
-    minutes, rest = divmod(round(plain), _MINUTE)
-    if minutes < _MINUTE:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, _MINUTE)
-    return f"{hours} h {minutes:02d} min" if hours < _DAYS else f"{hours // 24} d {hours % 24} h"
 
 
 def _tells(texts: Sequence[str], values: Sequence[float]) -> bool:

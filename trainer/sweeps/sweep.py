@@ -12,6 +12,7 @@ from trainer.config.load import override, parse_config
 from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.schema import Config
 from trainer.config.thresholds import SHARES
+from trainer.durations import duration
 from trainer.errors import ConfigError
 from trainer.json_records import is_number
 from trainer.report import report
@@ -317,14 +318,14 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
             *(each.settings.get(key, "") for key in sweep.keys),
             rounded(each.last.value) if each.last else "",
             str(each.last.steps) if each.last else "",
-            f"{each.seconds:.1f}",
+            duration(each.seconds),
             "best" if each.number == sweep.best else each.status,
         ]
         for each in sorted(sweep.trials, key=order)
     ]
     keys = [key.rpartition(".")[2] for key in sweep.keys]
     metric = spoken(objective.metric)
-    return ["trial", *keys, metric, "steps", "seconds", "status"], rows
+    return ["trial", *keys, metric, "steps", "duration", "status"], rows
 
 
 def as_markdown(sweep: Sweep) -> bytes:

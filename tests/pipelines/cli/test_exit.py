@@ -1,13 +1,16 @@
 """What `--json` adds to the keys of every command is what the command's help says of it."""
 
 import json
+import math
 import re
+from pathlib import Path
 
 import pytest
 import typer
 
 from docs.build.reference import command_line, flat
 from pipelines.cli import app
+from pipelines.cli.exit import Answer, answers, write
 from trainer import storage
 from trainer.config.load import parse_config
 from trainer.promotion import registry
@@ -44,9 +47,11 @@ def workdir(tmp_path):
     return folder
 
 
-def answer(capsys, *words):
-    assert app.called([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+def answer(capsys, *words, code=0):
+    """Return the object of a command, which is alone on standard output."""
+    assert app.called([*words, "--json"]) == code
+    [line] = capsys.readouterr().out.splitlines()
+    return json.loads(line, parse_constant=pytest.fail)
 
 
 def always():
@@ -78,9 +83,36 @@ def test_the_keys_of_a_compilation(capsys, tmp_path):
 
 
 def test_a_failure_has_the_same_keys(capsys, workdir):
-    words = ["models", "show", "nothing", "--workdir", str(workdir), "--json"]
-    assert app.called(words) == 2
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = answer(capsys, "models", "show", "nothing", "--workdir", str(workdir), code=2)
     assert set(found) == always()
     assert found["status"] == "failed"
     assert "nothing" in found["message"]
+
+
+def test_an_object_is_what_json_can_say():
+    """A number that is not finite is null, and a text without credentials is as it was."""
+    metrics = {"cookie": 0.5, "loss": math.nan, "bounds": [math.inf, (1, -math.inf)]}
+    message = "s3://me:secret@bucket has \x1b[1m"
+    text = Answer(metrics=metrics, message=message, more={"at": Path("a")}).json()
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert found["metrics"] == {"cookie": 0.5, "loss": None, "bounds": [None, [1, None]]}
+    assert found["message"] == "s3://***@bucket has \x1b[1m"
+    assert found["at"] == "a"
+
+
+@answers
+def _broken() -> Answer:
+    """Fail as only a bug does."""
+    write("for people\n")
+    raise ZeroDivisionError("nothing\nto divide by")
+
+
+def test_a_bug_is_an_object_as_well(capsys):
+    with pytest.raises(typer.Exit) as ended:
+        _broken(as_json=True)
+    out, err = capsys.readouterr()
+    assert ended.value.exit_code == 1
+    assert json.loads(out)["message"] == "internal error: ZeroDivisionError: nothing to divide by"
+    assert err.startswith("for people\nTraceback")
+    with pytest.raises(ZeroDivisionError):
+        _broken(as_json=False)

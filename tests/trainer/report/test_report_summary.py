@@ -35,7 +35,7 @@ def test_a_blessed_run():
     assert ["Accuracy", "0.9712"] in rows
     asked = "Accuracy is 0.97; it has to be at least 0.95 \\(gate.min\\)."
     assert [asked, "kept"] in rows
-    assert ["train\\_model", "done", "12.5"] in rows
+    assert ["train\\_model", "done", "12 s"] in rows
     # Of what is not known there is no row.
     assert [row[0] for row in rows if row[0] in {"image", "commit", "checkpoint"}] == [
         "image", "checkpoint",
@@ -65,8 +65,8 @@ def test_the_time_of_earlier_tries_and_the_cost_are_reported():
     once = {**step, "step": "check_gate", "tries": 1, "earlier_seconds": 0.0}
     cost = {"tasks": {"ps": 1, "worker": 2}, "task_hours": 0.5}
     rows = rows_of(text_of({"steps": [again, once], "cost": cost}))
-    assert ["train\\_model", "done", "12.5 \\+ 40 s in 2 earlier tries"] in rows
-    assert ["check\\_gate", "done", "12.5"] in rows
+    assert ["train\\_model", "done", "12 s \\+ 40 s in 2 earlier tries"] in rows
+    assert ["check\\_gate", "done", "12 s"] in rows
     assert ["tasks", "ps 1, worker 2"] in rows
     assert ["task hours", "0.5"] in rows
 

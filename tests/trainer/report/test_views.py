@@ -196,7 +196,7 @@ def test_the_time_line_in_percent_of_the_run() -> None:
     prepared, trained = views.time_line(STEPS, incidents)
     assert [(bar.left, bar.width) for bar in (prepared, trained)] == [(0, 20), (40, 60)]
     assert [(mark.left, mark.kind, mark.text) for mark in trained.marks] == [
-        (50, "incident", "restart after 25.0 s")
+        (50, "incident", "restart after 25 s")
     ]
     assert prepared.marks == ()
 

@@ -62,12 +62,3 @@ def test_a_reader_sees_which_of_two_numbers_is_larger(value: float, threshold: f
 )
 def test_metrics_are_spoken(name: str, text: str) -> None:
     assert wording.spoken(name) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (7.25, "7.2 s"), (59.4, "59 s"), (63.0, "1 min 03 s"), (3900, "1 h 05 min"),
-     (200_000, "2 d 7 h"), (-1, "-1"), (None, "-"), (math.nan, "nan"), (math.inf, "inf")],
-)  # fmt: skip
-def test_durations(seconds: Any, text: str) -> None:
-    assert wording.duration(seconds) == text

@@ -190,10 +190,10 @@ def test_a_main_metric_that_is_the_loss_is_refused_where_the_loss_is_searched():
 
 def test_the_table_has_the_best_first():
     heads, rows = table_of(trained())
-    assert heads == ["trial", "learning_rate", "validation loss", "steps", "seconds", "status"]
+    assert heads == ["trial", "learning_rate", "validation loss", "steps", "duration", "status"]
     assert rows == [
-        ["2", "0.003", "0.2", "90", "0.0", "best"],
-        ["1", "0.01", "0.5", "30", "0.0", "done"],
+        ["2", "0.003", "0.2", "90", "0.0 s", "best"],
+        ["1", "0.01", "0.5", "30", "0.0 s", "done"],
     ]
 
 

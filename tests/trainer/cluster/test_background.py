@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from trainer.background import Loop
+from trainer.cluster.background import Loop
 
 
 @pytest.fixture
