@@ -17,7 +17,7 @@ from components.kubernetes.api.client import Api, RefusedError, UnreachableError
 from components.kubernetes.api.retry import deleted_by_another, refused, with_retry
 from components.kubernetes.names import LEASES, JobKind, Tree
 from components.kubernetes.owned_objects import own_labels
-from trainer.cluster.background import Loop
+from trainer.background import Loop
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 

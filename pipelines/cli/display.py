@@ -18,8 +18,8 @@ from rich.text import Text
 from pipelines.cli.exit import discard
 from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
-from trainer.durations import duration
 from trainer.masking import one_line, printable
+from trainer.progress.durations import duration
 from trainer.report.headline import constant_of, main_value
 from trainer.report.wording import rounded
 

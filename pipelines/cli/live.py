@@ -15,7 +15,6 @@ from rich.text import Text
 from components.table import maker_of
 from pipelines.cli.display import Terminal, mark
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
-from trainer.durations import duration
 from trainer.events import (
     Event,
     Interrupted,
@@ -27,6 +26,7 @@ from trainer.events import (
     WorkProgress,
 )
 from trainer.masking import one_line
+from trainer.progress.durations import duration
 from trainer.progress.wording import parts_of
 from trainer.report.wording import rounded
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer import events
-from trainer.durations import duration
 from trainer.events import Event, Progress, WorkProgress
+from trainer.progress.durations import duration
 from trainer.progress.wording import line_of as work_line
 from trainer.progress.work import LOG_SECONDS
 

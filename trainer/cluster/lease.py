@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 
 from trainer import events, storage
-from trainer.cluster.background import Loop
+from trainer.background import Loop
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.json_records import record_in

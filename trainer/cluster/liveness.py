@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from trainer.cluster.background import Loop
+from trainer.background import Loop
 from trainer.topology import Cluster, Task
 
 VARIABLE = "FLOTILLA_HEARTBEAT"

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from trainer import events
+from trainer.background import Loop
 from trainer.cluster import loopback
-from trainer.cluster.background import Loop
 from trainer.cluster.event_lines import LogLines
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import LOG, TaskProcess, require_gpus

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.durations import duration
 from trainer.events import WorkProgress
+from trainer.progress.durations import duration
 
 _BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _TENTHS = 10

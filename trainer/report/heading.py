@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from trainer.durations import duration
 from trainer.errors import UserError
+from trainer.progress.durations import duration
 from trainer.report.charts import number
 from trainer.report.wording import formatted
 from trainer.topology import topology_of

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.config.main_metric import MainMetric
-from trainer.durations import duration
 from trainer.masking import one_line
+from trainer.progress.durations import duration
 from trainer.report.charts import number
 from trainer.report.rules import CONSTANT, MARGIN, because
 from trainer.report.wording import apart, like, named, rounded, spoken

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jinja2
 
-from trainer.durations import duration
 from trainer.masking import printable
+from trainer.progress.durations import duration
 from trainer.report.rules import sentence
 from trainer.report.wording import formatted, interval_text, like, rounded, spoken, titled
 

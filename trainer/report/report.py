@@ -43,8 +43,8 @@ import yaml
 
 from trainer import storage
 from trainer.config.main_metric import MainMetric
-from trainer.durations import duration
 from trainer.masking import masked, one_line
+from trainer.progress.durations import duration
 from trainer.report import heading, headline, pages, views
 from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
 from trainer.report.rules import sentence

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
-from trainer.durations import duration
 from trainer.masking import one_line
+from trainer.progress.durations import duration
 from trainer.report import headline
 from trainer.report.charts import Chart, line_chart, number
 from trainer.report.wording import capital, named, side_by_side, titled

@@ -12,9 +12,9 @@ from trainer.config.load import override, parse_config
 from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from trainer.config.schema import Config
 from trainer.config.thresholds import SHARES
-from trainer.durations import duration
 from trainer.errors import ConfigError
 from trainer.json_records import is_number
+from trainer.progress.durations import duration
 from trainer.report import report
 from trainer.report.wording import rounded, spoken
 

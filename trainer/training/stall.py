@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import events
+from trainer.background import Loop
 from trainer.cluster import termination
-from trainer.cluster.background import Loop
 from trainer.cluster.liveness import STARTING_SECONDS, Peers
 from trainer.errors import BEGIN_AGAIN
 from trainer.strategies.strategy import Strategy

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from components.kubernetes import names
 from components.kubernetes.names import Tree
-from trainer.cluster.background import Loop
+from trainer.background import Loop
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)

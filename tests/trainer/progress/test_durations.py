@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.durations import duration
+from trainer.progress.durations import duration
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from trainer.cluster.background import Loop
+from trainer.background import Loop
 
 
 @pytest.fixture
