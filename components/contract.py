@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from components.table import STEPS
 from trainer.errors import ConfigError
@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 #: Flotilla that has compiled it, and the digest of its steps.
 OPTION = "--compiled_by"
 # To be raised when what passes between steps changes its meaning, and no signature shows it.
-_REVISION = 2
+_REVISION = 3
 _LENGTH = 12
 
 
@@ -53,13 +53,18 @@ def is_of_this_code(compiled_by: str) -> bool:
 def check() -> None:
     """Raise a `ConfigError` unless this step was compiled for the steps of this code."""
     compiled_by = mark_in(sys.argv)
-    if is_of_this_code(compiled_by):
-        return
+    if not is_of_this_code(compiled_by):
+        refuse(compiled_by)
+
+
+def refuse(compiled_by: str) -> NoReturn:
+    """Raise a `ConfigError`: a pipeline with this mark has other steps than this code."""
     theirs, own = in_words(compiled_by), in_words(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
-        "differ; upload the pipeline again with the version of the image "
-        "(`flotilla upload`), or set the run parameter image to the image that it was compiled for"
+        "differ; upload the pipeline again with the version of the image (`flotilla upload`), and "
+        "make a schedule of it again (`flotilla reschedule`), or set the run parameter image to "
+        "the image that it was compiled for"
     )
 
 

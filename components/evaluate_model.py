@@ -1,4 +1,4 @@
-"""Measure a checkpoint, and the champion, on the test split."""
+"""Measure a checkpoint, and the champion, on the test split; decide by the gate."""
 
 import json
 import re
@@ -17,9 +17,11 @@ from trainer import storage
 from trainer.code.bundle import configured
 from trainer.config.main_metric import MainMetric
 from trainer.config.schema import Config
+from trainer.promotion import gate, trained
 from trainer.promotion.registry import opponent
 
 
+# The word is the single output: KFP's local runner resolves a condition on no other.
 @component
 def evaluate_model(
     config: str,
@@ -27,13 +29,15 @@ def evaluate_model(
     run_id: str,
     dataset: str,
     checkpoint: str,
+    decision_uri: dsl.OutputPath(str),
     evaluation_metrics: dsl.Output[dsl.Metrics],
     confusion_matrix: dsl.Output[dsl.ClassificationMetrics],
     roc_curve: dsl.Output[dsl.ClassificationMetrics],
+    decision: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
-    """Evaluate the checkpoint on the dataset; return the URI of the evaluation."""
+    """Return "blessed" or "refused"; `decision_uri` is the URI of the reasons."""
     from components.evaluate_model import work
     from components.records.record import run
 
@@ -41,7 +45,13 @@ def evaluate_model(
 
 
 def work(step: Step) -> str:
-    """Measure it; what the UI draws goes to the three artifacts."""
+    """Return `blessed` or `refused`; the file `decision_uri` gets the URI of the reasons."""
+    evaluation = step.stage("evaluate_model", evaluate)
+    return step.stage("check_gate", check_gate, evaluation=evaluation)
+
+
+def evaluate(step: Step) -> str:
+    """Measure the checkpoint; what the UI draws goes to three artifacts; return the URI."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
@@ -58,6 +68,24 @@ def work(step: Step) -> str:
         descriptor.log_confusion(step.confusion_matrix, measured.get("labels", ()), matrix)
         descriptor.log_roc(step.roc_curve, measured.get("roc", ()))
         return result.uri
+
+
+def check_gate(step: Step) -> str:
+    """Hold the evaluation against the rules of the gate; return the word."""
+    policy = configured(step.config)
+    found = decided(policy, step.root, step.run_id, step.evaluation)
+    if not found.blessed:
+        trained.end(step.root, step.run_id, found.word)
+    step.output.done(found.uri, found.in_words)
+    descriptor.describe(step.decision, found.uri, found.in_words)
+    Path(step.decision_uri).write_text(found.uri, encoding="utf-8")
+    return found.word
+
+
+def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
+    """Return the gate's decision about an evaluation of a run."""
+    output = output_of(root, run_id, "decision", evaluation, config.gate.digest())
+    return gate.check(config, evaluation, output)
 
 
 def _of_baselines(measured: Mapping[str, Any]) -> dict[str, float]:

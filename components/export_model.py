@@ -1,13 +1,21 @@
-"""Export a blessed model and prove that what was written is the same model."""
+"""Export a blessed model, prove that it is the same, register it and make it the champion."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from kfp import dsl
 
-from components import descriptor
+from components import descriptor, evaluate_model
 from components.image import component
 from components.records.record import Step
-from components.records.run_store import output_of, scratch_folder
+from components.records.run_store import is_local_run, output_of, scratch_folder
 from trainer import storage
 from trainer.code.bundle import configured
+from trainer.config.schema import Config
+from trainer.data import listing
+from trainer.promotion import gate, lineage, registration, registry, trained
 
 
 @component
@@ -18,12 +26,14 @@ def export_model(
     dataset: str,
     checkpoint: str,
     decision: str,
+    image: str,
     model: dsl.Output[dsl.Model],
+    registration: dsl.Output[dsl.Model],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
     decision_descriptor: dsl.Input[dsl.Artifact] = None,
 ) -> str:
-    """Export the checkpoint that the decision at its URI has blessed; return the model's URI."""
+    """Export the checkpoint that the decision at its URI has blessed; return "promoted" or not."""
     from components.export_model import work
     from components.records.record import run
 
@@ -31,6 +41,12 @@ def export_model(
 
 
 def work(step: Step) -> str:
+    """Return `promoted` or `refused`."""
+    uri = step.stage("export_model", export)
+    return step.stage("register_model", register, model_uri=uri)
+
+
+def export(step: Step) -> str:
     """Export it; raises `UserError` where it is not blessed, or is another model then."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
@@ -50,3 +66,68 @@ def work(step: Step) -> str:
         step.output.done(exported.uri, differences)
         descriptor.describe(step.model, exported.uri, differences)
         return exported.uri
+
+
+def register(step: Step) -> str:
+    """Judge the exported model, register it, and make it the champion; return the word."""
+    with scratch_folder() as scratch:
+        settings = configured(step.config)
+        run = (step.root, step.run_id)
+        request = registration.Request(
+            config=settings,
+            root=step.root,
+            model=step.model_uri,
+            output=output_of(*run, "registration", step.model_uri, settings.registry.digest()),
+            lineage=_lineage(settings, *run, step.model_uri, step.image),
+            by=f"run {step.run_id}",
+            compare=partial(_compared, settings, *run, step.model_uri, scratch),
+        )
+        made = registration.register(request, scratch)
+        word = registration.PROMOTED if made.promoted else registration.REFUSED
+        trained.end(*run, word)
+        if made.promoted:
+            registration.announce(step.root, settings.name, made.version, settings.registry.hub)
+        numbers = {"version": made.version, "promotion": made.promotion}
+        judged = {"decision": word, "headline": made.headline, **numbers}
+        step.output.done(made.uri, {**judged, "reasons": list(made.reasons)})
+        judged = {"model": step.model_uri, **judged}
+        descriptor.describe(step.registration, made.uri, judged)
+        return word
+
+
+def _compared(
+    config: Config, root: str, run_id: str, model: str, scratch: Path, champion: registry.Version
+) -> gate.Decision:
+    made_from = storage.read_manifest(model).fields["made_from"]
+    inputs = evaluate_model.Inputs(
+        dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri
+    )
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="comparison-") as folder:
+        # The evaluation of the run has the baselines.
+        alone = config.evaluation.model_copy(update={"baseline": "none"})
+        settings = config.model_copy(update={"evaluation": alone})
+        measured = evaluate_model.evaluated(settings, root, run_id, inputs, Path(folder))
+    return evaluate_model.decided(config, root, run_id, measured.uri)
+
+
+def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> dict[str, Any]:
+    fields = storage.read_manifest(model).fields
+    measured = storage.read_manifest(fields["evaluation"]).fields
+    checkpoint = fields["made_from"]["checkpoint"]
+    return {
+        "run_id": run_id,
+        "dataset": fields["made_from"]["dataset"],
+        "fingerprint": fields["made_from"]["fingerprint"],
+        "data_version": config.data.version,
+        "spans": listing.spans_of(root, config.data.version) if config.data.source else {},
+        "config": config.digest(),
+        "commit": lineage.commit(),
+        "code": config.code,
+        # A local run uses the code of this machine, and no image.
+        "image": "" if is_local_run() else image,
+        "checkpoint": checkpoint,
+        "warmed_from": str(storage.read_manifest(checkpoint).fields.get("warmed_from", "")),
+        "evaluation": fields["evaluation"],
+        "decision": fields["decision"],
+        "metrics": measured["metrics"],
+    }

@@ -21,8 +21,7 @@ log = logging.getLogger(__name__)
 def finish(
     status: dsl.PipelineTaskFinalStatus,
     root: str,
-    launcher: str,
-    kubernetes: str,
+    settings: dict,  # type: ignore[type-arg]
     kfp_run_id: str,
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
@@ -35,13 +34,18 @@ def finish(
 
 
 def work(step: Step) -> None:
+    """Run its one stage."""
+    step.stage("finish", end_and_report)
+
+
+def end_and_report(step: Step) -> None:
     """End what is left of the training cluster and report, whether it could be ended or not."""
     run_id, folder, found = run_id_of(step.kfp_run_id), folder_of_run(), step.root
     # Without a root the first step has failed, and its own error says so.
     with suppress(UserError):
         found = root_of(step.root, step.report.uri, step.kfp_run_id)
     try:
-        launchers.end(step.launcher, step.kubernetes, run_id)
+        launchers.end(step.settings, run_id)
     finally:
         page, words = folder / gather_report.PAGE, step.status.error_message or ""
         uri = storage.join(found, run_id, page.name) if found else ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from components.image import DEFAULTS, PodDefaults
 from trainer import events
 from trainer.cluster import completion, local
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
-from trainer.config.load import parse_config, parse_value
+from trainer.config.form import tree_of
+from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.masking import masked
@@ -92,14 +94,17 @@ def _write(task: str, line: str) -> None:
     sys.stdout.flush()
 
 
-def end(launcher: str, kubernetes: str, run_id: str) -> None:
-    """Delete what a run has left on a cluster; raises `UserError`."""
-    if launcher not in (*ENGINES, "auto"):
-        return
+def end(settings: Mapping[str, Any], run_id: str) -> None:
+    """Delete what a run of these settings has left on a cluster; raises `UserError`."""
     try:
-        config = parse_config({"cluster": {"kubernetes": parse_value(kubernetes)}})
-    except ConfigError:
+        cluster = tree_of(settings).get("cluster") or {}
+        named = {key: cluster[key] for key in ("launcher", "kubernetes") if key in cluster}
+        config = parse_config({"cluster": named})
+    except (ConfigError, TypeError):
         # The first step refused it, so that nothing was launched.
+        return
+    launcher = config.cluster.launcher
+    if launcher == "local":
         return
     if launcher == "auto":
         from components.kubernetes import choice

@@ -1,38 +1,90 @@
-"""Download a dataset, split and shard it, and publish it; a published one is reused."""
+"""The first step: resolve the configuration, prepare the dataset, hold it against its rules."""
+
+from pathlib import Path
+from typing import NamedTuple
 
 from kfp import dsl
 
-from components import descriptor, in_use
+from components import contract, descriptor, in_use, resolve_config
 from components.image import component
 from components.records import run_store
 from components.records.record import Step
+from components.records.run_store import output_of
+from components.table import READY, REFUSED, UNCHANGED
 from trainer import events
-from trainer.code import bundle
-from trainer.config.data import DataConfig
+from trainer.code.bundle import configured
 
 
+# The fields of the form; a test holds them against `trainer.config.form`.
+@contract.marked
 @component
 def prepare_data(
-    data: str, root: str, seal: str, data_code: str, dataset: dsl.Output[dsl.Dataset]
-) -> str:
-    """Publish the dataset of the data section below `root`; return its URI."""
+    name: str,
+    source: str,
+    label: str,
+    task: str,
+    model: str,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    strategy: str,
+    workers: int,
+    servers: int,
+    gpus: int,
+    storage_root: str,
+    settings: dict,  # type: ignore[type-arg]
+    kfp_run_id: str,
+    configuration: dsl.Output[dsl.Artifact],
+    dataset: dsl.Output[dsl.Dataset],
+    validation: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
+    published: str = "",
+) -> NamedTuple(
+    "Prepared",
+    [("config", str), ("root", str), ("run_id", str), ("dataset_uri", str), ("Output", str)],
+):
+    """Publish the dataset of the form; return "ready", "unchanged" or "refused", and where it is.
+
+    `published` is the URI of a dataset to train on, in place of one that is prepared.
+    """
     from components.prepare_data import work
     from components.records.record import run
 
     return run(work, locals())
 
 
-def work(step: Step) -> str:
-    """Prepare the dataset with a bundle of code, or none.
+class Prepared(NamedTuple):
+    """What the first step passes on: the configuration as JSON, and where to store.
 
-    The seal is for KFP's cache alone: it differs in every run while the dataset is not there and
-    whole, so that the cache never returns its URI then.
+    `Output` is the word: KFP's local runner knows no other name in a condition.
     """
+
+    config: str
+    root: str
+    run_id: str
+    dataset_uri: str
+    Output: str
+
+
+def work(step: Step) -> Prepared:
+    """Run the stages until one of them says that the run does not train."""
+    resolved = step.stage("resolve_config", resolve_config.work)
+    run = resolved._asdict()
+    if run.pop("is_unchanged"):
+        return Prepared(**run, dataset_uri="", Output=UNCHANGED)
+    if step.published:
+        return Prepared(**run, dataset_uri=step.published, Output=READY)
+    uri = step.stage("prepare_data", prepare, **run)
+    word = step.stage("validate_data", validate, **run, dataset_uri=uri)
+    return Prepared(**run, dataset_uri=uri, Output=READY if word == "accepted" else REFUSED)
+
+
+def prepare(step: Step) -> str:
+    """Download, split, shard and publish the dataset; a published one is reused."""
     with run_store.scratch_folder() as scratch:
         from trainer.data import prepare
 
-        bundle.enter(step.data_code)
-        section = DataConfig.model_validate_json(step.data)
+        section = configured(step.config).data
         key = f"version of {section.name}"
         chosen = section.version or run_store.pinned(key)
         exact = section.model_copy(update={"version": chosen})
@@ -54,3 +106,27 @@ def work(step: Step) -> str:
         origin = {"fingerprint": fields["fingerprint"], "version": version}
         descriptor.describe(step.dataset, prepared.uri, {**origin, **examples})
         return prepared.uri
+
+
+def validate(step: Step) -> str:
+    """Return `accepted` or `refused`: by the rules, and beside the champion's dataset."""
+    # It loads SciPy, which takes longer than a run that finds nothing new.
+    from trainer.data_gate import validate
+
+    settings = configured(step.config)
+    found = validate.check(settings, step.dataset_uri, validate.opponent(step.root, settings.name))
+    uri = output_of(step.root, step.run_id, "validation", step.dataset_uri, found.digest)
+    validate.publish(found, uri)
+    facts = found.facts
+    for line in facts["warnings"]:
+        events.emit(events.DataNote(text=line, is_warning=True))
+    judged = {
+        "decision": found.decision,
+        "warned": len(facts["warnings"]),
+        "reasons": facts["reasons"],
+        "warnings": facts["warnings"],
+    }
+    step.output.done(uri, judged)
+    descriptor.describe(step.validation, uri, judged)
+    Path(step.page.path).write_bytes(found.page)
+    return found.decision

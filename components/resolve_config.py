@@ -1,27 +1,24 @@
-"""The first step: check the run parameters and pass one JSON text on."""
+"""The first stage: make a configuration of the form, and look up what the run depends on."""
+
+from __future__ import annotations
 
 import json
 import logging
 import os
-import tempfile
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from kfp import dsl
-
-from components import contract, descriptor, in_use, table
-from components.image import component
-from components.pod_parameters import check_parameters
-from components.records import run_store, step_record
-from components.records.record import Step, run
+from components import contract, descriptor, table
+from components.records import record, run_store, step_record
+from components.records.record import Step
 from trainer import events, storage
 from trainer.cluster import fitting
 from trainer.code import bundle
 from trainer.config.data import SINCE_CHAMPION, DataConfig
+from trainer.config.form import from_form
 from trainer.config.model import CHAMPION, initial_weights
-from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import AUTO, OF_TWO_CLASSES, Config, OutputConfig
 from trainer.data import listing
 from trainer.errors import ConfigError
@@ -35,92 +32,25 @@ _FILES = "listing of data.source"
 _log = logging.getLogger(__name__)
 
 
-# One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
-# step where they are wrong. A test holds them against the config model and `step_parameters`.
-# fmt: off
-@contract.marked
-@component
-def resolve_config(
-    name: str, data_dataset: str, data_source: str, data_format: str, data_builder_args: str,
-    data_version: str, data_spans: str, data_manual_dir: str,
-    data_inputs: str, data_label: str, data_weight: str, data_group: str, data_drop: str,
-    data_types: str, data_map: str, data_shapes: str, data_buckets: str, data_image: str,
-    data_bad_rows: float, data_splits: str, data_shards: int, data_validation: float,
-    data_partition: str, data_disk: str, data_vocabulary: int, data_runner: str,
-    data_schema_file: str, data_gate: str, data_seed: int,
-    task_name: str, task_loss: str, task_metrics: str, task_outputs: str, task_positive: str,
-    task_main_metric: str, task_args: str,
-    model_name: str, model_args: str,
-    training_strategy: str, training_steps: int, training_batch_size: int,
-    training_accumulate: int, training_optimizer_name: str, training_optimizer_learning_rate: float,
-    training_optimizer_args: str, training_optimizer_dense_updates: bool,
-    training_schedule_name: str, training_schedule_warmup_steps: int,
-    training_schedule_args: str, training_pull_every: int, training_replicas_to_aggregate: int,
-    training_checkpoint_every: int, training_checkpoint_seconds: float,
-    training_checkpoint_parts_mb: int, training_keep: int,
-    training_validate_every: int, training_patience: int, training_stall_timeout: float,
-    training_mixed_precision: str, training_jit_compile: bool, training_warm_start: str,
-    training_ema: float, training_freeze: str, training_hand_on: str, training_class_weights: str,
-    training_when_unchanged: str, training_profile: str, training_seed: int,
-    cluster_launcher: str, cluster_parameter_servers: int, cluster_workers: int,
-    cluster_evaluator: bool, cluster_gpus_per_worker: int,
-    cluster_gpu_memory_mb: int, cluster_communication: str, cluster_placement: str,
-    cluster_existing_servers: bool, cluster_in_process: bool, cluster_max_restarts: int,
-    cluster_recovery: str, cluster_metrics_port: int, cluster_kubernetes: str,
-    evaluation_batch_size: int, evaluation_slices: str, evaluation_baseline: str,
-    gate_min: str, gate_max: str, gate_constant: str,
-    gate_champion_metric: str, gate_champion_margin: str, gate_champion_confidence: float,
-    gate_champion_class_margin: str, gate_champion_better: str,
-    export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
-    registry_hub: str, storage_root: str, code: str, kfp_run_id: str,
-    configuration: dsl.Output[dsl.Artifact],
-    step_cpu: str = "1", step_memory: str = "4Gi", step_gpus: str = "0",
-    step_node_selector: dict = {},  # type: ignore[type-arg] # noqa: B006
-    step_tolerations: list = [],  # type: ignore[type-arg] # noqa: B006
-) -> NamedTuple(
-    "Resolved",
-    [
-        ("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str),
-        ("data_code", str), ("Output", str),
-    ],
-):
-    """Check the run parameters; return the configuration, its data section and where to store."""
-    from components.resolve_config import run_step
-
-    return run_step(locals())
-# fmt: on
-
-
 class Resolved(NamedTuple):
-    """What the first step passes on.
-
-    `data_code` is the bundle that the data section needs, empty where it names nothing of the
-    user's: of the code KFP's cache knows nothing else.
-
-    `Output` is the word, `new` or `unchanged`: KFP's local runner knows no other name in a
-    condition.
-    """
+    """What the next stages take; `is_unchanged` where an earlier run has done what they would."""
 
     config: str
-    data: str
     root: str
     run_id: str
-    seal: str
-    data_code: str
-    Output: str
+    is_unchanged: bool
 
 
-def run_step(values: Mapping[str, Any]) -> Resolved:
-    """Run this step: the one call that is the same in every version, so that each can refuse."""
-    return run(work, values)
+def run_step(_call: Mapping[str, Any]) -> NoReturn:
+    """Refuse: a pipeline of nine steps calls it, which a schedule of before may still start."""
+    record.tried("resolve_config", "", lambda _output: contract.refuse(contract.mark_in(sys.argv)))
+    raise AssertionError
 
 
 def work(step: Step) -> Resolved:
-    """Check all run parameters, and record the refusal; return what the data section depends on."""
+    """Check the form, and record the refusal; return the configuration and where to store."""
     contract.check()
-    values = {name: each for name, each in vars(step).items() if name != "output"}
-    check_parameters(values)
-    artifact, config = step.configuration, from_parameters(values)
+    artifact, config = step.configuration, from_form(vars(step))
     root = run_store.root_of(config.storage.root, artifact.uri, step.kfp_run_id)
     _check_shared(root)
     _check_source(config.data)
@@ -130,12 +60,10 @@ def work(step: Step) -> Resolved:
     earlier = finished_by(config, root, run_id)
     config = with_positive(with_champion(config, root), root)
     step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
-    # A local run has no KFP cache, and preparing finds the version itself.
-    data = config.data if run_store.is_local_run() else with_version(config.data)
     if not (earlier or run_store.is_local_run()):
-        # Here it comes before the pods of any other step; on this machine the chief finds it.
-        fitting.require(config.model_copy(update={"data": data}))
-    step.output.metrics = {"name": config.name, "data_version": data.version, **code}
+        # On this machine the chief finds it.
+        fitting.require(config)
+    step.output.metrics = {"name": config.name, "data_version": config.data.version, **code}
     if earlier:
         reason = f"files and configuration are those of {earlier}, which has finished"
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
@@ -144,12 +72,9 @@ def work(step: Step) -> Resolved:
     return Resolved(
         # KFP writes its parameters into the log as they are.
         config=printable(config.model_dump_json()),
-        data=printable(data.model_dump_json()),
         root=root,
         run_id=run_id,
-        seal=_seal(data, root, run_store.pipeline_root_in(artifact.uri, step.kfp_run_id)) or run_id,
-        data_code=config.code if config.data.is_own else "",
-        Output=table.UNCHANGED if earlier else table.NEW,
+        is_unchanged=bool(earlier),
     )
 
 
@@ -211,18 +136,6 @@ def with_positive(config: Config, root: str) -> Config:
     return config.model_copy(update={"task": task})
 
 
-def with_version(data: DataConfig) -> DataConfig:
-    """Return the data section with its newest version, which KFP's cache compares."""
-    if data.version or data.source:
-        return data
-    from trainer.data import prepare
-
-    with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
-        newest = prepare.newest_version(data, Path(scratch))
-    events.emit(events.NewestVersion(dataset=data.name, version=newest))
-    return data.model_copy(update={"version": newest})
-
-
 def with_listing(config: Config, root: str) -> Config:
     """Return the configuration with the digest of the chosen files as its `data.version`.
 
@@ -273,18 +186,3 @@ def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
     bundle.enter(code)
     bundle.note_run(root, run_id, code)
     return {"code": code}
-
-
-def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:
-    if run_store.is_local_run():
-        return ""
-    from trainer.data import key
-
-    datasets = key.seal(data, root)
-    for line in datasets.splitlines():
-        # KFP may take it from its cache, and then nothing else says that it is used.
-        if not in_use.use(storage.join(root, "datasets", line.partition(" ")[0])):
-            return ""
-    # From the cache comes the artifact of an earlier run, too. KFP copies it into the pods of the
-    # next steps, and has keys and endpoint for the pipeline root of this run alone.
-    return "\n".join(filter(None, (datasets, pipeline_root))) if datasets else ""

@@ -1,7 +1,8 @@
 """What each step of the pipeline is: the one table that compiling, running and reporting read.
 
-A new step is three edits: its file `components/NAME.py`, its row here, and its wiring in
-`pipelines/training.py`. The rows are in the order in which the steps run.
+A step is a KFP component: its file `components/NAME.py`, its row here, and its wiring in
+`pipelines/training.py`. It runs stages one after the other, each of which has a record of its own.
+Both are in the order in which they run.
 """
 
 from __future__ import annotations
@@ -19,44 +20,53 @@ Output = Literal[
     "registration",
     "report",
 ]
-#: What the first step says: `unchanged` where an earlier run has done what this one would do.
-NEW, UNCHANGED = "new", "unchanged"
+#: What the first step says: whether the run trains. `unchanged` where an earlier run has done what
+#: this one would do.
+READY, UNCHANGED, REFUSED = "ready", "unchanged", "refused"
 _HOUR, _DAY = 3600, 24 * 3600
-_EVALUATION = "trainer.evaluation.evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """One row.
+class StageSpec:
+    """One stage.
 
     Attributes:
-        name: of the step's file and of its function.
-        output: kind of what the step publishes, which names its URI among the artifacts of a run;
-            None for nothing. On a KFP instance only a step with an output has a log that is read.
-        accepts: for a step that judges the data or the model, the word in its record with which the
-            run goes on; with any other the run ends as refused. Empty for a step that judges none.
-        completes: the word in the record of the step with which the run ends well, without any of
-            the next steps; empty for none.
-        deadline_seconds: limit of one pod: waiting for the image, and all tries in it.
-        retries: further tries in a pod after a failure that may pass, and further pods after one
-            that was lost; 0 where a second one would find what the first one found.
-        is_light: needs little CPU and memory, whatever the run parameters say.
-        may_use_gpus: computes with the model.
-        loads: the module that it computes with, which brings TensorFlow; empty for none.
-        is_cached: KFP may take its output from the cache.
-        is_exit_step: runs at the end of every whole run, also of one that failed.
+        output: kind of what the stage publishes, which names its URI among the artifacts of a run;
+            None for nothing.
+        accepts: for a stage that judges the data or the model, the word in its record with which
+            the run goes on; with any other the run ends as refused. Empty for one that judges none.
+        completes: the word in the record of the stage with which the run ends well, without any of
+            the next stages; empty for none.
     """
 
     name: str
     output: Output | None = None
     accepts: str = ""
     completes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """One step.
+
+    Attributes:
+        name: of the step's file and of its function.
+        deadline_seconds: limit of one pod: waiting for the image, and all tries in it.
+        retries: further tries of each stage in a pod after a failure that may pass, and further
+            pods after one that was lost.
+        is_light: needs little CPU and memory, whatever the other steps get.
+        may_use_gpus: computes with the model.
+        loads: the module that it computes with, which brings TensorFlow; empty for none.
+        is_exit_step: runs at the end of every whole run, also of one that failed.
+    """
+
+    name: str
+    stages: tuple[StageSpec, ...]
     deadline_seconds: int
     retries: int = 2
     is_light: bool = False
     may_use_gpus: bool = False
     loads: str = ""
-    is_cached: bool = False
     is_exit_step: bool = False
 
     def __post_init__(self) -> None:
@@ -74,57 +84,65 @@ class StepSpec:
 
 STEPS = (
     StepSpec(
-        name="resolve_config", completes=UNCHANGED, deadline_seconds=_HOUR, retries=0, is_light=True
+        name="prepare_data",
+        stages=(
+            StageSpec(name="resolve_config", completes=UNCHANGED),
+            StageSpec(name="prepare_data", output="dataset"),
+            StageSpec(name="validate_data", output="validation", accepts="accepted"),
+        ),
+        deadline_seconds=_DAY,
+        retries=3,
     ),
-    StepSpec(
-        name="prepare_data", output="dataset", deadline_seconds=_DAY, retries=3, is_cached=True
-    ),
-    StepSpec(name="validate_data", output="validation", accepts="accepted", deadline_seconds=_HOUR),
     # The training job has a deadline of its own, which is shorter by default.
-    StepSpec(name="train_model", output="checkpoint", deadline_seconds=28 * _DAY),
+    StepSpec(
+        name="train_model",
+        stages=(StageSpec(name="train_model", output="checkpoint"),),
+        deadline_seconds=28 * _DAY,
+    ),
     StepSpec(
         name="evaluate_model",
-        output="evaluation",
+        stages=(
+            StageSpec(name="evaluate_model", output="evaluation"),
+            StageSpec(name="check_gate", output="decision", accepts="blessed"),
+        ),
         deadline_seconds=_DAY,
         may_use_gpus=True,
-        loads=_EVALUATION,
+        loads="trainer.evaluation.evaluate",
     ),
-    StepSpec(name="check_gate", output="decision", accepts="blessed", deadline_seconds=_HOUR),
+    # It compares the model with a champion that the gate has not seen.
     StepSpec(
         name="export_model",
-        output="model",
+        stages=(
+            StageSpec(name="export_model", output="model"),
+            StageSpec(name="register_model", output="registration", accepts="promoted"),
+        ),
         deadline_seconds=_DAY,
         may_use_gpus=True,
         loads="trainer.export.export",
     ),
-    # It compares the model with a champion that the gate has not seen.
     StepSpec(
-        name="register_model",
-        output="registration",
-        accepts="promoted",
-        deadline_seconds=6 * _HOUR,
-        loads=_EVALUATION,
-    ),
-    StepSpec(
-        name="finish", output="report", deadline_seconds=_HOUR, is_light=True, is_exit_step=True
+        name="finish",
+        stages=(StageSpec(name="finish", output="report"),),
+        deadline_seconds=_HOUR,
+        is_light=True,
+        is_exit_step=True,
     ),
 )
-
-
 #: What a sweep has in place of training and of the exit step; see `pipelines/sweeps/pipeline.py`.
-SWEEP_STEPS = (
-    StepSpec(name="run_trial", deadline_seconds=28 * _DAY),
-    StepSpec(name="choose_trial", deadline_seconds=_HOUR, is_light=True),
-    StepSpec(name="finish_sweep", deadline_seconds=_HOUR, is_light=True),
+SWEEP_STEPS = tuple(
+    StepSpec(name=name, stages=(StageSpec(name=name),), deadline_seconds=seconds, is_light=light)
+    for name, seconds, light in (
+        ("run_trial", 28 * _DAY, False),
+        ("choose_trial", _HOUR, True),
+        ("finish_sweep", _HOUR, True),
+    )
 )
-
-
+STAGES = tuple(stage for step in STEPS for stage in step.stages)
 #: The step that runs at the end of every whole run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
-RESOLVE, TRAIN, EVALUATE, REGISTER = (
-    next(step.name for step in STEPS if step.name == name)
-    for name in ("resolve_config", "train_model", "evaluate_model", "register_model")
-)
+# All stages but those of the exit step.
+WORKING = tuple(stage for step in STEPS if not step.is_exit_step for stage in step.stages)
+PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_exit_step)
 
 
 def step_of(name: str) -> StepSpec:
@@ -135,24 +153,35 @@ def step_of(name: str) -> StepSpec:
     raise LookupError(f"components/table.py has no row for the step {name!r}: add one")
 
 
+def step_with(stage: str) -> StepSpec:
+    """Return the step that runs a stage, by the name of the stage; raises `LookupError`."""
+    for step in (*STEPS, *SWEEP_STEPS):
+        if any(each.name == stage for each in step.stages):
+            return step
+    raise LookupError(f"components/table.py has no stage {stage!r}: add one")
+
+
 def ends_run(name: str, word: object) -> bool:
-    """Say whether only the exit step follows this one, given its word; raises `LookupError`."""
-    row = step_of(name)
-    is_last = row is [step for step in STEPS if not step.is_exit_step][-1]
-    return is_last or ends_well(name, word) or bool(row.accepts and word != row.accepts)
+    """Say whether only the exit step follows this stage, given its word; raises `LookupError`."""
+    row = _stage_of(name)
+    return row is WORKING[-1] or ends_well(name, word) or bool(row.accepts and word != row.accepts)
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Say whether the run is done with this step, given its word; raises `LookupError`."""
-    completes = step_of(name).completes
+    """Say whether the run is done with this stage, given its word; raises `LookupError`."""
+    completes = _stage_of(name).completes
     return bool(completes) and word == completes
 
 
+def _stage_of(name: str) -> StageSpec:
+    return next(stage for stage in step_with(name).stages if stage.name == name)
+
+
 def published_by(name: str) -> Output | None:
-    """Return the kind of what a step publishes; None for nothing, and for a step without a row."""
-    return next((step.output for step in STEPS if step.name == name), None)
+    """Return the kind of what a stage publishes; None for nothing, and for one without a row."""
+    return next((stage.output for stage in STAGES if stage.name == name), None)
 
 
-def maker_of(output: Output) -> StepSpec:
-    """Return the step that publishes outputs of this kind."""
-    return next(step for step in STEPS if step.output == output)
+def maker_of(output: Output) -> StageSpec:
+    """Return the stage that publishes outputs of this kind."""
+    return next(stage for stage in STAGES if stage.output == output)

@@ -38,6 +38,11 @@ def train_model(
 
 
 def work(step: Step) -> str:
+    """Run its one stage."""
+    return step.stage("train_model", train)
+
+
+def train(step: Step) -> str:
     """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = configured(step.config)

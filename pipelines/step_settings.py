@@ -1,7 +1,7 @@
 """What each step gets on a cluster: its image, resources, secret, deadline, retries and pods.
 
-Most of it is a run parameter. KFP's driver has no value that means no secret or claim: what most
-runs do without is compiled into the pods (`StepPods`), see `docs/decisions/0009-pipeline.md`.
+The image is a run parameter; all else is compiled into the pods, see
+`docs/decisions/0009-pipeline.md`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from kfp import dsl, kubernetes
 
 from components.image import SECRET_KEYS
 from components.kubernetes import names
-from components.pod_parameters import Default, StepParameter, check_parameters, step_parameters
-from components.table import StepSpec, maker_of
+from components.table import PREPARE, StepSpec
 from trainer.config import pod_fields
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import ConfigError, UserError
+from trainer.storage.s3_endpoint import KFP_SECRET
 from trainer.storage.uri import scheme_of
 
 
@@ -50,35 +49,17 @@ def check_target(pipeline_root: str, service_account: str) -> None:
         raise ConfigError(f"--service-account {error}") from None
 
 
-def assigned(texts: Sequence[str]) -> dict[str, Default]:
-    """Return run parameters of the steps from `NAME=VALUE`, where lists are YAML or JSON."""
-    known = {each.name: each for each in step_parameters()}
-    found: dict[str, Default] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or name not in known:
-            hint = nearest(name, known) or f" (there is {', '.join(known)})"
-            raise ConfigError(
-                f"--parameter {text!r} is not a run parameter of the steps as NAME=VALUE{hint}; "
-                "set keys of the configuration by --set"
-            )
-        found[name] = value if known[name].type is str else _parsed(known[name], value)
-    try:
-        check_parameters(found)
-    except ConfigError as error:
-        raise ConfigError(f"--parameter {error}") from None
+def assigned(texts: Sequence[str]) -> dict[str, str]:
+    """Return the run parameters that are no keys of the configuration, from `NAME=VALUE`."""
+    found = _pairs("--parameter", texts, "=", "NAME=VALUE")
+    if wrong := found.keys() - {"image"}:
+        raise ConfigError(
+            f"--parameter {min(wrong)}: image alone is one; set keys of the configuration by "
+            "--set, and the pods of the steps by options of `flotilla upload`"
+        )
+    if "image" in found:
+        check_image(found["image"])
     return found
-
-
-def _parsed(parameter: StepParameter, value: str) -> Default:
-    form = "a list" if isinstance(parameter.default, list) else "a mapping"
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
-        parsed = None
-    if not isinstance(parsed, type(parameter.default)):
-        raise ConfigError(f"--parameter {parameter.name}: {value!r} is not {form} of YAML or JSON")
-    return parsed
 
 
 _DAY = 24 * 3600
@@ -97,50 +78,6 @@ def configuration() -> dsl.PipelineConfig:
     return dsl.PipelineConfig(
         ttl_seconds_after_finished=RETENTION_SECONDS, active_deadline_seconds=RUN_SECONDS
     )
-
-
-def apply(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-    """Set up a task of the pipeline by its row of the table and the values of run parameters."""
-    task.set_container_image(given["image"])
-    _resources(task, step, given)
-    kubernetes.use_secret_as_env(
-        task, given["store_secret"], {key: key for key in SECRET_KEYS}, optional=True
-    )
-    if not step.is_light:
-        # A light step runs where the pods of KFP run: the first one checks what the others get, and
-        # the last one reports, whatever that is.
-        kubernetes.add_node_selector_json(task, given["step_node_selector"])
-        kubernetes.add_toleration_json(task, given["step_tolerations"])
-    for key, value in names.app_labels(step.kfp_name, _RUN_ID).items():
-        kubernetes.add_pod_label(task, key, value)
-    kubernetes.set_timeout(task, step.deadline_seconds)
-    # All else that the Pod Security Standard `restricted` requires KFP sets by itself.
-    kubernetes.set_security_context(task, run_as_non_root=True)
-    if step.retries:
-        task.set_retry(
-            step.retries,
-            backoff_duration="60s",
-            backoff_factor=2.0,
-            # KFP counts from the start of the first attempt to the end of each later one: its
-            # default of one hour would allow no second attempt of a longer step.
-            backoff_max_duration=f"{RUN_SECONDS}s",
-        )
-
-
-def _resources(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-    if step.is_light:
-        task.set_cpu_request("100m").set_cpu_limit("1")
-        task.set_memory_request("512Mi").set_memory_limit("2Gi")
-        return
-    # Request and limit are the same: what is not reserved may be missing when it is needed.
-    task.set_cpu_request(given["step_cpu"]).set_cpu_limit(given["step_cpu"])
-    task.set_memory_request(given["step_memory"]).set_memory_limit(given["step_memory"])
-    # KFP looks for the values among the inputs of the group around a step, and adds none of these
-    # by itself.
-    task.register_pipeline_channels([given["step_cpu"], given["step_memory"]])
-    if step.may_use_gpus:
-        task.set_accelerator_type(_GPU).set_accelerator_limit(given["step_gpus"])
-        task.register_pipeline_channels([given["step_gpus"]])
 
 
 # KFP names the volume like its claim: no dots.
@@ -194,12 +131,23 @@ class StepPods:
     """Settings of the pods of the steps.
 
     Attributes:
+        cpu, memory: of each working step, quantities; with `cluster.launcher: local` the whole
+            training cluster shares those of its step.
+        gpus: of the steps that compute with the model.
+        node_selector, tolerations: of the working steps, as Kubernetes writes them.
+        store_secret: secret with the keys of the object store; an absent one is left out.
         pull_secrets: names of secrets of the registry of the image.
         mounts: folder by claim of a volume, for the step that prepares data.
         scratch: most bytes of the folder for temporary files, a quantity; empty: no limit.
         variables: of the environment; never a secret, as the pipeline shows them.
     """
 
+    cpu: str = "1"
+    memory: str = "4Gi"
+    gpus: str = "0"
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    store_secret: str = KFP_SECRET
     pull_secrets: Sequence[str] = ()
     mounts: Mapping[str, str] = field(default_factory=dict)
     scratch: str = ""
@@ -209,6 +157,12 @@ class StepPods:
     def __post_init__(self) -> None:
         """Refuse what the pod of a step cannot have; raises `ConfigError`."""
         checked: tuple[tuple[str, Callable[[Any], object], Iterable[Any]], ...] = (
+            ("--cpu", pod_fields.quantity, [self.cpu]),
+            ("--memory", pod_fields.memory, [self.memory]),
+            ("--gpus", pod_fields.count, [self.gpus]),
+            ("--node-selector", pod_fields.labels, [dict(self.node_selector)]),
+            ("--toleration", pod_fields.tolerations, [list(self.tolerations)]),
+            ("--store-secret", pod_fields.name, [self.store_secret] if self.store_secret else []),
             ("--pull-secret", pod_fields.name, self.pull_secrets),
             ("--mount", _mount, self.mounts.items()),
             ("--scratch", pod_fields.memory, [self.scratch] if self.scratch else []),
@@ -225,20 +179,60 @@ class StepPods:
         if len(set(folders)) < len(folders):
             raise ConfigError(f"--mount {max(folders, key=folders.count)} is given twice")
 
-    def apply(self, task: Any, step: StepSpec) -> None:
-        """Set up a task of the pipeline."""
+    def apply(self, task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
+        """Set up a task of the pipeline by its row of the table; `given` are run parameters."""
+        task.set_container_image(given["image"])
+        self._set_resources(task, step)
+        self._set_pod(task, step)
+        kubernetes.set_timeout(task, step.deadline_seconds)
+        # All else that the Pod Security Standard `restricted` requires KFP sets by itself.
+        kubernetes.set_security_context(task, run_as_non_root=True)
+        if step.retries:
+            task.set_retry(
+                step.retries,
+                backoff_duration="60s",
+                backoff_factor=2.0,
+                # KFP counts from the start of the first attempt to the end of each later one: its
+                # default of one hour would allow no second attempt of a longer step.
+                backoff_max_duration=f"{RUN_SECONDS}s",
+            )
+
+    def _set_resources(self, task: Any, step: StepSpec) -> None:
+        if step.is_light:
+            task.set_cpu_request("100m").set_cpu_limit("1")
+            task.set_memory_request("512Mi").set_memory_limit("2Gi")
+            return
+        # Request and limit are the same: what is not reserved may be missing when it is needed.
+        task.set_cpu_request(self.cpu).set_cpu_limit(self.cpu)
+        task.set_memory_request(self.memory).set_memory_limit(self.memory)
+        if step.may_use_gpus and self.gpus != "0":
+            task.set_accelerator_type(_GPU).set_accelerator_limit(self.gpus)
+
+    def _set_pod(self, task: Any, step: StepSpec) -> None:
+        if self.store_secret:
+            keys = {key: key for key in SECRET_KEYS}
+            kubernetes.use_secret_as_env(task, self.store_secret, keys, optional=True)
         if self.pull_secrets:
             kubernetes.set_image_pull_secrets(task, list(self.pull_secrets))
-        for key, value in self.labels.items():
+        for key, value in {**names.app_labels(step.kfp_name, _RUN_ID), **self.labels}.items():
             kubernetes.add_pod_label(task, key, value)
         for name, value in self.variables.items():
             task.set_env_variable(name, value)
-        if self.scratch and not step.is_light:
-            # Its root belongs to everyone, while KFP cannot give a new volume to the image's user.
-            kubernetes.empty_dir_mount(task, SCRATCH, SCRATCH_FOLDER, size_limit=self.scratch)
-        if step == maker_of("dataset"):
+        # A light step runs where the pods of KFP run: the last one reports, whatever the rest is.
+        if not step.is_light:
+            self._place(task)
+        if step.name == PREPARE:
             for claim, folder in self.mounts.items():
                 kubernetes.mount_pvc(task, claim, folder)
+
+    def _place(self, task: Any) -> None:
+        if self.node_selector:
+            kubernetes.add_node_selector_json(task, dict(self.node_selector))
+        if self.tolerations:
+            kubernetes.add_toleration_json(task, list(map(dict, self.tolerations)))
+        if self.scratch:
+            # Its root belongs to everyone, while KFP cannot give a new volume to the image's user.
+            kubernetes.empty_dir_mount(task, SCRATCH, SCRATCH_FOLDER, size_limit=self.scratch)
 
 
 NO_SETTINGS = StepPods()

@@ -1,32 +1,32 @@
 """The pipeline: wiring only; `components.table` has the properties of each step.
 
-The run parameters are generated from the configuration model.
+The run parameters are the fields of the form, see `trainer.config.form`, and the image.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from kfp import dsl
 
-from components.check_gate import check_gate
 from components.evaluate_model import evaluate_model
 from components.export_model import export_model
 from components.finish import finish
 from components.image import IMAGE
-from components.pod_parameters import StepParameter, step_parameters
 from components.prepare_data import prepare_data
-from components.register_model import register_model
-from components.resolve_config import resolve_config
-from components.table import NEW, STEPS, Output, StepSpec, maker_of, step_of
+from components.table import READY, STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
-from components.validate_data import validate_data
-from pipelines import step_settings
-from pipelines.step_settings import NO_SETTINGS, StepPods
-from trainer.config.run_parameters import Parameter, run_parameters
+from pipelines.step_settings import NO_SETTINGS, StepPods, configuration
+from trainer.config.form import FIELDS, SETTINGS, Field, to_form
+from trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
+#: The field of the form that is no key of the configuration.
+IMAGE_FIELD = Field(name="image", key=(), type=str, description="image of all steps and tasks")
+# It stands before where a run publishes.
+_BEFORE = "storage_root"
 
 
 def component_of(step: StepSpec) -> Any:
@@ -37,65 +37,69 @@ def component_of(step: StepSpec) -> Any:
 COMPONENTS = tuple(map(component_of, STEPS))
 
 
-def _parameters(image: str = IMAGE) -> tuple[Parameter | StepParameter, ...]:
-    return (*run_parameters(), *step_parameters(image))
+def _fields() -> Iterator[Field]:
+    for field in FIELDS:
+        if field.name == _BEFORE:
+            yield IMAGE_FIELD
+        yield field
 
 
-def _signature(image: str) -> inspect.Signature:
+def signature_of(
+    image: str = IMAGE, defaults: Mapping[str, Any] | None = None
+) -> inspect.Signature:
+    """Return the run parameters; `defaults` are values of fields, as `to_form` returns them."""
+    given = {**{each.name: each.default for each in FIELDS}, "image": image, **(defaults or {})}
     return inspect.Signature(
         [
             inspect.Parameter(
-                p.name,
+                each.name,
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=p.default,
-                annotation=p.type,
+                default=given[each.name],
+                annotation=each.type,
             )
-            for p in _parameters(image)
+            for each in _fields()
         ]
     )
 
 
-SIGNATURE = _signature(IMAGE)
+SIGNATURE = signature_of()
 
 
 class Wiring:
     """The steps of one pipeline, each set up for the place where it runs."""
 
-    def __init__(self, place: Place, values: tuple[Any, ...]) -> None:
-        """Take the values of the run parameters; `place` sets up a task by them."""
+    def __init__(self, place: Place, values: tuple[Any, ...], secret: str = "") -> None:
+        """Take the values of the run parameters; `place` sets up a task by them.
+
+        `secret` is the name of that with the keys of the object store, for the training job.
+        """
         self.given = SIGNATURE.bind(*values).arguments
-        self._place = place
+        self._place, self._secret = place, secret
 
     def step(self, component: Any, **inputs: Any) -> Any:
         """Add a step as its row of the table says; raises `LookupError` where it has none."""
         row = step_of(component.name)
         task = component(**inputs)
         self._place(task, row, self.given)
-        if not row.is_cached:
-            task.set_caching_options(False)
+        # A dataset is found again by its key, and all else depends on more than its inputs.
+        task.set_caching_options(False)
         return task
 
-    def resolved(self) -> Any:
-        """Check the run parameters; return the outputs of that step."""
-        names = [p.name for p in run_parameters()]
-        names += [p.name for p in step_parameters() if p.fails_driver]
-        parameters = {name: self.given[name] for name in names}
+    def prepared(self, **more: Any) -> Any:
+        """Prepare the dataset; return the outputs of that step."""
+        given = {each.name: self.given[each.name] for each in FIELDS}
         run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-        return self.step(resolve_config, **parameters, kfp_run_id=run_id).outputs
+        return self.step(prepare_data, **given, kfp_run_id=run_id, **more)
 
-    def prepared(self, resolved: Any) -> dict[str, Any]:
-        """Prepare the dataset; return it as the inputs of the next steps."""
-        inputs = {key: resolved[key] for key in ("data", "root", "seal", "data_code")}
-        return flows(self.step(prepare_data, **inputs), "dataset")
+    @contextmanager
+    def ready(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Prepare the dataset; yield, where the run trains, what the next steps take.
 
-    def changed(self, resolved: Any) -> Any:
-        """Return the condition of all steps that an earlier run has not done."""
-        return dsl.If(resolved["Output"] == NEW, name=NEW)
-
-    def validated(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> Any:
-        """Check the dataset; return the condition of the steps that train on it."""
-        word = self.step(validate_data, **run, **dataset).outputs["Output"]
-        return dsl.If(word == maker_of("validation").accepts, name=maker_of("validation").accepts)
+        That is what every step takes, and the dataset.
+        """
+        prepared = self.prepared()
+        with dsl.If(prepared.outputs["Output"] == READY, name=READY):
+            yield run_of(prepared), flows(prepared, "dataset", uri="dataset_uri")
 
     def trained(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
         """Train; return the final checkpoint as the inputs of the next steps."""
@@ -103,109 +107,92 @@ class Wiring:
 
     def of_pods(self) -> dict[str, Any]:
         """Return what the pods of a training job get of the run."""
-        return {key: self.given[key] for key in ("image", "store_secret")}
+        return {"image": self.given["image"], "store_secret": self._secret}
 
     def at_exit(self, component: Any, **more: Any) -> Any:
         """Add the step that runs at the end whatever happened, with what ends the jobs."""
         return self.step(
             component,
             root=self.given["storage_root"],
-            launcher=self.given["cluster_launcher"],
-            kubernetes=self.given["cluster_kubernetes"],
+            settings=self.given[SETTINGS],
             kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
             **more,
         )
 
 
-def run_of(resolved: Any) -> dict[str, Any]:
-    """Return what every step after the first two takes."""
-    return {key: resolved[key] for key in ("config", "root", "run_id")}
+def run_of(prepared: Any) -> dict[str, Any]:
+    """Return what every step after the first one takes."""
+    return {key: prepared.outputs[key] for key in ("config", "root", "run_id")}
 
 
-def flows(task: Any, output: Output, *, artifact: str = "", uri: str = "Output") -> dict[str, Any]:
+def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
     """Return what a step publishes as inputs of others: its URI, and its descriptor next to it."""
-    made = {output: uri, f"{output}_descriptor": artifact or output}
+    made = {output: uri, f"{output}_descriptor": output}
     return {name: task.outputs[key] for name, key in made.items()}
 
 
-def training(place: Place, *values: Any) -> None:
+def training(wiring: Wiring) -> None:
     """Train a model that passes its gate: from a dataset by name to a promoted, exported model."""
-    wiring = Wiring(place, values)
-    with dsl.ExitHandler(wiring.at_exit(finish), name="run"):
-        resolved = wiring.resolved()
-        with wiring.changed(resolved):
-            _trained_on_news(wiring, resolved)
-
-
-def _trained_on_news(wiring: Wiring, resolved: Any) -> None:
-    run, dataset = run_of(resolved), wiring.prepared(resolved)
-    with wiring.validated(run, dataset):
+    with dsl.ExitHandler(wiring.at_exit(finish), name="run"), wiring.ready() as (run, dataset):
         promoted(wiring, run, {**dataset, **wiring.trained(run, dataset)})
 
 
 def promoted(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
     """Evaluate a checkpoint; export and register it where the gate lets it pass."""
-    evaluated = wiring.step(evaluate_model, **run, **made)
-    evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
-    gate = wiring.step(check_gate, **run, **evaluation)
-    decision = flows(gate, "decision", uri="decision_uri")
-    with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
-        model = flows(wiring.step(export_model, **run, **made, **decision), "model")
-        wiring.step(register_model, **run, **model, image=wiring.given["image"])
+    gate = wiring.step(evaluate_model, **run, **made)
+    blessed = maker_of("decision").accepts
+    with dsl.If(gate.outputs["Output"] == blessed, name=blessed):
+        decision = flows(gate, "decision", uri="decision_uri")
+        wiring.step(export_model, **run, **made, **decision, image=wiring.given["image"])
 
 
-def preparing(place: Place, *values: Any) -> None:
+def preparing(wiring: Wiring) -> None:
     """Prepare data and check it."""
-    wiring = Wiring(place, values)
-    resolved = wiring.resolved()
-    wiring.step(validate_data, **run_of(resolved), **wiring.prepared(resolved))
+    wiring.prepared()
 
 
-def training_only(place: Place, *values: Any) -> None:
+def training_only(wiring: Wiring) -> None:
     """Prepare data, check it and train."""
-    wiring = Wiring(place, values)
-    resolved = wiring.resolved()
-    run, dataset = run_of(resolved), wiring.prepared(resolved)
-    with wiring.validated(run, dataset):
+    with wiring.ready() as (run, dataset):
         wiring.trained(run, dataset)
 
 
-def training_on(place: Place, *values: Any) -> None:
-    """Train on a published dataset, whose URI is the last value."""
-    *parameters, dataset = values
-    wiring = Wiring(place, tuple(parameters))
-    wiring.trained(run_of(wiring.resolved()), {"dataset": dataset})
+def training_on(wiring: Wiring, dataset: Any) -> None:
+    """Train on a published dataset."""
+    prepared = wiring.prepared(published=dataset)
+    wiring.trained(run_of(prepared), {"dataset": prepared.outputs["dataset_uri"]})
 
 
 def _on_this_machine(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
     """Leave a task as it is: a step on this machine is a process."""
 
 
-def local_pipeline(wiring: Any, name: str, *more: inspect.Parameter) -> Any:
+def local_pipeline(wire: Any, name: str, *more: inspect.Parameter) -> Any:
     """Return a pipeline for KFP's local runner; `more` are its further parameters."""
     signature = SIGNATURE.replace(parameters=[*SIGNATURE.parameters.values(), *more])
-    return dsl.pipeline(_called(wiring, _on_this_machine, signature), name=name)
+    return dsl.pipeline(_called(wire, _on_this_machine, signature), name=name)
 
 
-def cluster_pipeline(image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> Any:
-    """Return the whole pipeline for a KFP instance; `image` is the default of its image."""
-    return pipeline_on_cluster(training, "flotilla-training", _signature(image), pods)
+def cluster_pipeline(
+    image: str = IMAGE, pods: StepPods = NO_SETTINGS, config: Config | None = None
+) -> Any:
+    """Return the whole pipeline for a KFP instance.
+
+    `image` and the values of `config` are the defaults of its form.
+    """
+    signature = signature_of(image, to_form(config) if config else {})
+    return pipeline_on_cluster(training, "flotilla-training", signature, pods)
 
 
 def pipeline_on_cluster(
-    wiring: Any, name: str, signature: inspect.Signature, pods: StepPods = NO_SETTINGS
+    wire: Any, name: str, signature: inspect.Signature, pods: StepPods = NO_SETTINGS
 ) -> Any:
     """Return a pipeline for a KFP instance, whose run parameters are those of `signature`."""
-
-    def place(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-        step_settings.apply(task, step, given)
-        pods.apply(task, step)
-
     pipeline = dsl.pipeline(
-        _called(wiring, place, signature),
+        _called(wire, pods.apply, signature, pods.store_secret),
         name=name,
-        description=inspect.getdoc(wiring),
-        pipeline_config=step_settings.configuration(),
+        description=inspect.getdoc(wire),
+        pipeline_config=configuration(),
     )
     _offer_choices(pipeline.pipeline_spec)
     _name_artifacts(pipeline.pipeline_spec)
@@ -215,9 +202,9 @@ def pipeline_on_cluster(
 def _offer_choices(spec: Any) -> None:
     """Add the values that a run parameter may have: the KFP form draws a drop-down of them."""
     declared = spec.root.input_definitions.parameters
-    for parameter in run_parameters():
-        for choice in parameter.choices:
-            declared[parameter.name].literals.add().string_value = choice
+    for field in FIELDS:
+        for choice in field.choices:
+            declared[field.name].literals.add().string_value = choice
 
 
 def _name_artifacts(spec: Any) -> None:
@@ -244,14 +231,15 @@ def _name_below(spec: Any, dag: Any) -> None:
         _name_below(spec, group.dag)
 
 
-def _called(wiring: Any, place: Place, signature: inspect.Signature) -> Any:
+def _called(wire: Any, place: Place, signature: inspect.Signature, secret: str = "") -> Any:
     def pipeline(*values: Any) -> None:
-        wiring(place, *values)
+        count = len(SIGNATURE.parameters)
+        wire(Wiring(place, values[:count], secret), *values[count:])
 
     # KFP reads the parameters from the signature, and their descriptions from the docstring.
     pipeline.__signature__ = signature  # type: ignore[attr-defined]
-    described = (f"    {p.name}: {p.description}" for p in _parameters())
-    pipeline.__doc__ = "\n".join([f"{inspect.getdoc(wiring)}\n\nArgs:", *described])
+    described = (f"    {each.name}: {each.description}" for each in _fields())
+    pipeline.__doc__ = "\n".join([f"{inspect.getdoc(wire)}\n\nArgs:", *described])
     return pipeline
 
 

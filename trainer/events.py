@@ -75,15 +75,14 @@ class Interrupted(Event):
 
 
 class StepBegin(Event):
-    """A pipeline step begins; `inputs` are the URIs that KFP may have taken from its cache."""
+    """A stage of a pipeline step begins."""
 
     step: str
-    inputs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """How a pipeline step ended.
+    """How a stage of a pipeline step ended.
 
     Attributes:
         status: `done`, `failed` or `interrupted`.
@@ -109,7 +108,7 @@ class StepResult:
 
 
 class StepEnd(Event, StepResult):
-    """A pipeline step ends."""
+    """A stage of a pipeline step ends."""
 
 
 class AttemptBegin(Event):

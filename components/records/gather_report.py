@@ -20,7 +20,15 @@ from components.records.step_record import (
     read,
     tries_of,
 )
-from components.table import EXIT_STEP, STEPS, UNCHANGED, Output, ends_well, maker_of, published_by
+from components.table import (
+    EXIT_STEP,
+    UNCHANGED,
+    WORKING,
+    Output,
+    ends_well,
+    maker_of,
+    published_by,
+)
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
 from trainer.config.schema import Config
@@ -79,8 +87,6 @@ _ILL = ("FAILED", "CANCELED", "CANCELLED")
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"
-# The exit step is the one that writes the report.
-_WORKING = tuple(step for step in STEPS if not step.is_exit_step)
 
 
 def write(
@@ -229,13 +235,8 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
 
 def _without_record(names: Collection[str]) -> str:
     """Return which step comes after the last of these, which left a record; empty for none."""
-    last = max((n for n, step in enumerate(_WORKING) if step.name in names), default=-1)
-    after = _WORKING[last + 1 :]
-    if after[1:] and after[0].is_cached:
-        # A step that KFP takes from its cache leaves no record either.
-        return (
-            f"{after[0].name}, or {after[1].name} if the {after[0].output} came from KFP's cache,"
-        )
+    last = max((n for n, stage in enumerate(WORKING) if stage.name in names), default=-1)
+    after = WORKING[last + 1 :]
     return after[0].name if after else ""
 
 

@@ -1,6 +1,6 @@
-"""The frame around the work of one step: its events, its published record, its tries, its exit.
+"""The frame around a step and around each of its stages: events, records, tries, exit.
 
-On a KFP instance a step that fails for a reason that may pass is tried again in its own pod, since
+On a KFP instance a stage that fails for a reason that may pass is tried again in its own pod, since
 KFP starts only lost pods again. On this machine the user sees the failure: one try is enough.
 """
 
@@ -22,7 +22,7 @@ import tenacity
 
 from components.records import run_store, step_record
 from components.records.step_record import PublishedRecord
-from components.table import EXIT_STEP, ends_run, published_by, step_of
+from components.table import EXIT_STEP, ends_run, published_by, step_with
 from trainer import cores, events, masking, tensorflow_import, variables
 from trainer.cluster import signals
 from trainer.config.main_metric import MainMetric
@@ -53,7 +53,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(kw_only=True)
 class StepOutput:
-    """What a step leaves for the closing table and the report; see `StepRecord`."""
+    """What a stage leaves for the closing table and the report; see `StepRecord`."""
 
     uri: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -67,61 +67,71 @@ class StepOutput:
 
 
 class Step(SimpleNamespace):
-    """What the body of a step gets: its arguments by name, and `output`, a `StepOutput`."""
+    """What the body of a step gets: its arguments by name, and `at`, the URI of its run.
+
+    What a stage gets has `output` as well, a `StepOutput`.
+    """
+
+    def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:
+        """Return what a stage returns for the arguments of the step and for `more`; see `tried`."""
+        given = {**vars(self), **more}
+        return tried(name, self.at, lambda output: work(Step(**given, output=output)))
 
 
 def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
-    """Return what a step's body returns for `locals()` of its component; see `tried`."""
+    """Return what the body of a step returns for `locals()` of its component.
+
+    Raises:
+        SystemExit: a stage failed, or the step was asked to end; the line was written.
+    """
     given = {name: value for name, value in call.items() if not callable(value)}
     name = work.__module__.rpartition(".")[2]
-    dataset = given.get("dataset")
-    return tried(
-        name,
-        _place_of(name, given),
-        lambda output: work(Step(**given, output=output)),
-        inputs={"dataset": dataset} if isinstance(dataset, str) else {},
-        call=given,
-    )
+    at = _place_of(given)
+    signals.end_with_parent()
+    cores.limit_threads()
+    tensorflow_import.prepare()
+    masking.log_to_stderr()
+    try:
+        with stamps.stamped_output(), following_step(), _interruptible(lambda: None):
+            _note_call(name, given, at)
+            return work(Step(**given, at=at))
+    except RunInterruptedError as error:
+        raise SystemExit(error.exit_code) from None
 
 
-def _place_of(name: str, given: Mapping[str, Any]) -> str:
+def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
+    """Write what the step was given, so that it can be replayed."""
+    # Without a word: the step itself says what its store cannot do.
+    with step_record.harmless(""):
+        run_store.write_given(run_store.given_to(name, given), at)
+
+
+def _place_of(given: Mapping[str, Any]) -> str:
     """Return the URI of the run that a step belongs to; see `run_store.run_at`."""
     artifact = next((each.uri for each in given.values() if hasattr(each, "uri")), "")
     if "kfp_run_id" in given:
         root = given.get("root", given.get("storage_root", ""))
         return run_store.run_at_first(root, artifact, given["kfp_run_id"])
-    # Preparing must not take the run as an input, so that KFP can cache it.
-    run_id = given.get("run_id") or run_store.run_id_in(artifact, step_of(name).kfp_name)
-    return run_store.run_at(given.get("root", ""), run_id)
+    return run_store.run_at(given.get("root", ""), given.get("run_id", ""))
 
 
-def tried(
-    name: str,
-    at: str,
-    work: Callable[[StepOutput], _Result],
-    *,
-    inputs: Mapping[str, str] | None = None,
-    call: Mapping[str, Any] | None = None,
-) -> _Result:
-    """Return what `work` returns, recorded as the course of a step.
+def tried(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
+    """Return what `work` returns, recorded as the course of a stage.
 
     On a KFP instance it is called again, as often as the row of the step allows, while it raises a
-    `TransientError`; each try is one in the record of the step. Never after a request to end.
+    `TransientError`; each try is one in the record of the stage. Never after a request to end.
 
     Args:
-        name: the step.
+        name: the stage.
         at: URI of the run, below which the record is published; empty for none.
         work: is given the output of its try.
-        inputs: URI by name of what the step takes that KFP may have had in its cache, where no step
-            of this run has written it down.
-        call: the arguments of the step, to be written down for a replay.
 
     Raises:
         SystemExit: `work` raised a `UserError`, or the user's code failed; the line was written to
             standard error.
     """
-    with recorded(name, at, inputs=inputs, call=call) as course:
-        return _retrying(course, step_of(name).retries)(lambda: work(course.output))
+    with recorded(name, at) as course:
+        return _retrying(course, step_with(name).retries)(lambda: work(course.output))
 
 
 def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
@@ -146,33 +156,17 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 
 
 @contextmanager
-def recorded(
-    name: str,
-    at: str = "",
-    *,
-    inputs: Mapping[str, str] | None = None,
-    call: Mapping[str, Any] | None = None,
-) -> Iterator[_Course]:
-    """Run a step in this block and record its course; for the arguments see `tried`."""
-    course = _Course(name, at, inputs or {}, call)
-    signals.end_with_parent()
-    cores.limit_threads()
-    tensorflow_import.prepare()
-    masking.log_to_stderr()
-    with stamps.stamped_output(), following_step():
-        yield from _course_of(course)
-
-
-def _course_of(course: _Course) -> Iterator[_Course]:
+def recorded(name: str, at: str = "") -> Iterator[_Course]:
+    """Run a stage in this block and record its course; for the arguments see `tried`."""
+    course = _Course(name, at)
     course.begin()
     try:
         variables.check()
-        with _interruptible(course):
+        with _interruptible(course.note_request):
             # The exit step works even when the run was asked to end.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
-            course.note_call()
             course.report()
             with events.heard_by(course.state.take):
                 yield course
@@ -194,32 +188,22 @@ def _course_of(course: _Course) -> Iterator[_Course]:
 
 
 class _Course:
-    """What is known of a step while it runs, and how its end is reported."""
+    """What is known of a stage while it runs, and how its end is reported."""
 
-    def __init__(
-        self,
-        name: str,
-        at: str,
-        inputs: Mapping[str, str],
-        call: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.at, self._call = at, call
-        self.name, self._inputs, self._began = name, dict(inputs), time.monotonic()
-        self.output, self.published = StepOutput(), PublishedRecord(name, at, inputs)
+    def __init__(self, name: str, at: str) -> None:
+        self.name, self.at, self._began = name, at, time.monotonic()
+        self.output, self.published = StepOutput(), PublishedRecord(name, at)
         self.is_asked_to_end = False
         self.state = RunState()
 
-    def note_call(self) -> None:
-        """Write what the step was given, so that it can be replayed."""
-        if self._call is not None:
-            # Without a word: the step itself says what its store cannot do.
-            with step_record.harmless(""):
-                run_store.write_given(run_store.given_to(self.name, self._call), self.at)
+    def note_request(self) -> None:
+        """Note that the stage was asked to end."""
+        self.is_asked_to_end = True
 
     def begin(self) -> None:
         """Emit that a try begins."""
         self._began = time.monotonic()
-        events.emit(StepBegin(step=self.name, inputs=self._inputs))
+        events.emit(StepBegin(step=self.name))
 
     def again(self, error: str) -> None:
         """Report the end of a try, and begin the next one, which waits first."""
@@ -283,13 +267,14 @@ class _Course:
 
 
 @contextmanager
-def _interruptible(course: _Course) -> Iterator[None]:
+def _interruptible(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` at SIGTERM, and end this block by a `RunInterruptedError`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        course.is_asked_to_end = True
+        note()
         # Libraries catch every `Exception`, give it other words, or go on.
         raise KeyboardInterrupt
 

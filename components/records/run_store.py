@@ -17,7 +17,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -99,12 +98,6 @@ def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
     with suppress(UserError):
         return run_at(root_of(configured, artifact, kfp_run_id), run_id_of(kfp_run_id))
     return ""
-
-
-def run_id_in(artifact: str, step: str) -> str:
-    """Return the run id in the URI of an output of `step`; empty where there is none."""
-    named = re.match(rf".+://.*/([^/]+)/{re.escape(step)}(-\d+)?/", artifact.partition("?")[0])
-    return run_id_of(named[1] if named else "")
 
 
 def folder_of_run() -> Path:

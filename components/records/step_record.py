@@ -68,7 +68,6 @@ class StepRecord(StepResult):
         earlier: the tries before the last.
         held: what it holds of the cluster, see `components.records.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
-        inputs: URIs that KFP may have taken from its cache, see `StepBegin`.
     """
 
     began: float
@@ -76,7 +75,6 @@ class StepRecord(StepResult):
     earlier: tuple[Try, ...] = ()
     held: Mapping[str, Any] = field(default_factory=dict)
     displays: Mapping[str, str] = field(default_factory=dict)
-    inputs: Mapping[str, str] = field(default_factory=dict)
     incidents: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -164,14 +162,12 @@ def _try(record: StepRecord, seconds: float) -> Try:
 class PublishedRecord:
     """The record of one step; what cannot be written is one line, and never the step's failure."""
 
-    def __init__(self, step: str, at: str, inputs: Mapping[str, str] | None = None) -> None:
+    def __init__(self, step: str, at: str) -> None:
         """Publish below `at`, the URI of the run; nothing at all where that is empty."""
         self.at, self._has_failed = at, False
         # Of the exit step, where it has run before this step began.
         self.reported: StepRecord | None = None
-        self._record = StepRecord(
-            step=step, status="running", began=now(), inputs=dict(inputs or {})
-        )
+        self._record = StepRecord(step=step, status="running", began=now())
 
     def begin(self) -> None:
         """Publish that the step has begun, and which tries there were before."""
@@ -206,7 +202,6 @@ class PublishedRecord:
             began=began,
             ended=round(began + result.seconds, 3),
             earlier=self._record.earlier,
-            inputs=self._record.inputs,
             **more,
         )
         with self._never_in_the_way():

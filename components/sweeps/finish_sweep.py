@@ -25,8 +25,7 @@ TABLE = "sweep.md"
 def finish_sweep(
     status: dsl.PipelineTaskFinalStatus,
     root: str,
-    launcher: str,
-    kubernetes: str,
+    settings: dict,  # type: ignore[type-arg]
     kfp_run_id: str,
     sweep: str,
     report: dsl.Output[dsl.HTML],
@@ -48,9 +47,7 @@ def run_step(call: Mapping[str, Any]) -> None:
         plan = run_trial.sweep_of(step.sweep)
         for trial in plan.trials:
             with suppress(UserError):
-                launchers.end(
-                    step.launcher, step.kubernetes, run_trial.trial_run_id(run_id, trial.number)
-                )
+                launchers.end(step.settings, run_trial.trial_run_id(run_id, trial.number))
         found = root_of(step.root, step.report.uri, step.kfp_run_id)
         text = as_markdown(_so_far(plan, found, run_id))
         Path(step.trials.path).parent.mkdir(parents=True, exist_ok=True)

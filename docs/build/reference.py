@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from components.table import STEPS, StepSpec
+from components.table import STAGES, STEPS, StepSpec
+from pipelines.training import SIGNATURE
+from trainer.config.form import FIELDS
 from trainer.config.optimizer import ARGS, ScheduleConfig
-from trainer.config.run_parameters import Parameter, run_parameters
 from trainer.config.schema import Config
 from trainer.errors import EXIT_CODES
 
@@ -208,36 +209,32 @@ _PARAMETERS_HEAD = f"""{NOTICE}
 # Run parameters
 
 The form of the KFP UI for a new run or schedule, with the defaults that `flotilla compile` writes
-into the YAML. Most of them are one key of the [configuration](configuration.md) each, with
-underscores for the dots. A key that holds a list or a mapping is one parameter of JSON text, such
-as `{{"accuracy": 0.97}}`; YAML works there too. The first step, `{STEPS[0].name}`, checks all of
-them together and ends the run with one line when a value is not allowed.
+into the YAML; those of a configuration of yours where you name one. Each field is one key of the
+[configuration](configuration.md), but for `image`, and for `settings`, which takes all other keys
+by their sections. A key that has a field is refused in `settings`; where the field is a drop-down,
+its word `settings` lets you write a value of your own there. The first step,
+`{STEPS[0].name}`, checks all of them together and ends the run with one line when a value is not
+allowed.
 """
 
 
 def parameters(declared: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page for the parameters that a compiled pipeline declares, by name."""
-    known = {each.name: each for each in run_parameters()}
-    own = sorted(declared.keys() - known)
-    rows = (_parameter_row(name, declared[name], known.get(name)) for name in [*known, *own])
+    keys = {each.name: each.key for each in FIELDS}
+    rows = (
+        _parameter_row(name, declared[name], keys.get(name, ())) for name in SIGNATURE.parameters
+    )
     return f"{_PARAMETERS_HEAD}\n{table(_PARAMETER_TITLES, rows)}"
 
 
-def _parameter_row(
-    name: str, declared: Mapping[str, Any], parameter: Parameter | None
-) -> tuple[str, ...]:
-    kind = str(declared["parameterType"])
-    if parameter is None:
-        default = code(declared.get("defaultValue", ""))
-        return code(name), kind, default, "", declared.get("description", "")
-    key = code(".".join(parameter.key))
-    kind = f"{kind}, JSON" if parameter.is_json else kind
-    # The YAML has every number as a float.
-    return code(name), kind, code(parameter.default), key, parameter.description
+def _parameter_row(name: str, declared: Mapping[str, Any], key: tuple[str, ...]) -> tuple[str, ...]:
+    default = json.dumps(declared.get("defaultValue", ""))
+    kind, described = str(declared["parameterType"]), str(declared.get("description", ""))
+    return code(name), kind, code(default), code(".".join(key)) if key else "", described
 
 
 _STEP_TITLES = (
-    "step", "publishes", "deadline of an attempt", "retries", "GPUs", "from KFP's cache"
+    "step", "stages", "publishes", "deadline of an attempt", "retries", "GPUs"
 )  # fmt: skip
 _COMPONENTS_HEAD = f"""{NOTICE}
 # Components
@@ -246,7 +243,8 @@ The steps of the pipeline, each a KFP component of its own;
 [how to use one alone](../how-to/reuse-components.md). Large data is never an input: a `String` that
 names some holds the URI of a published directory, and an optional artifact `NAME_descriptor` is a
 small file that describes it. On a KFP instance a step has this deadline and these retries; one that
-computes with the model has the GPUs of the run parameter `step_gpus`.
+computes with the model has the GPUs of `flotilla upload --gpus`. Each stage has a record of its
+own in the report and in `flotilla status`.
 """
 
 
@@ -259,11 +257,11 @@ def components(made: Iterable[Any]) -> str:
 def _step_row(step: StepSpec) -> tuple[str, ...]:
     return (
         code(step.kfp_name),
-        step.output or "",
+        codes(each.name for each in step.stages),
+        ", ".join(each.output for each in step.stages if each.output),
         _duration(step.deadline_seconds),
         str(step.retries),
         "yes" if step.may_use_gpus else "",
-        "yes" if step.is_cached else "",
     )
 
 
@@ -285,11 +283,11 @@ def _component(made: Any) -> str:
 
 def _inputs(spec: Any) -> Iterator[tuple[str, ...]]:
     given = spec.inputs or {}
-    keys = {each.name for each in run_parameters()}
+    keys = {each.name for each in FIELDS}
     # The first step takes all of them; another step may take a few.
     whole = keys <= given.keys()
     if whole:
-        yield "input", "[every run parameter](parameters.md) of the configuration", "", ""
+        yield "input", "[every run parameter](parameters.md) but the image", "", ""
     for name, each in given.items():
         if not (whole and name in keys):
             default = code(each.default) if each.optional else ""
@@ -325,7 +323,7 @@ _KEYS = {
     "elsewhere also `submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
     "run_id": "the run, or an empty text",
     "metrics": "metrics of the test split by name, where a model was evaluated",
-    "artifacts": f"URI by name: {codes(step.output for step in STEPS if step.output)}, as far as "
+    "artifacts": f"URI by name: {codes(each.output for each in STAGES if each.output)}, as far as "
     "they were made; of `compile` the files",
     "message": "why it failed or was refused, in one line, or an empty text",
 }

@@ -38,11 +38,12 @@ from components.records.run_store import (
     root_of,
 )
 from components.records.step_record import StepRecord, published_records, tries_of
-from components.table import EVALUATE, REGISTER, RESOLVE, STEPS, TRAIN, maker_of, step_of
+from components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, step_of
 from pipelines.runs import local, local_status
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import cores, events, storage, user_code
 from trainer.cluster import signals
+from trainer.config.form import SETTINGS, WHOLE, tree_of
 from trainer.errors import ConfigError, RunInterruptedError, UserError, nearest
 from trainer.events import StepBegin, StepEnd
 from trainer.promotion import lineage, registry
@@ -58,7 +59,7 @@ REPLAYS, CALL, STORAGE = "replays", "replay.json", "storage"
 # So long a step that was asked to end may take.
 _END_SECONDS = 20
 _MOST_SERVERS = 2
-_WITH_CHAMPION = (RESOLVE, maker_of("validation").name, EVALUATE, REGISTER)
+_WITH_CHAMPION = (PREPARE, EVALUATE, EXPORT)
 OnLine = Callable[[str], None]
 
 
@@ -126,8 +127,8 @@ def arguments_of(
     """Return the arguments of the step for this machine, and a remark on each difference."""
     arguments = _as_read_here(recorded)
     remarks = list[str]()
-    if recorded.step == RESOLVE:
-        arguments |= {"storage_root": root, "registry_hub": ""}
+    if recorded.step == PREPARE:
+        arguments |= {"storage_root": root, SETTINGS: _settings_at(arguments[SETTINGS], root)}
     else:
         arguments["root"] = root
     if "config" in arguments:
@@ -137,6 +138,16 @@ def arguments_of(
         tree.get("registry", {})["hub"] = ""
         arguments["config"] = json.dumps(tree)
     return arguments, remarks
+
+
+def _settings_at(settings: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Return the settings of a form without a registry that learns of the replay."""
+    tree = tree_of(settings)
+    tree["registry"] = {**tree.get("registry", {}), "hub": ""}
+    if WHOLE not in settings:
+        return tree
+    tree["storage"] = {**tree["storage"], "root": root}
+    return {WHOLE: json.dumps(tree)}
 
 
 def _as_read_here(recorded: RecordedStep) -> dict[str, Any]:
@@ -280,9 +291,7 @@ def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> StepEnd | None
     finally:
         _end(child, group=not debug)
     course = [
-        each
-        for each in events.read(folder / local.EVENTS)
-        if isinstance(each, StepBegin | StepEnd) and each.step == recorded.step
+        each for each in events.read(folder / local.EVENTS) if isinstance(each, StepBegin | StepEnd)
     ]
     if not course:
         raise UserError(
@@ -389,7 +398,7 @@ class RecordedStep:
     @property
     def step(self) -> str:
         """The name of the step."""
-        return self.record.step
+        return self.given.step
 
 
 def find(
@@ -456,7 +465,8 @@ def _published(at: str, run: str, step: str) -> RecordedStep:
 
 
 def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:
-    found = next((each for each in records if each.step == step), None)
+    stages = {each.name for each in step_of(step).stages}
+    found = next((each for each in reversed(records) if each.step in stages), None)
     if found is None:
         begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
         raise UserError(f"{step} never began in the run {run}; the steps that did: {begun}")

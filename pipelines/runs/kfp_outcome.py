@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from components.records.step_record import StepRecord, published_records
-from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of, published_by
+from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of
 from pipelines.runs.kfp_client import Client, InstanceError, one_line
 from pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
 from pipelines.runs.kfp_run import RemoteRun
@@ -128,10 +128,6 @@ def _records(run: RemoteRun, published: _Published) -> tuple[StepRecord, ...]:
 def _known(step: Step, published: _Published) -> StepRecord:
     """Return what is known of a step. KFP decides how it ended."""
     record, said = _record(step), published.of(step.name)
-    if record.status == "cached":
-        artifact = published_by(step.name) or ""
-        uris = (each.inputs.get(artifact) for each in published.records.values())
-        return replace(record, uri=next((uri for uri in uris if uri), ""))
     if said is None or said.ended is None:
         return record
     if record.status == "done" and said.status != "done":

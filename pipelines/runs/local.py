@@ -29,8 +29,8 @@ from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage
 from trainer.cluster import child_process
 from trainer.code.bundle import Bundle
+from trainer.config.form import to_local_form
 from trainer.config.load import load_config, override
-from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.events import AttemptBegin, Event, Interrupted
@@ -305,7 +305,7 @@ def execute(
     checkpoint; a second one ends it at once. `extra` are further arguments of the pipeline.
     """
     tracked = tracker.LocalRun(run.config, run.run_id, run.folder / EVENTS, on_event)
-    child = _started(run, pipeline, {**to_parameters(run.config), **extra})
+    child = _started(run, pipeline, {**to_local_form(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
             state = _follow(run, child, tracked.hear)

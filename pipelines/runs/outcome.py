@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from components.records.step_record import StepRecord, step_records
-from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
+from components.table import (
+    EXIT_STEP,
+    STAGES,
+    WORKING,
+    Output,
+    ends_well,
+    maker_of,
+    published_by,
+)
 from trainer.config.main_metric import MainMetric
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.report import headline
@@ -158,9 +166,9 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
     of_model = (maker_of("decision"), maker_of("registration"))
     is_whole = EXIT_STEP.name in by_name
     accepted, is_blessed = "", False
-    for row in STEPS:
+    for row in STAGES:
         step = by_name.get(row.name)
-        if step is None and accepted and not row.is_exit_step:
+        if step is None and accepted and row in WORKING:
             message = f"{accepted}, but {row.name} was not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         if step and is_whole and ends_well(row.name, step.metrics.get("decision")):

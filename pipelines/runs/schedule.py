@@ -29,6 +29,7 @@ from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import Version, newest_version, version_of
 from pipelines.step_settings import assigned
 from trainer.code.bundle import forget_schedule, note_schedule
+from trainer.config.form import SETTINGS
 from trainer.errors import ConfigError, UserError, nearest
 
 _EVERY = {
@@ -354,7 +355,7 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
             # Someone else has removed it.
             if error.status != _ABSENT:
                 raise
-        bundle = _meaning(each)["parameters"].get("code", "")
+        bundle = _meaning(each)["parameters"].get(SETTINGS, {}).get("code", "")
         if bundle and bundle != kept:
             forget_schedule(str(bundle), known_as)
     return len(schedules)

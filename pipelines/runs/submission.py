@@ -20,7 +20,7 @@ from pipelines.runs.upload import Version, equals, version_of
 from pipelines.step_settings import assigned, check_target
 from trainer import storage
 from trainer.code.bundle import Bundle
-from trainer.config.run_parameters import to_parameters
+from trainer.config.form import to_form
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 
@@ -153,18 +153,14 @@ def start(client: Client, submission: Submission) -> Submitted:
 def run_parameters(
     config: Config, given: Mapping[str, Any], spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
-    """Return the typed run parameters of `config` and of the steps; raises `ConfigError`."""
-    values, known = {**to_parameters(config), **given}, parameters_of(spec)
-    if known is None:
-        return values
-    default = to_parameters(Config())
-    unknown = [name for name in values if name not in known]
-    asked = [name for name in unknown if name in given or values[name] != default[name]]
-    if asked:
+    """Return the run parameters of `config` and of the steps; raises `ConfigError`."""
+    values, known = {**to_form(config), **given}, parameters_of(spec)
+    if known is not None and (unknown := values.keys() - known):
         raise ConfigError(
-            f"{what} does not know {', '.join(asked)}: upload this pipeline with `flotilla upload`"
+            f"{what} does not know {', '.join(sorted(unknown))}: upload this pipeline with "
+            "`flotilla upload`"
         )
-    return {name: value for name, value in values.items() if name in known}
+    return values
 
 
 def experiment_id(client: Client, name: str) -> str:

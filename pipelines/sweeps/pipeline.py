@@ -1,7 +1,7 @@
 """A sweep as one pipeline on a KFP instance.
 
-resolve_config -> prepare_data -> validate_data -> run_trial (a loop, so many at a time) ->
-choose_trial -> evaluate_model -> check_gate -> export_model -> register_model
+prepare_data -> run_trial (a loop, so many at a time) -> choose_trial -> evaluate_model ->
+export_model
 A trial that fails is a result of its step, so that the loop goes on. With halving there is a loop
 and a choice a rung, and the trials of the next rung continue from their own checkpoints. A place on
 a rung that no trial takes, since some failed, is a step that ends at once.
@@ -25,8 +25,8 @@ from components.sweeps.run_trial import run_trial
 from pipelines.compile import write_pipeline
 from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from pipelines.sweeps.plan import SweepOptions, planned
-from pipelines.training import SIGNATURE, Place, Wiring, pipeline_on_cluster, promoted, run_of
-from trainer.config.run_parameters import to_parameters
+from pipelines.training import Wiring, pipeline_on_cluster, promoted, signature_of
+from trainer.config.form import to_form
 from trainer.errors import ConfigError
 from trainer.json_records import tree_of
 from trainer.sweeps.sweep import Sweep, most_on
@@ -56,19 +56,14 @@ def sweep_pipeline(
 ) -> Any:
     """Return the pipeline of a sweep, with its configuration as the default of each parameter."""
 
-    def sweeping(place: Place, *values: Any) -> None:
+    def sweeping(wiring: Wiring, text: Any) -> None:
         """Train the trials of a sweep; promote the best one where the gate lets it."""
-        *parameters, text = values
-        _sweeping(Wiring(place, tuple(parameters)), sweep, parallel, text)
+        _sweeping(wiring, sweep, parallel, text)
 
-    values = {**to_parameters(sweep.base), "image": image}
-    parameters = [
-        each.replace(default=values.get(each.name, each.default))
-        for each in SIGNATURE.parameters.values()
-    ]
+    signature = signature_of(image, to_form(sweep.base))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     text = inspect.Parameter(PARAMETER, kind, default=_text(sweep), annotation=str)
-    signature = SIGNATURE.replace(parameters=[*parameters, text])
+    signature = signature.replace(parameters=[*signature.parameters.values(), text])
     return pipeline_on_cluster(sweeping, NAME, signature, pods)
 
 
@@ -85,13 +80,11 @@ def _text(sweep: Sweep) -> str:
 
 
 def _sweeping(wiring: Wiring, sweep: Sweep, parallel: int, text: Any) -> None:
-    with dsl.ExitHandler(wiring.at_exit(finish_sweep, sweep=text), name="sweep"):
-        resolved = wiring.resolved()
-        run, dataset = run_of(resolved), wiring.prepared(resolved)
-        with wiring.validated(run, dataset):
-            chosen = _trained(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
-            best = {**run, "config": chosen.outputs["config"]}
-            promoted(wiring, best, {**dataset, "checkpoint": chosen.outputs["checkpoint"]})
+    at_exit = wiring.at_exit(finish_sweep, sweep=text)
+    with dsl.ExitHandler(at_exit, name="sweep"), wiring.ready() as (run, dataset):
+        chosen = _trained(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
+        best = {**run, "config": chosen.outputs["config"]}
+        promoted(wiring, best, {**dataset, "checkpoint": chosen.outputs["checkpoint"]})
 
 
 def _trained(

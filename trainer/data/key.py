@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer import storage, user_code
+from trainer import user_code
 from trainer.config.data import DataConfig
-from trainer.data.spec import KIND, SCHEMA
+from trainer.data.spec import SCHEMA
 
 # What says where the data is found, or how it is read, and not what it is.
 _NOT_CONTENT = {
@@ -44,27 +44,3 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-
-
-def seal(config: DataConfig, root: str) -> str:
-    """Return a seal of the datasets of a configuration below `root`; empty for none.
-
-    It is another one when a dataset was published again, and empty when one is damaged: whatever
-    remembers where a dataset was, such as KFP's cache, has to forget it then.
-
-    Raises:
-        UserError: the store cannot be read.
-    """
-    found = []
-    for uri, manifest in storage.published(storage.join(root, "datasets"), KIND):
-        name, identity = storage.name_of(uri), manifest.fields.get("identity", {})
-        version = identity.get("version", "")
-        if config.version not in ("", version) or name != dataset_key(config, identity):
-            continue
-        try:
-            storage.verify(uri)
-        except (storage.NotPublished, storage.Corrupt) as error:
-            _log.warning("%s; it is prepared again", error)
-            return ""
-        found.append(f"{name} {manifest.created}")
-    return "\n".join(sorted(found))

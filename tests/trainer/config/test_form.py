@@ -8,9 +8,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.config.run_parameters import from_parameters, run_parameters, to_parameters
 
 from trainer.config.load import load_config, parse_config
-from trainer.config.run_parameters import from_parameters, run_parameters, to_parameters
 from trainer.config.schema import STRATEGIES, Config
 from trainer.errors import ConfigError
 

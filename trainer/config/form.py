@@ -1,0 +1,228 @@
+"""The form of a run: the common keys of the configuration as typed fields, and `settings`.
+
+Kubeflow Pipelines draws a form of the parameters of a pipeline. `settings` is a mapping of all
+other keys, as a YAML file has them. A key that has a field is refused there, so that one place says
+it; a drop-down has the word `settings` for a value of the user's own. On this machine `settings` is
+`{"json": TEXT}` with the whole configuration: KFP's local runner makes other values of what a
+mapping holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from trainer.config.load import parse_config
+from trainer.config.model import MODELS
+from trainer.config.schema import AUTO, STRATEGIES, TASKS, Config
+from trainer.errors import ConfigError
+from trainer.json_records import parse_mapping
+from trainer.storage.uri import is_uri
+
+#: The field of all other keys, its word in a drop-down, and the key of a whole configuration.
+SETTINGS, WHOLE = "settings", "json"
+_SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
+# Of JSON, in place of the one name that a label mostly is.
+_LIST = "["
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field: its type for KFP, its default, and the key of the configuration that it sets.
+
+    `choices` are the entries of its drop-down; empty where any value may be typed.
+    """
+
+    name: str
+    key: tuple[str, ...]
+    type: type[str] | type[int] | type[float] | type[dict[str, Any]]
+    description: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def default(self) -> Any:
+        """The value for the default configuration."""
+        return _value(Config(), self)
+
+
+def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> Field:
+    key = tuple(path.split("."))
+    listed = (*choices, SETTINGS) if choices else ()
+    return Field(name=name, key=key, type=kind, description=description, choices=listed)
+
+
+#: In the order in which a person thinks of a run.
+FIELDS = (
+    _field("name", "name", str, "name of the model in the registry"),
+    _field(
+        "source",
+        "data.source",
+        str,
+        "files at gs://, s3:// or minio://BUCKET/..., also with {SPAN} or {DATE}; or the name of "
+        "a TFDS dataset, or package.module:Builder",
+    ),
+    _field(
+        "label",
+        "data.label",
+        str,
+        'column to be predicted, or several as ["a", "b"]; empty: that of the dataset',
+    ),
+    _field("task", "task.name", str, "what is predicted; auto: by the label", AUTO, *TASKS),
+    _field("model", "model.name", str, "the Keras model", *MODELS),
+    _field("steps", "training.steps", int, "global steps: updates that are applied"),
+    _field("batch_size", "training.batch_size", int, "examples of one worker in one gradient"),
+    _field(
+        "learning_rate", "training.optimizer.learning_rate", float, "initial rate of the schedule"
+    ),
+    _field("strategy", "training.strategy", str, "how a step is distributed", *STRATEGIES),
+    _field("workers", "cluster.workers", int, "workers of the training cluster"),
+    _field("servers", "cluster.parameter_servers", int, "parameter servers of the cluster"),
+    _field("gpus", "cluster.gpus_per_worker", int, "GPUs of each worker"),
+    _field(
+        "storage_root",
+        "storage.root",
+        str,
+        "URI below which all is published; empty: below the pipeline root",
+    ),
+    Field(
+        name=SETTINGS,
+        key=(),
+        type=dict,
+        description="any other key by its section, as in YAML: "
+        '{"training": {"patience": 3}, "gate": {"min": {"accuracy": 0.9}}}',
+    ),
+)
+_OF_KEYS = tuple(each for each in FIELDS if each.key)
+
+
+def to_form(config: Config) -> dict[str, Any]:
+    """Return the value of every field for a configuration."""
+    return {each.name: _value(config, each) for each in FIELDS}
+
+
+def to_local_form(config: Config) -> dict[str, Any]:
+    """Return the same for KFP's local runner, which takes the whole configuration as one text."""
+    return {**to_form(config), SETTINGS: {WHOLE: config.model_dump_json()}}
+
+
+def from_form(values: Mapping[str, Any]) -> Config:
+    """Return the configuration of a form, as KFP passes it; raises `ConfigError`."""
+    settings = tree_of(values[SETTINGS])
+    if WHOLE in values[SETTINGS]:
+        return parse_config(settings)
+    tree = deepcopy(settings)
+    for each in _OF_KEYS:
+        value, key = values[each.name], each.key
+        if each.choices and value == SETTINGS:
+            _require_in(settings, each)
+            continue
+        if key == _SOURCE:
+            _refuse_twice(settings, _DATASET, each)
+            _refuse_twice(settings, key, each)
+            key = _SOURCE if "://" in value or value.startswith("/") else _DATASET
+        elif key == _LABEL:
+            value = _labels(value)
+        _refuse_twice(settings, each.key, each)
+        _put(tree, key, value)
+    return parse_config(tree)
+
+
+def tree_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree that a value of `settings` holds; raises `ConfigError`."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"settings: {settings!r} is not a mapping of sections")
+    if WHOLE not in settings:
+        return {str(key): _whole(value) for key, value in settings.items()}
+    try:
+        return parse_mapping(str(settings[WHOLE]).encode())
+    except ValueError:
+        raise ConfigError(f"settings.{WHOLE} is not the text of a configuration") from None
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of JSON as YAML has it: KFP passes every number as a double."""
+    if isinstance(value, Mapping):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _value(config: Config, field: Field) -> Any:
+    if not field.key:
+        return _settings(config)
+    value: Any = reduce(getattr, field.key, config)
+    if field.key == _SOURCE:
+        source = config.data.source
+        path = source and not is_uri(source)
+        return os.path.abspath(source) if path else source or config.data.dataset
+    if field.key == _LABEL:
+        plain = len(value) == 1 and not value[0].startswith(_LIST)
+        return value[0] if plain else json.dumps(value) if value else ""
+    if field.choices and value not in field.choices:
+        return SETTINGS
+    return value
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return all keys that are not of their default, without those that have a field."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):
+        _remove(tree, key)
+    return tree
+
+
+def _remove(tree: dict[str, Any], key: tuple[str, ...]) -> None:
+    first, *rest = key
+    if rest and isinstance(below := tree.get(first), dict):
+        _remove(below, tuple(rest))
+    if not rest or tree.get(first) == {}:
+        tree.pop(first, None)
+
+
+def _labels(text: str) -> list[str]:
+    if not text.lstrip().startswith(_LIST):
+        return [text] if text else []
+    try:
+        return list(map(str, json.loads(text)))
+    except ValueError:
+        raise ConfigError(f'label: {text!r} is not a list such as ["a", "b"]') from None
+
+
+def _put(tree: dict[str, Any], key: tuple[str, ...], value: Any) -> None:
+    *sections, last = key
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"settings.{section}: {below!r} is not a section")
+        tree = below
+    tree[last] = value
+
+
+def _has(settings: Mapping[str, Any], key: tuple[str, ...]) -> bool:
+    first, *rest = key
+    below = settings.get(first)
+    return first in settings and (
+        not rest or (isinstance(below, dict) and _has(below, tuple(rest)))
+    )
+
+
+def _refuse_twice(settings: Mapping[str, Any], key: tuple[str, ...], field: Field) -> None:
+    if _has(settings, key):
+        own = f", with {SETTINGS!r} chosen there for a value of your own" if field.choices else ""
+        raise ConfigError(
+            f"settings: {'.'.join(key)} is the field {field.name} of the form: set it there{own}"
+        )
+
+
+def _require_in(settings: Mapping[str, Any], field: Field) -> None:
+    if not _has(settings, field.key):
+        path = ".".join(field.key)
+        raise ConfigError(
+            f"{field.name}: settings say no {path}: write it there, or choose another"
+        )
