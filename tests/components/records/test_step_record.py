@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kfp import dsl
+from trainer.config.run_parameters import run_parameters
 
 from components import launchers
 from components.finish import finish
@@ -28,7 +29,6 @@ from tests.trainer.report.test_report_summary import rows_of
 from tests.trainer.storage.places import BucketPlace, FilePlace
 from trainer import events, storage
 from trainer.config.data import DataConfig
-from trainer.config.run_parameters import run_parameters
 from trainer.config.schema import Config
 from trainer.data.prepare import prepare
 from trainer.errors import UserError

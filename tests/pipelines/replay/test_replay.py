@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from trainer.config.run_parameters import run_parameters
 
 from components.records.record import recorded as in_step
 from components.records.run_store import Given, digests
@@ -22,7 +23,6 @@ from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated, published
 from tests.trainer.small_run import small_run
 from trainer import storage, user_code
 from trainer.config.load import parse_config
-from trainer.config.run_parameters import run_parameters
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 from trainer.promotion import lineage, registry
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from trainer.config.run_parameters import from_parameters, run_parameters, to_parameters
 
 from components.records.record import STOPPING
 from components.records.run_store import RUN_ID
@@ -16,7 +17,6 @@ from pipelines.runs import local, local_status
 from trainer import events, storage
 from trainer.config.data import DataConfig
 from trainer.config.load import load_config, parse_config
-from trainer.config.run_parameters import from_parameters, run_parameters, to_parameters
 from trainer.config.schema import Config, StorageConfig
 from trainer.errors import ConfigError
 from trainer.events import AttemptBegin, FromScratch, RunBegin
