@@ -16,6 +16,8 @@ from trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
 _ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
+# Tasks that a line names.
+_NAMED = 5
 _REMEDIES = {
     "image": (
         "correct --image or cluster.kubernetes.pod.image, or name the secret of its registry in "
@@ -42,7 +44,7 @@ class Deadlines:
         """Begin in the stage `queueing`; `config` has seconds, 0 for none."""
         self._engine = engine
         self._config = config
-        self._expected_pods = expected_pods
+        self.expected_pods = expected_pods
         self._clock = clock
         self._stage = pod_state.QUEUEING
         self._entered_at = self._progressed_at = clock()
@@ -61,6 +63,11 @@ class Deadlines:
         self._stage = pod_state.QUEUEING
         self._entered_at = self._progressed_at = self._clock()
         self._failing_since = {}
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the global step has changed since all tasks run."""
+        return self.has_run and self._progressed_at > self._entered_at
 
     @property
     def has_run(self) -> bool:
@@ -107,14 +114,14 @@ class Deadlines:
         if self._stage == pod_state.RUNNING or self._is_suspended:
             return
         stages = [pod_state.stage(pod) for pod in pods]
-        if len(stages) < self._expected_pods or pod_state.QUEUEING in stages:
+        if len(stages) < self.expected_pods or pod_state.QUEUEING in stages:
             self._enter(pod_state.QUEUEING)
         else:
             self._enter(pod_state.STARTING if pod_state.STARTING in stages else pod_state.RUNNING)
 
     def lacks_pods(self, pods: Collection[Tree]) -> bool:
         """Return whether the controller should have made more pods."""
-        return len(self._of_tasks(pods)) < self._expected_pods and not self._is_suspended
+        return len(self._of_tasks(pods)) < self.expected_pods and not self._is_suspended
 
     def progressed(self) -> None:
         """Restart the deadline for progress: the global step has changed."""
@@ -149,13 +156,37 @@ class Deadlines:
             return _not_starting([pod for pod in pods if pod_state.start_failure(pod)], limit)
         return self._waiting(pods, key, limit)
 
+    def start(self, every: Collection[Tree]) -> tuple[int, str]:
+        """Return how many tasks of a job that does not train yet run, and for what it waits."""
+        pods = self._of_tasks(every)
+        by_stage = {
+            each: [pod for pod in pods if pod_state.stage(pod) == each]
+            for each in (pod_state.QUEUEING, pod_state.STARTING, pod_state.RUNNING)
+        }
+        missing = self.expected_pods - len(pods)
+        if not self.is_taken_up:
+            words = f"the {self._engine.kind.controller} has not taken up the job"
+        elif self._is_suspended:
+            words = _ADMISSION
+        elif missing > 0:
+            words = f"{missing} of {self.expected_pods} pods are not made yet"
+        elif queueing := by_stage[pod_state.QUEUEING]:
+            words = _sentence(queueing, "has no node")
+        elif starting := by_stage[pod_state.STARTING]:
+            words = _sentence(starting, "has not started")
+            if all(map(pod_state.waits_as_usual, starting)):
+                words = f"{words} (its image is pulled, its volumes are mounted)"
+        else:
+            words = "all tasks run, and training has made no step yet"
+        return len(by_stage[pod_state.RUNNING]), words
+
     def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]
         if stage == pod_state.QUEUEING and self._is_suspended:
             return f"the job was not admitted after {limit}: {_ADMISSION}"
-        missing = self._expected_pods - len(pods)
+        missing = self.expected_pods - len(pods)
         if stage == pod_state.QUEUEING and missing > 0:
-            return f"{missing} of {self._expected_pods} pods were not made after {limit}"
+            return f"{missing} of {self.expected_pods} pods were not made after {limit}"
         what = "has no node" if stage == pod_state.QUEUEING else "has not started"
         return _sentence(waiting, f"{what} after {limit}")
 
@@ -189,6 +220,8 @@ def _not_starting(pods: Collection[Tree], limit: str) -> str:
 
 
 def _sentence(pods: Collection[Tree], what: str) -> str:
-    tasks = ", ".join(sorted(str(pod_state.task_of(pod)) for pod in pods))
+    names = sorted(str(pod_state.task_of(pod)) for pod in pods)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    tasks = f"{', '.join(names[:_NAMED])}{more}"
     reason = next(filter(None, map(pod_state.waiting_reason, pods)), "")
     return ": ".join(filter(None, [f"{tasks} {what}", " ".join(reason.split())]))

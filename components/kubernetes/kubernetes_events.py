@@ -72,6 +72,8 @@ class PodRefusals:
         self._clock = clock
         self._look_at = clock() + LOOK_SECONDS
         self._logged: set[str] = set()
+        # Why pods were not made, the last time that it was looked up.
+        self.newest = ""
 
     def final(self) -> str:
         """Return why pods of a job that never ran will never be made, or an empty string."""
@@ -87,8 +89,9 @@ class PodRefusals:
             self._deadlines.take_up()
         messages = [str(each.get("message")) for each in found if each.get("reason") in _REFUSALS]
         if not messages:
+            self.newest = ""
             return ""
-        newest = " ".join(messages[-1].split())
+        newest = self.newest = " ".join(messages[-1].split())
         if is_final(newest) and not self._deadlines.has_run:
             return newest
         # Names and numbers change from one attempt to the next.

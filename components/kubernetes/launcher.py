@@ -333,6 +333,7 @@ class _Launch:
     def _await_stop(self) -> None:
         """Wait for the end of a job that was asked to end, once."""
         if self._is_stopping and self._stop:
+            log.info("stopping, saving the last checkpoint")
             self._stop.wait(self._api, self._is_interrupted_again.wait)
             self._is_stopping = False
 

@@ -27,6 +27,7 @@ from trainer import events
 from trainer.cluster import completion
 from trainer.cluster.launcher import Job
 from trainer.errors import DONE, TRY_AGAIN, RunInterruptedError, TransientError, UserError
+from trainer.progress.work import Work
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Supervisor:
         # Lost pods that their controller is to make again, and those whose end is no loss.
         self._to_bring_back: dict[str, Tree] = {}
         self._suspended: set[str] = set()
+        self._start: Work | None = None
 
     def run(self) -> Loss | None:
         """Return None when the job has succeeded, or the loss with which the operator failed it.
@@ -95,6 +97,12 @@ class Supervisor:
             UserError: it failed, was deleted, or exceeded a deadline.
             RunInterruptedError: the launcher was interrupted; raised at once.
         """
+        try:
+            return self._run()
+        finally:
+            self._end_start()
+
+    def _run(self) -> Loss | None:
         while True:
             left = CHECK_SECONDS if self._is_holding else self._deadlines.seconds_left()
             job_event = self._next(min(CHECK_SECONDS, left))
@@ -385,8 +393,28 @@ class Supervisor:
         except UnreachableError as error:
             log.debug("whether the job is deleted is not known: %s", error)
 
+    def _report_start(self) -> None:
+        """Report for what the job waits, until it trains."""
+        if self._deadlines.is_training:
+            self._end_start()
+            return
+        if self._start is None:
+            self._start = Work("starting the job", "tasks", self._deadlines.expected_pods)
+            self._start.__enter__()
+        pods = self._pods.values()
+        running, words = self._deadlines.start(pods)
+        if self._refusals.newest and self._deadlines.lacks_pods(pods):
+            words = f"{words}: {self._refusals.newest}"
+        self._start.reach(running, words)
+
+    def _end_start(self) -> None:
+        if self._start:
+            self._start.__exit__()
+            self._start = None
+
     def _check_deadlines(self) -> None:
         self._bring_back()
+        self._report_start()
         pods = self._pods.values()
         refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
         if refusal:

@@ -22,6 +22,7 @@ from trainer.evaluation.contamination import Judges
 from trainer.evaluation.predictions import Answer, Predictions, measured
 from trainer.evaluation.signature import SERVING, described
 from trainer.evaluation.threshold import of_manifest
+from trainer.progress.work import Work
 from trainer.promotion.registry import labels_in
 from trainer.tasks.base import Task
 from trainer.tasks.binary_classification import Threshold
@@ -113,7 +114,8 @@ def compared(
         return {"uri": champion.uri, "incomparable": why}
     others = objective.at(champion.thresholds)
     opponents = Opponents(objective=objective, own=found.own, other=found.champion, theirs=others)
-    metrics, paired = measured(others, found.champion)["metrics"], compare(opponents, rule)
+    with Work("comparing with the champion"):
+        metrics, paired = measured(others, found.champion)["metrics"], compare(opponents, rule)
     return {
         "uri": champion.uri,
         "incomparable": "",

@@ -47,6 +47,7 @@ from trainer.tasks.objective import Objective
 KIND = "evaluation"
 SPLIT = "test"
 TRAIN = "train"
+_PREDICTING = f"predicting the {SPLIT} split"
 # Examples of the training of which the most popular items are known.
 _MOST_LEARNT = 10_000_000
 
@@ -89,16 +90,14 @@ def evaluate(  # noqa: PLR0913, PLR0917
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
         writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
-        work = Work(f"predicting the {SPLIT} split", "rows", spec.examples(SPLIT))
-        with closing(writer), _naming(dataset), work:
+        with closing(writer), _naming(dataset), Work(_PREDICTING, "rows", writer.rows) as work:
             found = predict(objective, model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarized(spec, objective, found, features), "global_step": step}
         judges = Judges.of(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
-            with Work("comparing with the champion"):
-                there = compared(opponent, objective, found, config.gate.champion, judges)
+            there = compared(opponent, objective, found, config.gate.champion, judges)
             summary["champion"] = there
             beaten = constant.is_beaten(summary["constant"], there.get("metrics", {}))
             summary["constant"]["champion"] = beaten

@@ -247,7 +247,7 @@ class Writer:
 
     def __init__(self, folder: Path, scratch: Path, rows: int) -> None:
         """Write predictions below `folder`, and what only slices need below `scratch`."""
-        self._folder, self._scratch, self._rows = folder, scratch, rows
+        self._folder, self._scratch, self.rows = folder, scratch, rows
         self._columns: dict[str, Any] = {}
         self.count = 0
 
@@ -289,10 +289,10 @@ class Writer:
         if tree is None:
             return None
         if not isinstance(tree, Mapping):
-            return Column(folder / f"{name}.npy", self._rows)
+            return Column(folder / f"{name}.npy", self.rows)
         paths = {key: folder / f"{name}_{n}_{layer_name(key)}.npy" for n, key in enumerate(tree)}
         return {
-            key: Column(path, self._rows, has_all_texts=key in all_texts)
+            key: Column(path, self.rows, has_all_texts=key in all_texts)
             for key, path in paths.items()
         }
 

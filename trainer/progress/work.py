@@ -95,6 +95,11 @@ class Work:
             self._done += done
             self._sized += size
 
+    def reach(self, done: int, detail: str = "") -> None:
+        """Say how much is done by now, which may be less than before, and what is waited for."""
+        with self._lock:
+            self._done, self._detail = done, detail
+
     def expect(self, more: int) -> None:
         """Add to the total."""
         with self._lock:

@@ -16,6 +16,8 @@ from tests.kubernetes.cluster import NAMESPACE
 from trainer import events
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
+from trainer.events import WorkProgress
+from trainer.progress import work
 
 LABELS = {ROLE_LABELS[0]: "worker", INDEX_LABELS[0]: "0"}
 PULL = 'Back-off pulling image "nowhere": ErrImagePull: not found'
@@ -228,6 +230,95 @@ def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     deadlines.observe([pod])
     # It ran for 60 s, and not for the 20 s in which the job was made again.
     assert deadlines.seconds_left() == 40
+
+
+def pod_with(task, status, node="n"):
+    role, _, index = task.partition("-")
+    labels = {ROLE_LABELS[0]: role, INDEX_LABELS[0]: index}
+    spec = {"nodeName": node} if node else {}
+    return {"metadata": {"uid": task, "labels": labels}, "spec": spec, "status": status}
+
+
+def of_state(task, **state):
+    return pod_with(task, {"containerStatuses": [{"name": "tensorflow", "state": state}]})
+
+
+class TestStart:
+    """For what a job waits that does not train yet."""
+
+    @pytest.fixture
+    def deadlines(self):
+        found = Deadlines(TFJobs(), DeadlinesConfig(), 2, iter(range(100)).__next__)
+        found.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}})
+        return found
+
+    def test_the_controller(self, deadlines):
+        assert deadlines.start([]) == (0, "the training operator has not taken up the job")
+
+    def test_admission(self, deadlines):
+        deadlines.take_up()
+        deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
+        assert deadlines.start([])[1].startswith("it is suspended; Kueue admits it once its queue")
+
+    def test_pods_that_are_not_made(self, deadlines):
+        pods = [of_state("chief-0", running={})]
+        deadlines.observe(pods)
+        assert deadlines.start(pods) == (1, "1 of 2 pods are not made yet")
+
+    def test_pods_without_a_node(self, deadlines):
+        condition = {"type": "PodScheduled", "status": "False", "message": "Insufficient cpu."}
+        pods = [
+            of_state("chief-0", running={}),
+            pod_with("worker-0", {"conditions": [condition]}, node=""),
+        ]
+        deadlines.observe(pods)
+        assert deadlines.start(pods) == (1, "worker-0 has no node: Insufficient cpu.")
+
+    def test_images(self, deadlines):
+        pods = [
+            of_state("chief-0", waiting={"reason": "ContainerCreating"}),
+            of_state("worker-0", waiting={"reason": "ImagePullBackOff", "message": "no such tag"}),
+        ]
+        deadlines.observe(pods)
+        running, words = deadlines.start(pods)
+        assert (running, words.partition(":")[0]) == (0, "chief-0, worker-0 has not started")
+        assert deadlines.start([pods[0], of_state("worker-0", running={})]) == (
+            1,
+            "chief-0 has not started: ContainerCreating (its image is pulled, its volumes are "
+            "mounted)",
+        )
+
+    def test_the_first_step(self, deadlines):
+        pods = [of_state("chief-0", running={}), of_state("worker-0", running={})]
+        deadlines.observe(pods)
+        assert deadlines.start(pods) == (2, "all tasks run, and training has made no step yet")
+        assert not deadlines.is_training
+        deadlines.progressed()
+        assert deadlines.is_training
+
+
+def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    monkeypatch.setattr(work, "QUIET_SECONDS", 0.0)
+    attempt = watching_attempt(kube)
+    words = "0/3 nodes are available: 3 Insufficient cpu."
+    for pod in kube.all_pods().values():
+        pods.unschedulable(kube.store, pod, words)
+
+    def said(text, over=False):
+        return any(
+            text in each.detail and each.is_over == over
+            for each in events.read(path, every=(WorkProgress,))
+            if isinstance(each, WorkProgress) and each.what == "starting the job"
+        )
+
+    kube.store.wait(lambda: said(words))
+    kube.run_all()
+    kube.store.wait(lambda: said("all tasks run, and training has made no step yet"))
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    assert said("", over=True)
 
 
 def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, monkeypatch):
