@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     own.set_defaults(stage=_task)
     fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
+    fit.add_argument("--elsewhere", action="store_true", help="the run is on other machines")
     fit.set_defaults(stage=_fit)
     # Of `flotilla predict`, which writes the request.
     rows = stages.add_parser("predict")
@@ -116,7 +117,9 @@ def _fit(options: argparse.Namespace) -> None:
     bundle.enter(config.code)
     try:
         found = _tried(config, options.dataset, options.workdir)
-    except UserError:
+    except UserError as error:
+        if options.elsewhere and user_code.is_of_machine(error):
+            raise UserError(str(error)) from error
         raise
     # Here it is a mistake in what was given, wherever the user's code makes it.
     except (Exception, SystemExit) as error:

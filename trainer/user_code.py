@@ -251,6 +251,11 @@ def found_for(what: str, name: str, kind: str) -> Any:
     return getattr(loaded, attribute)
 
 
+def is_of_machine(error: BaseException) -> bool:
+    """Say whether another machine may have what is missing: a package, a file, or the network."""
+    return any(isinstance(each, ImportError | OSError) for each in _chain(error))
+
+
 def place_of_definition(found: Any) -> str:
     """Return ` (file:line)` of a function or a class of the user's; empty for any other."""
     code = getattr(found, "__code__", None) or getattr(found.__init__, "__code__", None)

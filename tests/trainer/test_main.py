@@ -318,6 +318,16 @@ def test_a_trial_ends_as_its_error_says(options, monkeypatch, capsys):
         assert capsys.readouterr().err == "flotilla: no answer\n"
 
 
+def test_what_another_machine_may_have_is_not_known_of_a_run_there(options, monkeypatch, capsys):
+    words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
+    absent = Mock(side_effect=lambda *_: user_code.import_for("model x", "no_such_package"))
+    monkeypatch.setattr(module, "_tried", absent)
+    assert [main(words), main([*words, "--elsewhere"])] == [2, 1]
+    assert capsys.readouterr().err.count("flotilla: model x: cannot import no_such_package: ") == 2
+    monkeypatch.setattr(module, "_tried", Mock(side_effect=errors.ConfigError("model x: no")))
+    assert main([*words, "--elsewhere"]) == 2
+
+
 def test_in_a_trial_what_the_users_code_raises_is_a_mistake(options, tmp_path, monkeypatch, capsys):
     (tmp_path / "own_trial.py").write_text("def fails(*_):\n    raise SystemExit(4)\n")
     monkeypatch.syspath_prepend(tmp_path)

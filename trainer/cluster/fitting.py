@@ -27,10 +27,13 @@ def require(config: Config, dataset: str = "") -> None:
         log.warning("whether model and dataset fit is not known: %s", error)
 
 
-def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[str, Any]:
+def tried(
+    config: Config, dataset: str = "", seconds: float = SECONDS, *, elsewhere: bool = False
+) -> dict[str, Any]:
     """Return what fits, without a GPU: see `trainer.training.dry_run.fit`.
 
-    `dataset` is empty before it is prepared.
+    `dataset` is empty before it is prepared. Of a run on other machines, `elsewhere`, it is not
+    known what they have: packages that are not installed here, files, and a network.
     Raises `NotKnownError` after `seconds`, or where the process was killed or came to no end of its
     own, and `ConfigError` where it does not fit.
     """
@@ -40,6 +43,7 @@ def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[s
             "fit",
             "--dataset",
             dataset,
+            *(["--elsewhere"] if elsewhere else ()),
             request=config.model_dump_json(),
             option="--config",
             seconds=seconds,

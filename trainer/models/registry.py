@@ -223,8 +223,10 @@ def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]
                 raise ConfigError(
                     f"model.args: {name} has no argument {argument!r} ({known}){hint}"
                 )
+    # A decorator may give some.
+    own = inspect.signature(function, follow_wrapped=False).parameters
     for each in named:
-        if each.default is each.empty and each.name not in args:
+        if each.default is each.empty and each.name in own and each.name not in args:
             raise ConfigError(
                 f"model.args: {name} needs {each.name!r} ({known}){place}; set "
                 f"model.args: {{{each.name}: VALUE}}"

@@ -71,7 +71,7 @@ MOST_LAYERS = 50
 # Each replica has the whole model there, which an update of the model's own needs.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # Made-up examples for a model, and for a task; the length of what varies in length.
-EXAMPLES, TASK_EXAMPLES, LENGTH = 2, 8, 4
+EXAMPLES, MORE_EXAMPLES, TASK_EXAMPLES, LENGTH = 2, 64, 8, 4
 # Of a shard that is fetched for its first examples, in a step that asks for little disk.
 MOST_BYTES = 1 << 30
 BUILT_IN = "trainer.tasks."
@@ -325,8 +325,8 @@ def _width(config: Config, dataset: DatasetSpec) -> int:
     def see(_: keras.Model, outputs: Any) -> None:
         found.append(keras.tree.flatten(outputs)[0].shape[-1])
 
-    objective = tasks.objective_of(config, tasks.with_positive(config.task, dataset))
     with suppress(ConfigError), _few_values():
+        objective = tasks.objective_of(config, tasks.with_positive(config.task, dataset))
         evaluate.build_model(config, dataset, objective, see)
     return found[0] if found and isinstance(found[0], int) else 0
 
@@ -365,10 +365,15 @@ def _try_out(
         folder = Path(name)
         batches = batches_of(dataset, folder, uri)
         with _named(f"model {config.model.name}"):
-            _require_step(config.training, model, objective, batches)
+            try:
+                _require_step(config.training, model, objective, batches)
+            except _NumbersError:
+                # Two may be alike, or weigh nothing.
+                more = batches_of(dataset, folder, uri, MORE_EXAMPLES)
+                _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)
-        inputs = examples(dataset)
-        calibration = {name: inputs[name] for name in dataset.inputs}
+        (batch,) = batches
+        calibration = {name: _inputs_of(dataset, batch)[name].numpy() for name in dataset.inputs}
         # What is built in can be served, and read back.
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(_is_built_in, parts))
@@ -381,6 +386,10 @@ def _try_out(
                 parity.answers_as(form, subject, path, calibration)
 
 
+def _inputs_of(spec: DatasetSpec, batch: Any) -> dict[str, tf.Tensor]:
+    return dict(batch[0]) if isinstance(batch[0], Mapping) else {spec.inputs[0]: batch[0]}
+
+
 def described(feature: FeatureSpec) -> str:
     """Return type, shape and classes of a feature, as a person reads them."""
     classes = f" of {feature.num_classes} classes" if feature.num_classes else ""
@@ -388,20 +397,20 @@ def described(feature: FeatureSpec) -> str:
     return f"{feature.dtype} [{sizes}]{classes}"
 
 
-def examples(spec: DatasetSpec) -> dict[str, Any]:
+def examples(spec: DatasetSpec, count: int = EXAMPLES) -> dict[str, Any]:
     """Return made-up examples, an array for each feature that a batch is made of."""
     random = np.random.default_rng(0)
-    found = {name: _values(spec.features[name], random) for name in spec.roles}
+    found = {name: _values(spec.features[name], random, count) for name in spec.roles}
     for name in spec.roles:
         if spec.features[name].varies:
-            found[length_name(name)] = np.full(EXAMPLES, LENGTH, np.int64)
+            found[length_name(name)] = np.full(count, LENGTH, np.int64)
     if spec.weight:
         found[spec.weight] = np.ones_like(found[spec.weight])
     return found
 
 
-def _values(feature: FeatureSpec, random: np.random.Generator) -> Any:
-    shape = (EXAMPLES, *(LENGTH if size is None else max(size, 1) for size in feature.shape))
+def _values(feature: FeatureSpec, random: np.random.Generator, count: int) -> Any:
+    shape = (count, *(LENGTH if size is None else max(size, 1) for size in feature.shape))
     if feature.dtype == "string":
         return np.full(shape, b"a", object)
     dtype = np.dtype(feature.dtype)
@@ -415,17 +424,19 @@ def _in_turn(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Ar
     return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
 
 
-def batches_of(spec: DatasetSpec, folder: Path, uri: str = "") -> tf.data.Dataset:
+def batches_of(
+    spec: DatasetSpec, folder: Path, uri: str = "", count: int = EXAMPLES
+) -> tf.data.Dataset:
     """Return one batch: of the first shard of a dataset, or of examples that are made up."""
     if uri and _first_bytes(spec, uri) <= MOST_BYTES:
         shards = stage_shards(uri, folder, "train", of=len(spec.shards["train"]))
-        return evaluation_batches(spec, shards, batch_size=EXAMPLES).take(1)
+        return evaluation_batches(spec, shards, batch_size=count).take(1)
     path = folder / "made-up.tfrecord"
     with tf.io.TFRecordWriter(str(path)) as writer:
-        made = examples(spec)
+        made = examples(spec, count)
         for record in encode({name: spec.features[name] for name in made}, made):
             writer.write(record)
-    return evaluation_batches(spec, [path], batch_size=EXAMPLES)
+    return evaluation_batches(spec, [path], batch_size=count)
 
 
 def _first_bytes(spec: DatasetSpec, uri: str) -> int:
@@ -438,16 +449,24 @@ def _require_step(
 ) -> None:
     """Take one step, and measure; the model has values, and keeps them but for an own step."""
     (batch,) = batches
-    largest = ""
-    if training.mixed_precision == "float16":
-        largest = f", or for a value beyond {np.finfo(np.float16).max:.0f}, the most of float16"
-    loss, gradients = _called("a step on two examples", _step, training, model, objective, batch)
-    _require_finite(loss, model, gradients, largest)
+    loss, gradients = _called("a step on a few examples", _step, training, model, objective, batch)
+    _require_finite(loss, model, gradients, _why_not_finite(training, batch))
 
     def validate() -> None:
         objective.means(objective.totals(model, batches).numpy())
 
-    _called("a validation on two examples", validate)
+    _called("a validation on a few examples", validate)
+
+
+def _why_not_finite(training: TrainingConfig, batch: Any) -> str:
+    inputs = batch[0] if isinstance(batch[0], Mapping) else {"the input": batch[0]}
+    for name, each in inputs.items():
+        if each.dtype.is_floating and np.isnan(each.numpy()).any():
+            return f"{name} is missing (NaN) in one of them; fill it, as the model tabular does"
+    why = "look for a logarithm, a root, a norm or a division of zero"
+    if training.mixed_precision == "float16":
+        why += f", or for a value beyond {np.finfo(np.float16).max:.0f}, the most of float16"
+    return why
 
 
 def _step(
@@ -466,25 +485,24 @@ def _step(
     return value, gradients
 
 
-def _require_finite(
-    loss: tf.Tensor, model: keras.Model, gradients: list[Any], further: str
-) -> None:
-    _require(
-        np.isfinite(loss.numpy()),
-        f"its loss on two examples is {float(loss)}: look for a logarithm, a root or a "
-        f"division of zero{further}",
-    )
+def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], why: str) -> None:
+    if not np.isfinite(loss.numpy()):
+        raise _NumbersError(f"its loss on a few examples is {float(loss)}: {why}")
     values = [tf.convert_to_tensor(each).numpy() for each in gradients]
     for variable, value in zip(model.trainable_variables, values, strict=False):
-        _require(
-            np.isfinite(value).all(),
-            f"the gradient of {variable.path} on two examples is not finite, though "
-            f"the loss is: look for a root or a norm of zero{further}",
+        if not np.isfinite(value).all():
+            raise _NumbersError(
+                f"the gradient of {variable.path} on a few examples is not finite, though the loss "
+                f"is: {why}"
+            )
+    if values and not any(each.any() for each in values):
+        raise _NumbersError(
+            "no variable has a gradient: the loss does not depend on what the model computes"
         )
-    _require(
-        not values or any(each.any() for each in values),
-        "no variable has a gradient: the loss does not depend on what the model computes",
-    )
+
+
+class _NumbersError(ConfigError):
+    """What a step on a few examples gives is no number, or zero."""
 
 
 @dataclass(frozen=True)

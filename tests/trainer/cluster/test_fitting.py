@@ -39,6 +39,13 @@ def test_what_the_trainer_says_is_the_message(ends):
         fitting.require(Config())
 
 
+def test_a_run_on_other_machines_says_so(ends):
+    calls = ends(0, "{}\n")
+    fitting.tried(Config(), elsewhere=True)
+    ((arguments, _),) = calls
+    assert arguments == ("trainer", "fit", "--dataset", "", "--elsewhere")
+
+
 @pytest.mark.parametrize("code", [1, 75])
 def test_a_bug_or_a_store_that_does_not_answer_refuses_nothing(ends, code):
     ends(code, err="flotilla: cannot reach gs://b\n")

@@ -135,6 +135,11 @@ class Choice(keras.Model):
     def call(self, x):
         return x if x[0] > 0 else -x
 
+def without_bias(spec):
+    given, x = scaled_input(spec)
+    x = keras.layers.Dense(spec.num_classes, use_bias=False)(keras.layers.Flatten()(x))
+    return keras.Model(given, x)
+
 def choice(spec):
     return Choice()
 
@@ -433,12 +438,12 @@ def test_a_model_that_fits_passes(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("logs", "its loss on two examples is nan: look for a logarithm, a root or a "),
-        ("roots", "the gradient of dense/kernel on two examples is not finite, though "),
+        ("logs", "its loss on a few examples is nan: look for a logarithm, a root, a "),
+        ("roots", "the gradient of dense/kernel on a few examples is not finite, though "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
         ("silent", "its train_step returns no loss, but d_loss"),
-        ("broken", "a step on two examples fails: AttributeError: "),
-        ("eager", "a step on two examples fails: "),
+        ("broken", "a step on a few examples fails: AttributeError: "),
+        ("eager", "a step on a few examples fails: "),
         ("other_loss", "its loss does not fit labels and outputs: "),
     ],
 )
@@ -553,8 +558,22 @@ def test_the_first_examples_of_a_dataset_are_tried(tmp_path):
     assert fitted(tmp_path, "darkness", uri).parameters == 610
     images[:] = 0
     uri = publish_dataset(tmp_path / "dark", (images, labels), test=0)
-    with pytest.raises(ConfigError, match="its loss on two examples is nan: look for a logarithm"):
+    with pytest.raises(
+        ConfigError, match="its loss on a few examples is nan: look for a logarithm"
+    ):
         fitted(tmp_path, "darkness", uri)
+
+
+def test_two_examples_that_say_nothing_are_no_reason(tmp_path):
+    images, labels = digits()
+    # Of two that are dark no variable has a gradient but that of the last bias.
+    images[:2] = 0
+    uri = publish_dataset(tmp_path / "dataset", (images, labels), test=0)
+    assert fitted(tmp_path, "without_bias", uri).parameters == 640
+    images[:] = 0
+    uri = publish_dataset(tmp_path / "dark", (images, labels), test=0)
+    with pytest.raises(ConfigError, match="without_bias: no variable has a gradient: the loss"):
+        fitted(tmp_path, "without_bias", uri)
 
 
 def test_of_a_large_shard_no_example_is_fetched(tmp_path, monkeypatch):
