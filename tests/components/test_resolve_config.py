@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
+from trainer.config.run_parameters import run_parameters, to_parameters
 
 from components import resolve_config
 from components.records import run_store
@@ -13,10 +14,9 @@ from trainer import storage
 from trainer.cluster import fitting
 from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
-from trainer.config.run_parameters import run_parameters, to_parameters
 from trainer.config.schema import Config
 from trainer.data.embedded.scikit import Digits
-from trainer.data.key import dataset_key
+from trainer.data.prepare import dataset_key
 from trainer.errors import ConfigError
 from trainer.promotion import trained
 

@@ -6,8 +6,11 @@ same configuration finds it again, and another one does not.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer import storage
+from trainer import storage, user_code
 from trainer.config.data import DataConfig
 from trainer.data import listing
 from trainer.data.builders import datasets
 from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
-from trainer.data.key import dataset_key
 from trainer.data.preparation.beam import map_parts_by_beam, require_reachable
 from trainer.data.source import Source
 from trainer.data.spec import KIND, SCHEMA
@@ -33,6 +35,19 @@ from trainer.storage.errors import reported
 if TYPE_CHECKING:
     from trainer.data.preparation.assembly import Written
 
+# What says where the data is found, or how it is read, and not what it is.
+_NOT_CONTENT = {
+    "manual_dir",
+    "partition",
+    "disk",
+    "runner",
+    "spans",
+    "buckets",
+    "gate",
+    "schema_file",
+}
+
+_LONGEST = 60
 # So many parts take longer to make than to store: a later attempt goes on with them.
 _LONG = 4
 _log = logging.getLogger(__name__)
@@ -74,6 +89,23 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
             return found
         require_reachable(config, root)
         return make(config, source, root, folder)
+
+
+def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
+    """Return the name of the published directory for a configuration and its source's identity."""
+    section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
+    if config.map:
+        module = config.map.partition(":")[0]
+        section["map_source"] = user_code.digest("data.map", module)
+    builder = "" if config.source else config.dataset.partition(":")[0]
+    # The version of a builder that is installed, or is ours, says what it makes.
+    if ":" in config.dataset and user_code.is_users(builder):
+        section["builder_source"] = user_code.digest("data.dataset", builder)
+    content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
+    # Of files the last name alone: a path may be longer than a name can be.
+    last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
+    return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:

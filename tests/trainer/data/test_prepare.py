@@ -29,11 +29,9 @@ from tests.trainer.data import made_builders as builders
 from tests.trainer.works import works
 from trainer import storage
 from trainer.config.data import DataConfig
-from trainer.data import key as key_module
 from trainer.data import prepare as module
 from trainer.data.builders import builder_source
-from trainer.data.key import dataset_key
-from trainer.data.prepare import prepare, selected
+from trainer.data.prepare import dataset_key, prepare, selected
 from trainer.data.read import evaluation_batches, labelled_columns, stage_shards, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ConfigError, UserError
@@ -276,7 +274,7 @@ def test_the_key_follows_the_content_only(monkeypatch):
 
     same = {key(), key(version="1.0.0"), key(manual_dir="x"), key(validation=0.1)}
     other = {key("2.0.0"), key(seed=1), key(shards=7), key(validation=1), key(dataset="mnist")}
-    monkeypatch.setattr(key_module, "SCHEMA", 99)
+    monkeypatch.setattr(module, "SCHEMA", 99)
     other.add(key())
     assert len(same) == 1
     assert len(other - same) == 6

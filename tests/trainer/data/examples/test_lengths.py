@@ -9,7 +9,7 @@ from tests.trainer.data import made_builders as builders
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data.examples import lengths
-from trainer.data.key import dataset_key
+from trainer.data.prepare import dataset_key
 from trainer.data.read import evaluation_batches, labelled_columns, training_batches
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec, FeatureSpec

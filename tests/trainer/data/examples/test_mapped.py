@@ -25,7 +25,7 @@ from trainer.data.examples.mapped import (
 )
 from trainer.data.features import Selection, select
 from trainer.data.files.file_source import FileSource
-from trainer.data.key import dataset_key
+from trainer.data.prepare import dataset_key
 from trainer.data.records import encode, parse
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import FeatureSpec
