@@ -19,7 +19,7 @@ from components.kubernetes.api.client import Api, RefusedError, UnreachableError
 from components.kubernetes.names import PODS, Tree
 from components.kubernetes.pods import pod_state
 from trainer import events
-from trainer.cluster.event_lines import LogLines
+from trainer.cluster.event_lines import LogLines, work_of
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
@@ -208,4 +208,8 @@ class EventRelay:
             # With the clock of this machine, as all events of the file.
             events.emit(replace(event, time=events.now()))
         elif line := self._lines.take(event):
-            log.info("%s", line)
+            if isinstance(event, events.Progress):
+                # The step has no other progress than that of its leading task.
+                events.emit(work_of(event), in_log=line)
+            else:
+                log.info("%s", line)

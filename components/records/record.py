@@ -24,6 +24,7 @@ from components.records import run_store, step_record
 from components.records.step_record import PublishedRecord
 from components.table import EXIT_STEP, ends_run, published_by, step_with
 from trainer import cores, events, masking, tensorflow_import, variables
+from trainer.background import Loop
 from trainer.cluster import signals
 from trainer.config.main_metric import MainMetric
 from trainer.errors import (
@@ -45,6 +46,8 @@ STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
 # What fails has tried for its own deadline already, which is minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
+# Between two records of a stage that goes on.
+PROGRESS_SECONDS = 30.0
 # So many of the newest incidents are part of a record.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
@@ -168,7 +171,7 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
             course.report()
-            with events.heard_by(course.state.take):
+            with events.heard_by(course.state.take), course.publishing_progress():
                 yield course
     except UserError as error:
         course.fail(str(error), error.exit_code, traceback_of(error))
@@ -212,6 +215,30 @@ class _Course:
         self.begin()
         self.output = StepOutput()
         self.published.again(failed)
+
+    @contextmanager
+    def publishing_progress(self) -> Iterator[None]:
+        """Have the record say how far the stage is, now and then, where others read it."""
+        if not self.at:
+            yield
+            return
+        began, last = events.now(), dict[str, Any]()
+
+        def publish() -> None:
+            nonlocal last
+            found = self.state.progress_since(began)
+            if found and found != last:
+                last = found
+                self.published.progress(found)
+
+        loop = Loop(publish, PROGRESS_SECONDS, name="record", failing="the record of progress")
+        loop.start()
+        try:
+            yield
+        finally:
+            loop.stop()
+            # The record of the end comes after all of these.
+            loop.join()
 
     def fail(self, error: str, code: int, trace: str) -> None:
         """Report an error that the user can fix: one line, and the traceback of the user's code."""

@@ -192,6 +192,12 @@ class PublishedRecord:
             with self._never_in_the_way():
                 self._write()
 
+    def progress(self, metrics: Mapping[str, Any]) -> None:
+        """Publish how far the step is."""
+        self._record = replace(self._record, metrics=metrics)
+        with self._never_in_the_way():
+            self._write()
+
     def end(self, result: StepResult, **more: Any) -> None:
         """Publish how the step ended, with more fields of its record."""
         if not self.at:

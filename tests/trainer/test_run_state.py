@@ -12,6 +12,7 @@ from trainer.events import (
     StepEnd,
     Suspension,
     UserCodeFailed,
+    WorkProgress,
 )
 from trainer.run_state import RunState, state_of
 
@@ -86,3 +87,32 @@ def test_what_is_handed_on_and_published_is_known():
     state = state_of([saved, handed])
     assert (list(state.checkpoints), state.handed_on_step) == ([saved], 7)
     assert state_of([ended("t", 1.0, metrics={"handed_on_step": 8})]).handed_on_step == 8
+
+
+class TestProgressSince:
+    """How far the step that began at a time is."""
+
+    def test_of_an_earlier_step_it_is_none(self):
+        work = WorkProgress(time=2.0, what="reading", unit="rows", done=3)
+        assert state_of([progress(5, 1.0), work]).progress_since(2.5) == {}
+
+    def test_training(self):
+        found = state_of([progress(5, 3.0)]).progress_since(2.5)
+        assert found == {"global_step": 5, "steps": 9, "loss": 0.5, "seconds_left": 1.0}
+
+    def test_work_in_words_and_numbers(self):
+        work = WorkProgress(
+            time=3.0, what="reading", unit="rows", done=3, share=0.5, seconds_left=7.0
+        )
+        found = state_of([progress(5, 1.0), work]).progress_since(2.5)
+        assert found == {
+            "progress": "reading: 50 %  3 rows  7.0 s left", "share": 0.5, "seconds_left": 7.0,
+        }  # fmt: skip
+        over = WorkProgress(time=4.0, what="reading", is_over=True)
+        assert state_of([work, over]).progress_since(2.5) == {}
+
+    def test_what_goes_on_next_to_training(self):
+        work = WorkProgress(time=3.5, what="publishing", unit="bytes", done=10, share=0.5)
+        found = state_of([progress(5, 3.0), work]).progress_since(2.5)
+        assert (found["steps"], found["seconds_left"]) == (9, 1.0)
+        assert found["progress"] == "publishing: 50 %  10 B"

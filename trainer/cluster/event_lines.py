@@ -102,6 +102,21 @@ def metrics_of(progress: Progress) -> str:
     )
 
 
+def work_of(progress: Progress) -> WorkProgress:
+    """Return the progress of training as that of any other work."""
+    return WorkProgress(
+        what="training",
+        unit="steps",
+        done=progress.global_step,
+        total=progress.steps,
+        share=progress.global_step / max(progress.steps, 1),
+        rate=progress.steps_per_second,
+        seconds=progress.seconds,
+        seconds_left=progress.seconds_left,
+        detail=f"loss {progress.loss:.4g}",
+    )
+
+
 class LogLines:
     """The lines of a log; of progress only so many that a reader sees it."""
 
