@@ -39,13 +39,15 @@ def prepare_data(
     validation: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
     published: str = "",
+    is_whole_run: bool = True,
 ) -> NamedTuple(
     "Prepared",
     [("config", str), ("root", str), ("run_id", str), ("dataset_uri", str), ("Output", str)],
 ):
     """Publish the dataset of the form; return "ready", "unchanged" or "refused", and where it is.
 
-    `published` is the URI of a dataset to train on, in place of one that is prepared.
+    `published` is the URI of a dataset to train on, in place of one that is prepared. It says
+    "unchanged" in a whole run alone, which has promoted a model then.
     """
     from components.prepare_data import work
     from components.records.record import run

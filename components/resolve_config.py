@@ -57,7 +57,9 @@ def work(step: Step) -> Resolved:
     run_id = run_store.run_id_of(step.kfp_run_id)
     code = _entered(config.code, root, run_id)
     config = with_listing(config, root)
-    earlier = finished_by(config, root, run_id)
+    if config.data.source:
+        trained.begin(config, root, run_id)
+    earlier = finished_by(config, root) if step.is_whole_run else ""
     config = with_positive(with_champion(config, root), root)
     step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
     if not (earlier or run_store.is_local_run()):
@@ -169,12 +171,9 @@ def _listed(config: Config, root: str) -> str:
     return taken.digest
 
 
-def finished_by(config: Config, root: str, run_id: str) -> str:
+def finished_by(config: Config, root: str) -> str:
     """Return the earlier run on files that has finished with the same work; empty for none."""
-    if not config.data.source:
-        return ""
-    trained.begin(config, root, run_id)
-    if config.training.when_unchanged == "train":
+    if not config.data.source or config.training.when_unchanged == "train":
         return ""
     return run_store.pin_once("run that has finished", lambda: trained.finished(config, root))
 

@@ -92,12 +92,12 @@ class Wiring:
         return self.step(prepare_data, **given, kfp_run_id=run_id, **more)
 
     @contextmanager
-    def ready(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def ready(self, **more: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Prepare the dataset; yield, where the run trains, what the next steps take.
 
         That is what every step takes, and the dataset.
         """
-        prepared = self.prepared()
+        prepared = self.prepared(**more)
         with dsl.If(prepared.outputs["Output"] == READY, name=READY):
             yield run_of(prepared), flows(prepared, "dataset", uri="dataset_uri")
 
@@ -148,18 +148,18 @@ def promoted(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> No
 
 def preparing(wiring: Wiring) -> None:
     """Prepare data and check it."""
-    wiring.prepared()
+    wiring.prepared(is_whole_run=False)
 
 
 def training_only(wiring: Wiring) -> None:
     """Prepare data, check it and train."""
-    with wiring.ready() as (run, dataset):
+    with wiring.ready(is_whole_run=False) as (run, dataset):
         wiring.trained(run, dataset)
 
 
 def training_on(wiring: Wiring, dataset: Any) -> None:
     """Train on a published dataset."""
-    prepared = wiring.prepared(published=dataset)
+    prepared = wiring.prepared(published=dataset, is_whole_run=False)
     wiring.trained(run_of(prepared), {"dataset": prepared.outputs["dataset_uri"]})
 
 
