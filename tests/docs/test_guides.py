@@ -34,6 +34,7 @@ from trainer.events import StepEnd, WarmStart
 from trainer.models import tabular
 from trainer.models.spec import InputSpec
 from trainer.training import dry_run
+from trainer.training.task_contract import require_task
 
 GUIDE = read(ROOT / "docs" / "how-to" / "files.md", ROOT)
 CONFIGS = {yaml.safe_load(block.text)["name"]: block.text for block in GUIDE.of("yaml")}
@@ -316,7 +317,7 @@ def test_it_is_one_file_of_at_most_150_lines():
 def test_it_keeps_to_the_contract(module, dtype):
     task = module.Quantiles(target(LABELS.astype(dtype)))
     assert (task.name, task.output_shape) == ("quantiles", (3,))
-    dry_run.require_task(task, {})
+    require_task(task, {})
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -59,6 +59,7 @@ from trainer.training.server import (
     streaming_to,
 )
 from trainer.training.stall import StallWatch
+from trainer.training.task_contract import require_task
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
-    dry_run.require_task(objective.task, spec.features)
+    require_task(objective.task, spec.features)
     checkpoints.positive = positive_of(objective.task)
     checkpoints.require_fit = partial(evaluate.require_positive, objective.task, spec)
     make_problem = partial(_problem, config, spec, objective, streaming)

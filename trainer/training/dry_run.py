@@ -1,35 +1,31 @@
 """Whether model, task, dataset and configuration fit, before a cluster starts: `trainer fit`.
 
-The dataset is known by what its builder says of itself. The model is built for one example; of a
-large one most variables get no values. One that is not large is tried: one step and one validation
-of two examples, the first ones or made up, and the conversions of an export. A learning task of the
-user's is tried on made-up examples: it would otherwise fail in the export, or not at all, with
-metrics that do not add up.
+The dataset is known by its first rows, or by what its builder says of itself. The model is built
+for one example; of a large one most variables get no values. One that is not large is tried: one
+step and one validation of two examples, the first ones or made up, and an export.
 Made-up values are such as nothing should fail on: bytes of any value, numbers from 0 to 1, whole
 numbers 0 and 1, each class in turn, short texts.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend import Variable
 
-from trainer import storage, user_code
+from trainer import storage
 from trainer.checkpoints import index, warm_start
 from trainer.class_names import ClassIndex
-from trainer.config.main_metric import LOSS
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.pod_fields import amount
 from trainer.config.schema import Config, OutputConfig, TrainingConfig
@@ -38,14 +34,13 @@ from trainer.data import prepare
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec, FeatureSpec, require_buckets, require_slices
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import ConfigError
 from trainer.evaluation import evaluate
 from trainer.export import parity
 from trainer.export.formats import Subject, format_path
 from trainer.models import registry
 from trainer.models.registry import freeze
 from trainer.names import length_name
-from trainer.statistics.statistics import Feature
 from trainer.strategies import placement
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.strategy import (
@@ -57,11 +52,18 @@ from trainer.strategies.strategy import (
 )
 from trainer.strategies.updates.loss_scale import LossScale
 from trainer.tasks import registry as tasks
-from trainer.tasks.base import Array, Direction, Part, Target, Task
 from trainer.tasks.binary_classification import TWO
 from trainer.tasks.objective import Objective
 from trainer.topology import TOPOLOGIES, topology_of
 from trainer.training import optimizers
+from trainer.training.task_contract import (
+    LENGTH,
+    called,
+    in_turn,
+    is_built_in,
+    naming,
+    require_task,
+)
 
 # Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
 # for a gradient.
@@ -70,14 +72,10 @@ MOST_TRIED = 10_000_000
 MOST_LAYERS = 50
 # Each replica has the whole model there, which an update of the model's own needs.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
-# Made-up examples for a model, and for a task; the length of what varies in length.
-EXAMPLES, MORE_EXAMPLES, TASK_EXAMPLES, LENGTH = 2, 64, 8, 4
+# Examples of a step, and of another one where these say nothing.
+EXAMPLES, MORE_EXAMPLES = 2, 64
 # Of a shard that is fetched for its first examples, in a step that asks for little disk.
 MOST_BYTES = 1 << 30
-BUILT_IN = "trainer.tasks."
-# Sums in single precision, of values of any size.
-_CLOSE = 1e-3
-_DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "y", "series"}}
 log = logging.getLogger(__name__)
 
 
@@ -364,7 +362,7 @@ def _try_out(
     with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
         folder = Path(name)
         batches = batches_of(dataset, folder, uri)
-        with _named(f"model {config.model.name}"):
+        with naming(f"model {config.model.name}"):
             try:
                 _require_step(config.training, model, objective, batches)
             except _NumbersError:
@@ -376,7 +374,7 @@ def _try_out(
         calibration = {name: _inputs_of(dataset, batch)[name].numpy() for name in dataset.inputs}
         # What is built in can be served, and read back.
         parts = objective.task.parts.values()
-        own = ":" in config.model.name or not all(map(_is_built_in, parts))
+        own = ":" in config.model.name or not all(map(is_built_in, parts))
         if own:
             parity.require_served(subject)
         small = len(model._flatten_layers()) <= MOST_LAYERS
@@ -416,12 +414,7 @@ def _values(feature: FeatureSpec, random: np.random.Generator, count: int) -> An
     dtype = np.dtype(feature.dtype)
     if dtype == np.uint8 and not feature.num_classes:
         return random.integers(0, 256, shape).astype(dtype)
-    return random.random(shape).astype(dtype) if dtype.kind == "f" else _in_turn(shape, dtype)
-
-
-def _in_turn(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
-    """Return the numbers below `count`, one after the other."""
-    return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
+    return random.random(shape).astype(dtype) if dtype.kind == "f" else in_turn(shape, dtype)
 
 
 def batches_of(
@@ -449,13 +442,13 @@ def _require_step(
 ) -> None:
     """Take one step, and measure; the model has values, and keeps them but for an own step."""
     (batch,) = batches
-    loss, gradients = _called("a step on a few examples", _step, training, model, objective, batch)
+    loss, gradients = called("a step on a few examples", _step, training, model, objective, batch)
     _require_finite(loss, model, gradients, _why_not_finite(training, batch))
 
     def validate() -> None:
         objective.means(objective.totals(model, batches).numpy())
 
-    _called("a validation on a few examples", validate)
+    called("a validation on a few examples", validate)
 
 
 def _why_not_finite(training: TrainingConfig, batch: Any) -> str:
@@ -503,236 +496,3 @@ def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], w
 
 class _NumbersError(ConfigError):
     """What a step on a few examples gives is no number, or zero."""
-
-
-@dataclass(frozen=True)
-class _MadeUp:
-    """Examples in two parts, of which an evaluation has any number."""
-
-    whole: Part
-    count: int = TASK_EXAMPLES
-
-    def parts(self) -> Iterator[Part]:
-        """Read them."""
-        whole = self.whole
-        for rows in (slice(0, 3), slice(3, None)):
-            columns = {name: each[rows] for name, each in whole.columns.items()}
-            weights = None if whole.weights is None else whole.weights[rows]
-            yield Part(whole.labels[rows], whole.outputs[rows], weights, columns)
-
-
-def require_task(task: Task, features: Mapping[str, Feature]) -> None:
-    """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it."""
-    for name, part in task.parts.items():
-        if not _is_built_in(part):
-            where = f"task.outputs.{name}" if name else "task"
-            with _named(f"{where} {type(part).__module__}:{type(part).__name__}"):
-                require_contract(part, features)
-
-
-def _is_built_in(task: Task) -> bool:
-    return type(task).__module__.startswith(BUILT_IN)
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error.__cause__
-
-
-def _called(what: str, call: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return call(*args)
-    except UserError:
-        raise
-    # Code of the user's may fail in any way.
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} fails: {user_code.line_of(error)}") from error
-
-
-def _require(holds: Any, otherwise: str) -> None:
-    if not holds:
-        raise ConfigError(otherwise)
-
-
-def require_contract(task: Task, features: Mapping[str, Feature]) -> None:
-    """Raise `ConfigError` where a task of one output does not keep to its contract."""
-    _require_attributes(task)
-    examples = _MadeUp(_task_examples(task, features))
-    _require_loss(task, examples.whole)
-    _require_metrics(task, examples)
-    _require_answers(task, examples.whole.outputs)
-    _require_displayed(task, examples)
-
-
-def _require_attributes(task: Task) -> None:
-    for name, kind in (("name", str), ("main_metric", str), ("directions", Mapping)):
-        example = "a mapping from metric to direction" if kind is Mapping else "a text"
-        holds = isinstance(getattr(task, name, None), kind)
-        _require(holds, f"its attribute {name} has to be {example}")
-    allowed = get_args(Direction)
-    for metric, direction in task.directions.items():
-        _require(
-            direction is None or direction in allowed,
-            f"directions: that of {metric!r} is {direction!r}; it has to be "
-            f"{' or '.join(map(repr, allowed))}, or None where neither is better"
-            f"{nearest(str(direction), allowed)}",
-        )
-    _require(
-        {LOSS: "lower", **task.directions}.get(task.main_metric),
-        f"directions: that of main_metric {task.main_metric!r} is missing"
-        f"{nearest(task.main_metric, task.directions)}",
-    )
-    shape = _called("output_shape()", lambda: task.output_shape)
-    _require(
-        isinstance(shape, tuple) and all(isinstance(size, int) for size in shape),
-        f"output_shape is {shape!r}; it has to be a tuple of whole numbers",
-    )
-    cost = _called("chance_loss()", task.chance_loss)
-    _require(
-        isinstance(cost, float | int) and math.isfinite(cost) and cost > 0,
-        f"chance_loss() is {cost!r}; it has to be a number above zero",
-    )
-
-
-def _require_loss(task: Task, whole: Part) -> None:
-    loss = _called("loss()", task.loss)
-    is_loss = isinstance(loss, keras.losses.Loss)
-    _require(is_loss, f"loss() is a {type(loss).__name__}; it has to be a keras.losses.Loss")
-
-    def call() -> Any:
-        labels = task.loss_labels(tf.constant(whole.labels))
-        return tf.convert_to_tensor(loss.call(labels, task.given(tf.constant(whole.outputs))))
-
-    each = _called("loss()", call)
-    _require(
-        each.shape.rank and each.shape[0] == TASK_EXAMPLES,
-        f"its loss gives a value of shape {tuple(each.shape)} for {TASK_EXAMPLES} examples: call() "
-        "has to return one for each, which weights of examples count",
-    )
-    losses = _called("example_losses()", task.example_losses, whole.labels, whole.outputs)
-    _require(
-        np.shape(losses) == (TASK_EXAMPLES,),
-        f"example_losses() has shape {np.shape(losses)} for {TASK_EXAMPLES} examples; it has to "
-        f"be ({TASK_EXAMPLES},)",
-    )
-
-
-def _require_metrics(task: Task, examples: _MadeUp) -> None:
-    """Refuse metrics that are not named, or that parts of the examples do not add up to."""
-    for each in _called("metrics()", task.metrics):
-        kind = type(each).__name__
-        is_metric = isinstance(each, keras.Metric)
-        _require(is_metric, f"metrics() has a {kind}; all of it has to be a keras.Metric")
-    objective = Objective(task)
-    at_once, *parts = (
-        _called("metrics()", objective.sums, each) for each in (examples.whole, *examples.parts())
-    )
-    found, added = objective.means(at_once), objective.means(np.sum(parts, axis=0))
-    _require_directions(task, {name: name for name in found if name != LOSS}, "it")
-    for name, value in found.items():
-        other = added.get(name, math.nan)
-        _require(
-            np.isclose(value, other, rtol=_CLOSE, atol=_CLOSE),
-            f"its {'loss' if name == LOSS else f'metric {name!r}'} of {TASK_EXAMPLES} examples is "
-            f"{value:g}, and {other:g} where its states over two parts of them are added: "
-            "a state has to be a sum over the examples, a loss the mean",
-        )
-
-
-def _require_directions(task: Task, metrics: Mapping[str, Any], who: str) -> None:
-    for name in metrics:
-        _require(
-            name in task.directions,
-            f"directions: {who} measures {name!r}, which they do not have"
-            f"{nearest(name, task.directions)}",
-        )
-
-
-def _require_answers(task: Task, outputs: Array) -> None:
-    answers = _called("answers()", lambda: tf.function(task.answers)(tf.constant(outputs)))
-    is_named = isinstance(answers, Mapping) and answers
-    _require(is_named, "answers() has to return tensors by the name of a column")
-    for name, each in answers.items():
-        _require(
-            isinstance(each, tf.Tensor) and each.shape[:1] == [TASK_EXAMPLES],
-            f"answers(): the first axis of {name!r} has to be that of the outputs, the examples",
-        )
-    arrays = {name: each.numpy() for name, each in answers.items()}
-    again = _called("outputs_of()", lambda: np.asarray(task.outputs_of(arrays), np.float32))
-    before, after = (
-        _called("predictions()", lambda each: np.asarray(task.predictions(each)), each)
-        for each in (outputs, again)
-    )
-    _require(
-        before.shape == after.shape and np.allclose(before, after, rtol=_CLOSE, atol=_CLOSE),
-        "outputs_of(answers(outputs)) gives other predictions than the outputs: a champion, "
-        "of which only the answers are known, would be measured as another model",
-    )
-
-
-def _require_displayed(task: Task, examples: _MadeUp) -> None:
-    """Refuse what no report could draw."""
-    whole = examples.whole
-    cells = _called("described()", task.described, whole.labels[0], whole.outputs[0])
-    lacking = {"label", "predicted"}.difference(cells)
-    _require(not lacking, f"described() has no {' and no '.join(sorted(lacking))}")
-    details = _called("details()", task.details, examples)
-    for kind, keys in _DISPLAYED.items():
-        for each in details.get(kind, ()):
-            lacking = keys.difference(each)
-            _require(not lacking, f"details(): one of {kind} has no {' and no '.join(lacking)}")
-
-    def tallied() -> dict[str, Any]:
-        tally = task.tally()
-        tally.add(whole)
-        return tally.result()
-
-    tally = _called("tally()", tallied)
-    for what, tree in (("described()", cells), ("details()", details), ("tally()", tally)):
-        _require_plain(what, tree)
-        _require_directions(task, tree.get("metrics", {}), what)
-
-
-def _require_plain(what: str, tree: Any) -> None:
-    try:
-        json.dumps(tree, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{what} has to be plain data, with finite numbers of Python's own: {error}"
-        ) from error
-
-
-def _task_examples(task: Task, features: Mapping[str, Feature]) -> Part:
-    random = np.random.default_rng(0)
-    labels = _labels(task.target, random)
-    # An axis of any size is as long as the label's.
-    known = dict(enumerate(labels.shape[1:]))
-    sizes = [
-        size if size > 0 else known.get(axis, 2) for axis, size in enumerate(task.output_shape)
-    ]
-    outputs = random.normal(size=(TASK_EXAMPLES, *sizes)).astype(np.float32)
-    weights = random.uniform(0.5, 2, TASK_EXAMPLES).astype(np.float32)
-    columns = {
-        name: np.zeros(
-            (TASK_EXAMPLES, *(size or 1 for size in features[name].shape)),
-            _dtype(features[name].dtype),
-        )
-        for name in task.columns
-    }
-    return Part(labels, outputs, weights, columns)
-
-
-def _labels(target: Target, random: np.random.Generator) -> Array:
-    shape = (TASK_EXAMPLES, *(LENGTH if size < 0 else size for size in target.shape))
-    dtype = _dtype(target.dtype)
-    if target.num_classes or dtype.kind not in "iuf":
-        return _in_turn(shape, dtype, target.num_classes or 2)
-    values = random.uniform(target.moments.get("min", 0.0), target.moments.get("max", 1.0), shape)
-    return (values if dtype.kind == "f" else np.round(values)).astype(dtype)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(object if name == "string" else name)

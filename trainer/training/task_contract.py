@@ -1,0 +1,273 @@
+"""Whether a learning task of the user's keeps to the contract of `trainer.tasks.base.Task`.
+
+It is tried on made-up examples: it would otherwise fail in the export, or not at all, with metrics
+that do not add up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer import user_code
+from trainer.config.main_metric import LOSS
+from trainer.errors import ConfigError, UserError, nearest
+from trainer.statistics.statistics import Feature
+from trainer.tasks.base import Array, Direction, Part, Target, Task
+from trainer.tasks.objective import Objective
+
+BUILT_IN = "trainer.tasks."
+# Made-up examples; the length of what varies in length.
+EXAMPLES, LENGTH = 8, 4
+# Sums in single precision, of values of any size.
+_CLOSE = 1e-3
+_DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "y", "series"}}
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    """Examples in two parts, of which an evaluation has any number."""
+
+    whole: Part
+    count: int = EXAMPLES
+
+    def parts(self) -> Iterator[Part]:
+        """Read them."""
+        whole = self.whole
+        for rows in (slice(0, 3), slice(3, None)):
+            columns = {name: each[rows] for name, each in whole.columns.items()}
+            weights = None if whole.weights is None else whole.weights[rows]
+            yield Part(whole.labels[rows], whole.outputs[rows], weights, columns)
+
+
+def require_task(task: Task, features: Mapping[str, Feature]) -> None:
+    """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it."""
+    for name, part in task.parts.items():
+        if not is_built_in(part):
+            where = f"task.outputs.{name}" if name else "task"
+            with naming(f"{where} {type(part).__module__}:{type(part).__name__}"):
+                require_contract(part, features)
+
+
+def is_built_in(task: Task) -> bool:
+    """Say whether a task is of Flotilla."""
+    return type(task).__module__.startswith(BUILT_IN)
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Begin a `ConfigError` with what it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error.__cause__
+
+
+def called(what: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Call code of the user's; raises `ConfigError`, whatever it raises."""
+    try:
+        return call(*args)
+    except UserError:
+        raise
+    # Code of the user's may fail in any way.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} fails: {user_code.line_of(error)}") from error
+
+
+def _require(holds: Any, otherwise: str) -> None:
+    if not holds:
+        raise ConfigError(otherwise)
+
+
+def require_contract(task: Task, features: Mapping[str, Feature]) -> None:
+    """Raise `ConfigError` where a task of one output does not keep to its contract."""
+    _require_attributes(task)
+    examples = _MadeUp(_task_examples(task, features))
+    _require_loss(task, examples.whole)
+    _require_metrics(task, examples)
+    _require_answers(task, examples.whole.outputs)
+    _require_displayed(task, examples)
+
+
+def _require_attributes(task: Task) -> None:
+    for name, kind in (("name", str), ("main_metric", str), ("directions", Mapping)):
+        example = "a mapping from metric to direction" if kind is Mapping else "a text"
+        holds = isinstance(getattr(task, name, None), kind)
+        _require(holds, f"its attribute {name} has to be {example}")
+    allowed = get_args(Direction)
+    for metric, direction in task.directions.items():
+        _require(
+            direction is None or direction in allowed,
+            f"directions: that of {metric!r} is {direction!r}; it has to be "
+            f"{' or '.join(map(repr, allowed))}, or None where neither is better"
+            f"{nearest(str(direction), allowed)}",
+        )
+    _require(
+        {LOSS: "lower", **task.directions}.get(task.main_metric),
+        f"directions: that of main_metric {task.main_metric!r} is missing"
+        f"{nearest(task.main_metric, task.directions)}",
+    )
+    shape = called("output_shape()", lambda: task.output_shape)
+    _require(
+        isinstance(shape, tuple) and all(isinstance(size, int) for size in shape),
+        f"output_shape is {shape!r}; it has to be a tuple of whole numbers",
+    )
+    cost = called("chance_loss()", task.chance_loss)
+    _require(
+        isinstance(cost, float | int) and math.isfinite(cost) and cost > 0,
+        f"chance_loss() is {cost!r}; it has to be a number above zero",
+    )
+
+
+def _require_loss(task: Task, whole: Part) -> None:
+    loss = called("loss()", task.loss)
+    is_loss = isinstance(loss, keras.losses.Loss)
+    _require(is_loss, f"loss() is a {type(loss).__name__}; it has to be a keras.losses.Loss")
+
+    def call() -> Any:
+        labels = task.loss_labels(tf.constant(whole.labels))
+        return tf.convert_to_tensor(loss.call(labels, task.given(tf.constant(whole.outputs))))
+
+    each = called("loss()", call)
+    _require(
+        each.shape.rank and each.shape[0] == EXAMPLES,
+        f"its loss gives a value of shape {tuple(each.shape)} for {EXAMPLES} examples: call() "
+        "has to return one for each, which weights of examples count",
+    )
+    losses = called("example_losses()", task.example_losses, whole.labels, whole.outputs)
+    _require(
+        np.shape(losses) == (EXAMPLES,),
+        f"example_losses() has shape {np.shape(losses)} for {EXAMPLES} examples; it has to "
+        f"be ({EXAMPLES},)",
+    )
+
+
+def _require_metrics(task: Task, examples: _MadeUp) -> None:
+    """Refuse metrics that are not named, or that parts of the examples do not add up to."""
+    for each in called("metrics()", task.metrics):
+        kind = type(each).__name__
+        is_metric = isinstance(each, keras.Metric)
+        _require(is_metric, f"metrics() has a {kind}; all of it has to be a keras.Metric")
+    objective = Objective(task)
+    at_once, *parts = (
+        called("metrics()", objective.sums, each) for each in (examples.whole, *examples.parts())
+    )
+    found, added = objective.means(at_once), objective.means(np.sum(parts, axis=0))
+    _require_directions(task, {name: name for name in found if name != LOSS}, "it")
+    for name, value in found.items():
+        other = added.get(name, math.nan)
+        _require(
+            np.isclose(value, other, rtol=_CLOSE, atol=_CLOSE),
+            f"its {'loss' if name == LOSS else f'metric {name!r}'} of {EXAMPLES} examples is "
+            f"{value:g}, and {other:g} where its states over two parts of them are added: "
+            "a state has to be a sum over the examples, a loss the mean",
+        )
+
+
+def _require_directions(task: Task, metrics: Mapping[str, Any], who: str) -> None:
+    for name in metrics:
+        _require(
+            name in task.directions,
+            f"directions: {who} measures {name!r}, which they do not have"
+            f"{nearest(name, task.directions)}",
+        )
+
+
+def _require_answers(task: Task, outputs: Array) -> None:
+    answers = called("answers()", lambda: tf.function(task.answers)(tf.constant(outputs)))
+    is_named = isinstance(answers, Mapping) and answers
+    _require(is_named, "answers() has to return tensors by the name of a column")
+    for name, each in answers.items():
+        _require(
+            isinstance(each, tf.Tensor) and each.shape[:1] == [EXAMPLES],
+            f"answers(): the first axis of {name!r} has to be that of the outputs, the examples",
+        )
+    arrays = {name: each.numpy() for name, each in answers.items()}
+    again = called("outputs_of()", lambda: np.asarray(task.outputs_of(arrays), np.float32))
+    before, after = (
+        called("predictions()", lambda each: np.asarray(task.predictions(each)), each)
+        for each in (outputs, again)
+    )
+    _require(
+        before.shape == after.shape and np.allclose(before, after, rtol=_CLOSE, atol=_CLOSE),
+        "outputs_of(answers(outputs)) gives other predictions than the outputs: a champion, "
+        "of which only the answers are known, would be measured as another model",
+    )
+
+
+def _require_displayed(task: Task, examples: _MadeUp) -> None:
+    """Refuse what no report could draw."""
+    whole = examples.whole
+    cells = called("described()", task.described, whole.labels[0], whole.outputs[0])
+    lacking = {"label", "predicted"}.difference(cells)
+    _require(not lacking, f"described() has no {' and no '.join(sorted(lacking))}")
+    details = called("details()", task.details, examples)
+    for kind, keys in _DISPLAYED.items():
+        for each in details.get(kind, ()):
+            lacking = keys.difference(each)
+            _require(not lacking, f"details(): one of {kind} has no {' and no '.join(lacking)}")
+
+    def tallied() -> dict[str, Any]:
+        tally = task.tally()
+        tally.add(whole)
+        return tally.result()
+
+    tally = called("tally()", tallied)
+    for what, tree in (("described()", cells), ("details()", details), ("tally()", tally)):
+        _require_plain(what, tree)
+        _require_directions(task, tree.get("metrics", {}), what)
+
+
+def _require_plain(what: str, tree: Any) -> None:
+    try:
+        json.dumps(tree, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{what} has to be plain data, with finite numbers of Python's own: {error}"
+        ) from error
+
+
+def _task_examples(task: Task, features: Mapping[str, Feature]) -> Part:
+    random = np.random.default_rng(0)
+    labels = _labels(task.target, random)
+    # An axis of any size is as long as the label's.
+    known = dict(enumerate(labels.shape[1:]))
+    sizes = [
+        size if size > 0 else known.get(axis, 2) for axis, size in enumerate(task.output_shape)
+    ]
+    outputs = random.normal(size=(EXAMPLES, *sizes)).astype(np.float32)
+    weights = random.uniform(0.5, 2, EXAMPLES).astype(np.float32)
+    columns = {
+        name: np.zeros(
+            (EXAMPLES, *(size or 1 for size in features[name].shape)),
+            _dtype(features[name].dtype),
+        )
+        for name in task.columns
+    }
+    return Part(labels, outputs, weights, columns)
+
+
+def in_turn(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
+    """Return the numbers below `count`, one after the other."""
+    return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
+
+
+def _labels(target: Target, random: np.random.Generator) -> Array:
+    shape = (EXAMPLES, *(LENGTH if size < 0 else size for size in target.shape))
+    dtype = _dtype(target.dtype)
+    if target.num_classes or dtype.kind not in "iuf":
+        return in_turn(shape, dtype, target.num_classes or 2)
+    values = random.uniform(target.moments.get("min", 0.0), target.moments.get("max", 1.0), shape)
+    return (values if dtype.kind == "f" else np.round(values)).astype(dtype)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(object if name == "string" else name)
