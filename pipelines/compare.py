@@ -38,6 +38,7 @@ class Comparison:
 
 def compare(runs: Sequence[str], workdir: Path) -> Comparison:
     """Return verdict, metrics, progress, cost and settings of runs; raises `ConfigError`."""
+    runs = tuple(dict.fromkeys(runs))
     if len(runs) < _FEWEST:
         raise ConfigError("name two runs or more to compare")
     for run in runs:
@@ -59,7 +60,7 @@ def compare(runs: Sequence[str], workdir: Path) -> Comparison:
     }
     ranks = [main.rank(value) if is_number(value) else math.inf for value in values]
     return Comparison(
-        runs=tuple(runs),
+        runs=runs,
         groups=groups,
         main_metric=main.name if values else "",
         best=tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVersion:
-    """One registered version of a model."""
+    """One registered version of a model; its verdict is `promoted`, once a champion, or not."""
 
     name: str
     version: int
@@ -33,6 +33,7 @@ class ModelVersion:
     global_step: int
     created: str
     run_id: str
+    verdict: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,9 @@ def root_of(root: str, workdir: Path) -> str:
 def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
     """Return every version of one model, or of all; raises `ConfigError`."""
     wanted = [require_known(root, name)] if name else registry.names(root)
-    champions = {each: registry.champion_number(root, each) for each in wanted}
+    made = {each: registry.promotions(root, each) for each in wanted}
     return tuple(
-        _version(each, version, champions[each])
+        _version(each, version, made[each])
         for each in wanted
         for version in registry.versions(root, each)
     )
@@ -69,11 +70,12 @@ def details(root: str, name: str, number: int = 0) -> ModelDetails:
     found = registry.version(root, name, number) if number else registry.champion(root, name)
     if found is None:
         raise ConfigError(f"{name} has no champion below {root}; name a version")
+    made = registry.promotions(root, name)
     return ModelDetails(
-        version=_version(name, found, registry.champion_number(root, name)),
+        version=_version(name, found, made),
         uri=found.uri,
         lineage=found.manifest.fields.get("lineage", {}),
-        promotions=tuple(registry.promotions(root, name)),
+        promotions=tuple(made),
     )
 
 
@@ -109,16 +111,17 @@ def require_known(root: str, name: str) -> str:
     return name
 
 
-def _version(name: str, version: registry.Version, champion: int) -> ModelVersion:
+def _version(name: str, version: registry.Version, made: Sequence[Promotion]) -> ModelVersion:
     # The types of what is there were checked by the registry.
     fields = version.manifest.fields
     lineage = fields.get("lineage", {})
     metrics = lineage.get("metrics", {})
     main = MainMetric.of({**fields, "metrics": metrics})
+    is_promoted = any(each.version == version.number for each in made)
     return ModelVersion(
         name=name,
         version=version.number,
-        champion=champion == version.number,
+        champion=bool(made) and made[-1].version == version.number,
         main_metric=main.name,
         better=main.better,
         metrics=metrics,
@@ -128,6 +131,7 @@ def _version(name: str, version: registry.Version, champion: int) -> ModelVersio
         global_step=fields.get("global_step", 0),
         created=version.manifest.created,
         run_id=lineage.get("run_id", ""),
+        verdict="promoted" if is_promoted else "registered",
     )
 
 

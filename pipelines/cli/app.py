@@ -29,8 +29,7 @@ from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.masking import credentials_in
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from pipelines.cli.tables import Table
     from pipelines.compare import Comparison
 
 app = typer.Typer(
@@ -147,20 +146,20 @@ def compare(
 
 def _comparison_table(found: Comparison) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
+    from pipelines.cli.tables import Table
+    from trainer.progress.durations import duration
     from trainer.report.wording import formatted, rounded, spoken
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for run_id in found.runs:
-        table.add_column(run_id, justify="right", overflow="fold")
+    lines = []
     for group, rows in found.groups.items():
         # Loss is measured in training and on the test split.
         before = f"{group}: " if group in ("test", "training") else ""
         after = f": {spoken(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():
             texts = [(formatted if group == "settings" else rounded)(each) for each in row]
+            if (group, name) == ("training", "seconds"):
+                texts = [duration(each) for each in row]
             if group == "test":
                 texts = _compared(row, found.intervals.get(name))
             cells = [escape(text) for text in texts]
@@ -169,9 +168,9 @@ def _comparison_table(found: Comparison) -> Table:
                     f"[bold green]{cell} best[/]" if run in found.best else cell
                     for run, cell in zip(found.runs, cells, strict=True)
                 ]
-            table.add_row(escape(f"{before}{name}{after}"), *cells)
-        table.add_section()
-    return table
+            head = escape(f"{before}{name}{after}")
+            lines.append({"": head, **dict(zip(found.runs, cells, strict=True))})
+    return Table(rows=lines, right=found.runs)
 
 
 def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:

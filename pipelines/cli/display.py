@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Column, Table
 from rich.text import Text
 
+from components.table import step_with
 from pipelines.cli.exit import discard
+from pipelines.cli.tables import Table
 from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
 from trainer.masking import one_line, printable
@@ -51,6 +52,10 @@ class Terminal(Console):
         """Print text unchanged: `package.module:x:` is a name and no emoji."""
         super().__init__(stderr=stderr, highlight=False, emoji=False)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print lines whole, however long: what is in them can be copied."""
+        super().print(*objects, **{"soft_wrap": True, **options})
+
     @property
     def can_redraw(self) -> bool:
         """Whether lines can be drawn again in place: not in a file, and not where TERM is dumb."""
@@ -84,22 +89,30 @@ _REFUSED = re.compile(r"\bdecision=refused\b")
 
 
 def closing_table(result: RunResult) -> Table:
-    """Return the table of all steps: status, seconds and key metrics."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("step", "status", "seconds", "metrics"):
-        table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
-    for step in result.steps:
-        table.add_row(
-            escape(step.step),
-            mark(step.status),
-            f"{step.seconds:.1f}",
-            _REFUSED.sub(r"[red]\g<0>[/]", escape(_metrics(step.metrics))),
-        )
-    return table
+    """Return the table of the stages by their steps: status, duration and key metrics."""
+    rows = [
+        {
+            "step": escape(_step_of(each.step)),
+            "stage": escape(each.step),
+            "status": mark(each.status),
+            "duration": duration(each.seconds),
+            "metrics": _REFUSED.sub(r"[red]\g<0>[/]", escape(_metrics(each.metrics))),
+        }
+        for each in result.steps
+    ]
+    return Table(rows=rows, right=("duration",), words=("metrics",), once=("step",))
+
+
+def _step_of(stage: str) -> str:
+    try:
+        return step_with(stage).name
+    except LookupError:
+        # Of another version, or of another pipeline.
+        return stage
 
 
 def show_result(console: Console, result: RunResult) -> None:
-    """Print the table of all steps, and below it on a line each what they have published."""
+    """Print the table of all stages, and below it on a line each what they have published."""
     console.print(closing_table(result))
     where = [(step.step, text) for step in result.steps if (text := _where(step))]
     if where:
@@ -107,7 +120,7 @@ def show_result(console: Console, result: RunResult) -> None:
     width = max((len(name) for name, _ in where), default=0)
     for name, text in where:
         # To be copied whole: never cut, and never folded.
-        console.print(f"{name:<{width}}  {text}", markup=False, soft_wrap=True)
+        console.print(f"{name:<{width}}  {text}", markup=False)
 
 
 _GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
@@ -188,96 +201,58 @@ class Steps:
         for step in run.steps:
             if self._seen.get(step.name) != _word(step):
                 self._seen[step.name] = _word(step)
-                self._console.print(_line(step), soft_wrap=True)
+                self._console.print(_line(step))
 
     def say(self, text: str) -> None:
         """Show a line that stays, as it is."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, markup=False)
 
 
 def steps_table(steps: Iterable[Step]) -> Table:
-    """Return the table of steps: state and seconds."""
-    table = Table("step", "status", Column("seconds", justify="right"), box=None, pad_edge=False)
-    for step in steps:
-        table.add_row(escape(step.name), _word(step), f"{step.seconds:.0f}")
-    return table
+    """Return the table of the steps of a run on a KFP instance: state and duration."""
+    rows = [
+        {"step": escape(each.name), "status": _word(each), "duration": duration(each.seconds)}
+        for each in steps
+    ]
+    return Table(rows=rows, right=("duration",))
 
 
-def runs_table(runs: Iterable[RemoteRun]) -> Table:
+def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
     """Return the table of runs of an instance."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "name", "status", "created (UTC)", "duration"):
-        # What is to be copied stays whole.
-        table.add_column(title, overflow="fold", no_wrap=title == "run")
+    rows = []
     for run in runs:
-        took = (
-            (run.finished - run.created).total_seconds() if run.finished and run.created else None
-        )
-        table.add_row(
-            run.run_id,
-            escape(run.name),
-            word(run.state),
-            stamp(run.created),
-            "" if took is None else duration(took),
-        )
-    return table
+        ended = run.finished if run.created else None
+        seconds = (ended - run.created).total_seconds() if ended and run.created else None
+        cells = {
+            "run": run.run_id,
+            "name": run.name,
+            "verdict": word(run.state),
+            "began UTC": stamp(run.created),
+            "duration": "" if seconds is None else duration(seconds),
+        }
+        rows.append(cells | {"name": escape(run.name)})
+    return Table(rows=rows, spare=("duration", "began UTC"), right=("duration",))
 
 
-# Where there is no room for all columns these go first, in this order: a run's name has the model
-# and the date in it, and the metric is what one looks for.
-_SPARE = ("model", "began UTC", "duration", "constant")
-_SHORTEST_METRIC = 12
-
-
-def local_runs_table(runs: Iterable[RunResult], width: int) -> Table:
-    """Return the table of runs of this machine, a line each; of their columns what has room."""
-    return fitted([cells_of(run) for run in runs], width, _SPARE)
-
-
-def fitted(rows: Sequence[Mapping[str, str]], width: int, spare: Sequence[str]) -> Table:
-    """Return a table of these cells, without the `spare` columns for which there is no room."""
-    titles = list(rows[0])
-
-    def room(title: str) -> int:
-        return max([len(title), *(len(cells[title]) for cells in rows)])
-
-    def taken() -> int:
-        return sum(room(title) + 2 for title in titles) - 2
-
-    for title in spare:
-        if taken() > width:
-            titles.remove(title)
-    most = max(room("metric") - max(taken() - width, 0), _SHORTEST_METRIC)
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, no_wrap=title != "metric", overflow="fold")
-    for cells in rows:
+def runs_table(runs: Iterable[RunResult]) -> Table:
+    """Return the table of runs of this machine."""
+    rows = []
+    for run in runs:
+        moment, seconds = begun_of(run)
+        cells = {
+            "run": run.run_id,
+            "model": model_of(run),
+            "began UTC": stamp(moment),
+            "duration": "" if seconds is None else duration(seconds),
+            "metric": _far(run),
+            "constant": constant_of(run.measured),
+        }
         drawn = {title: escape(text) for title, text in cells.items()}
-        drawn["verdict"] = mark(cells.get("verdict", ""))
-        drawn["metric"] = escape(_shortened(cells["metric"], most))
-        table.add_row(*(drawn[title] for title in titles))
-    return table
-
-
-def cells_of(run: RunResult) -> dict[str, str]:
-    """Return what a table says of a run, by the heads of its columns."""
-    moment, seconds = begun_of(run)
-    return {
-        "run": run.run_id,
-        "model": model_of(run),
-        "verdict": run.status,
-        "began UTC": stamp(moment),
-        "duration": "" if seconds is None else duration(seconds),
-        "metric": _far(run),
-        "constant": constant_of(run.measured),
-    }
-
-
-def _shortened(text: str, most: int) -> str:
-    """Return a metric with its whole value, and of its name what has room."""
-    name, _, value = text.rpartition(" ")
-    left = most - len(value) - 2
-    return text if len(text) <= most or left < 1 else f"{name[:left]}… {value}"
+        rows.append({"run": drawn.pop("run"), "verdict": mark(run.status), **drawn})
+    # Where there is no room for all of them: a run's name has the model and the date in it, and
+    # the metric is what one looks for.
+    spare = ("constant", "model", "began UTC", "duration")
+    return Table(rows=rows, spare=spare, right=("duration", "constant"), words=("metric",))
 
 
 def _far(run: RunResult) -> str:
@@ -312,5 +287,5 @@ def _line(step: Step) -> str:
     if step.state == "RUNNING" and not step.cached:
         return f"{escape(step.name)} ..."
     has_run = step.state in ("SUCCEEDED", "FAILED") and not step.cached
-    seconds = f" in {step.seconds:.1f} s" if has_run else ""
+    seconds = f" in {duration(step.seconds)}" if has_run else ""
     return f"{escape(step.name)} {_word(step)}{seconds}"

@@ -125,7 +125,7 @@ def _examine(options: DoctorOptions) -> Answer:
     def show(check: Check, finding: Finding) -> None:
         with output():
             terminal.print(f"{finding.state:{_WIDTH}}", style=_COLOURS[finding.state], end="  ")
-            terminal.print(_line(check, finding), markup=False, soft_wrap=True)
+            terminal.print(_line(check, finding), markup=False)
 
     return _answer(list(zip(listed, examine(listed, show), strict=True)))
 

@@ -113,7 +113,7 @@ class Display:
         self._step = self._progress_seen = self._validation = None
         self._works.clear()
         self._left = TimeLeft()
-        self._say(f"{event.step} {mark(event.status)} in {event.seconds:.1f} s")
+        self._say(f"{event.step} {mark(event.status)} in {duration(event.seconds)}")
 
     def _progress(self, event: Progress) -> None:
         if not self._console.can_redraw:

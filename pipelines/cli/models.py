@@ -22,8 +22,8 @@ models = typer.Typer(help="The registry: the models, their versions and champion
 checkpoint = typer.Typer(help="What is in a checkpoint.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
-# Where there is no room for all columns these go first; what is to be copied stays.
-_SPARE = ("global step", "registered", "constant", "run")
+# Where there is no room for all columns these go first; the metric is what one looks for.
+_SPARE = ("constant", "global step", "run", "verdict", "registered")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
 
@@ -36,29 +36,34 @@ def list_models(
     root: Root = "",
 ) -> Answer:
     """List the versions of one model, or of all."""
+    from rich.markup import escape
+
     from pipelines import models as registered
-    from pipelines.cli.display import Terminal, fitted
+    from pipelines.cli.display import Terminal
+    from pipelines.cli.tables import Table
     from trainer.report.headline import constant_of, main_value
 
     place = registered.root_of(root, workdir)
     found = registered.versions(place, name)
     rows = [
         {
-            "model": each.name,
+            "model": escape(each.name),
             "version": str(each.version),
             "champion": "champion" if each.champion else "",
-            "metric": main_value(each.measured),
+            "verdict": each.verdict,
+            "metric": escape(main_value(each.measured)),
             "constant": constant_of(each.measured),
-            "global step": str(each.global_step),
             "registered": each.created[:_TO_THE_MINUTE].replace("T", " "),
-            "run": each.run_id,
+            "global step": str(each.global_step),
+            "run": escape(each.run_id),
         }
         for each in found
     ]
     with output():
-        terminal = Terminal()
+        right = ("version", "constant", "global step")
+        table = Table(rows=rows, spare=_SPARE, right=right, words=("metric",))
         none = f"no model is registered below {place}"
-        terminal.print(fitted(rows, terminal.width, _SPARE) if rows else none)
+        Terminal().print(table if rows else none)
     return Answer(more={"models": [asdict(each) for each in found]})
 
 
@@ -72,10 +77,10 @@ def show_model(
 ) -> Answer:
     """Show one version with its lineage; the champion when left out."""
     from rich.markup import escape
-    from rich.table import Column, Table
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal, display_path
+    from pipelines.cli.tables import Table
     from trainer.report.headline import headline
     from trainer.report.wording import formatted, rounded
 
@@ -83,18 +88,23 @@ def show_model(
     row = asdict(found.version)
     facts = {"name": name, "version": row["version"], "measured": row["measured"]}
     facts["verdict"] = "champion" if row["champion"] else "registered"
-    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
-    for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items():
-        if key != "measured":
-            text = rounded(value) if key == "metrics" else formatted(value)
-            table.add_row(key.replace("_", " "), escape(text))
+    cells = {
+        key.replace("_", " "): escape(rounded(value) if key == "metrics" else formatted(value))
+        for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items()
+        if key != "measured"
+    }
+    table = Table(
+        rows=[{"": key, "value": text} for key, text in cells.items()],
+        words=("value",),
+        has_heads=False,
+    )
     made = [
         {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
         for each in found.promotions
     ]
     with output():
         terminal = Terminal()
-        terminal.print(headline(facts), markup=False, soft_wrap=True)
+        terminal.print(headline(facts), markup=False)
         terminal.print(table)
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
@@ -171,20 +181,21 @@ def _checkpoint_uri(which: str, workdir: Path) -> str:
 
 def _draw(found: Contents) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from pipelines.cli.display import Terminal
+    from pipelines.cli.tables import Table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("variable", overflow="fold")
-    table.add_column("type", no_wrap=True)
-    for title in ("rows", "size", "part"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for path, each in sorted(found.variables.items()):
-        shape = ", ".join(str(size) for size in each.shape)
-        kind = f"{each.dtype} [{shape}]"
-        row = [f"{each.rows:,}", sized(each.bytes), str(each.part)]
-        table.add_row(escape(path), escape(kind), *row)
+    rows = [
+        {
+            "variable": escape(path),
+            "type": escape(f"{each.dtype} [{', '.join(str(size) for size in each.shape)}]"),
+            "rows": f"{each.rows:,}",
+            "size": sized(each.bytes),
+            "part": str(each.part),
+        }
+        for path, each in sorted(found.variables.items())
+    ]
+    table = Table(rows=rows, spare=("part", "rows", "type"), right=("rows", "size", "part"))
     parts = ", ".join(sized(each) for each in found.parts)
     with output():
         terminal = Terminal()
@@ -193,4 +204,4 @@ def _draw(found: Contents) -> None:
         terminal.print(line, markup=False)
         terminal.print(f"{len(found.parts)} parts: {parts}", markup=False)
         older = "its manifest names no variables: an older version wrote it"
-        terminal.print(table if found.variables else older)
+        terminal.print(table if rows else older)

@@ -119,24 +119,25 @@ def _ask(plan: Plan) -> None:
 
 def _show(plan: Plan, root: str) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from pipelines.cli.display import Terminal
+    from pipelines.cli.tables import Table
 
     if not plan.going:
         note(f"nothing below {root} is old enough, and needed by nothing that stays")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("kind")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("last used", no_wrap=True)
-    table.add_column("what", overflow="fold")
-    for each in plan.going:
-        last = f"{each.last:%Y-%m-%d}" if each.last else ""
-        table.add_row(each.kind, sized(each.bytes), last, escape(each.path))
+    rows = [
+        {
+            "kind": each.kind,
+            "size": sized(each.bytes),
+            "last used": f"{each.last:%Y-%m-%d}" if each.last else "",
+            "what": escape(each.path),
+        }
+        for each in plan.going
+    ]
     with output():
         terminal = Terminal()
-        terminal.print(table)
+        terminal.print(Table(rows=rows, spare=("last used", "size"), right=("size",)))
         terminal.print(f"{len(plan.going)} to go, {sized(plan.bytes)}, below {root}", markup=False)
 
 

@@ -111,21 +111,21 @@ def _run(
     )
     started = local.start(options)
     errors = display.Terminal(stderr=True)
-    errors.print(f"run {started.run_id} in {started.folder}", markup=False, soft_wrap=True)
+    errors.print(f"run {started.run_id} in {started.folder}", markup=False)
     for line in bundle_lines(started.bundle) if started.bundle else ():
-        errors.print(line, markup=False, soft_wrap=True)
+        errors.print(line, markup=False)
     if remark := plain_http_remark(started.config.storage.root):
-        errors.print(f"flotilla: {remark}", markup=False, soft_wrap=True)
+        errors.print(f"flotilla: {remark}", markup=False)
     with live.Display() as show:
         result = local.execute(started, *options.target(), show)
     with output():
         display.show_result(display.Terminal(), result)
     for line in _closing_lines(options, started, result):
-        errors.print(f"flotilla: {line}", markup=False, soft_wrap=True)
+        errors.print(f"flotilla: {line}", markup=False)
     for line in display.verdict_lines(result):
-        errors.print(line, soft_wrap=True)
+        errors.print(line)
     if report := result.artifacts.get("report"):
-        errors.print(display.display_path(report), markup=False, soft_wrap=True)
+        errors.print(display.display_path(report), markup=False)
     return answer_of(result)
 
 

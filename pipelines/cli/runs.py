@@ -11,16 +11,12 @@ from pipelines.cli.exit import Answer, answers, detaching, note, output, write
 from pipelines.cli.options import Run, RunsDir, of_instance
 from pipelines.cli.run import RUNS, answer_of
 from pipelines.runs.kfp_access import Instance, is_named
-from trainer.masking import COLOURS, one_line, printable
+from trainer.masking import COLOURS, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipelines.runs.outcome import RunResult
-
-
-# Where no table is drawn.
-_PIPED = ("run", "verdict", "began UTC", "metric", "constant")
 
 
 @answers
@@ -34,20 +30,12 @@ def list_runs(
     """List runs, newest first: those of the KFP instance that is named, else of this machine."""
     if experiment or is_named(instance.endpoint):
         return _list_remote(instance, experiment, limit)
-    from pipelines.cli.display import Terminal, cells_of, local_runs_table
+    from pipelines.cli.display import Terminal, runs_table
     from pipelines.runs import control
 
     found = control.list_local(workdir, limit)
-    terminal = Terminal()
-    if terminal.is_terminal and found:
-        with output():
-            terminal.print(local_runs_table(found, terminal.width))
-    else:
-        lines = "".join(
-            f"{'  '.join(one_line(each) for name in _PIPED if (each := cells[name]))}\n"
-            for cells in map(cells_of, found)
-        )
-        write(lines or f"no runs below {workdir}\n")
+    with output():
+        Terminal().print(runs_table(found) if found else f"no runs below {workdir}")
     return Answer(more={"runs": [_row(run) for run in found]})
 
 
@@ -67,13 +55,14 @@ def _row(run: RunResult) -> dict[str, Any]:
 
 
 def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
-    from pipelines.cli.display import Terminal, runs_table
+    from pipelines.cli.display import Terminal, remote_runs_table
     from pipelines.runs import control
 
     access = instance.access()
     found = control.list_remote(instance, experiment=experiment, limit=limit)
     with output():
-        Terminal().print(runs_table(found) if found else f"no runs at {access.endpoint}")
+        none = f"no runs at {access.endpoint}"
+        Terminal().print(remote_runs_table(found) if found else none)
     rows = [
         {
             "run_id": run.run_id,
@@ -100,8 +89,8 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     with output():
         show_result(Terminal(), found)
         for line in verdict_lines(found):
-            Terminal().print(line, soft_wrap=True)
-        Terminal().print(f"run {found.run_id}: {state}", soft_wrap=True)
+            Terminal().print(line)
+        Terminal().print(f"run {found.run_id}: {state}")
     if found.message and found.status != "refused":
         note(f"flotilla: {found.message}")
     if is_remote_running:

@@ -14,8 +14,7 @@ from pipelines.cli.run import RUNS
 from trainer.errors import INTERRUPTED, ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from pipelines.cli.tables import Table
     from pipelines.runs.outcome import RunResult
     from pipelines.sweeps.plan import SweepOptions
     from trainer.sweeps.sweep import Result, Sweep, Trial
@@ -136,7 +135,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     errors = Terminal(stderr=True)
 
     def say(line: str) -> None:
-        errors.print(line, markup=False, soft_wrap=True)
+        errors.print(line, markup=False)
 
     say(f"sweep {begun.sweep.sweep_id} of {len(begun.sweep.trials)} trials in {begun.folder}")
     try:
@@ -150,7 +149,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     for line in _closing_lines(begun.sweep, result, workdir):
         say(f"flotilla: {line}")
     for line in verdict_lines(result) if result.measured else ():
-        errors.print(line, soft_wrap=True)
+        errors.print(line)
     return _answer(begun.sweep, result)
 
 
@@ -160,9 +159,11 @@ def _line(sweep: Sweep, trial: Trial) -> str:
     steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""
     if trial.status == "running":
         return f"{begin} ...{steps}"
+    from trainer.progress.durations import duration
+
     if trial.status == "done" and trial.last:
         value = _value(sweep, trial.last)
-        return f"{begin} done{steps}: {value} after {trial.seconds:.1f} s"
+        return f"{begin} done{steps}: {value} after {duration(trial.seconds)}"
     return f"{begin} {trial.status}{f': {trial.error}' if trial.error else ''}"
 
 
@@ -215,19 +216,20 @@ def _trees(sweep: Sweep) -> list[dict[str, Any]]:
 
 def _table(sweep: Sweep) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
+    from pipelines.cli.tables import Table
     from trainer.sweeps.sweep import table_of
 
     heads, rows = table_of(sweep)
-    table = Table(box=None, pad_edge=False)
-    for place, head in enumerate(heads):
-        is_text = 0 < place <= len(sweep.keys) or place == len(heads) - 1
-        table.add_column(escape(head), justify="left" if is_text else "right", overflow="fold")
-    styles = {"failed": "red", "interrupted": "yellow", "best": "bold green"}
+    colours = {"failed": "red", "interrupted": "yellow", "best": "bold green"}
+    drawn = []
     for row in rows:
-        table.add_row(*map(escape, row), style=styles.get(row[-1], ""))
-    return table
+        colour = colours.get(row[-1], "default")
+        drawn.append(
+            {head: f"[{colour}]{escape(cell)}[/]" for head, cell in zip(heads, row, strict=True)}
+        )
+    numbers = (heads[0], *heads[len(sweep.keys) + 1 : -1])
+    return Table(rows=drawn, spare=("duration", "steps"), right=numbers)
 
 
 def _short(key: str) -> str:

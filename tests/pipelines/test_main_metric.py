@@ -7,7 +7,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from components import descriptor
 from pipelines.cli import app, display, live
@@ -91,10 +90,10 @@ def in_live_view(made):
 
 
 def in_closing_table(made):
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(display.closing_table(made.result))
-    return capture.get().split("evaluate_model")[1].split()[2].partition("=")[0]
+    rows = display.closing_table(made.result).rows
+    return next(row["metrics"] for row in rows if row["stage"] == "evaluate_model").partition("=")[
+        0
+    ]
 
 
 def in_registry(made, *words):

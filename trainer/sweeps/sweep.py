@@ -323,9 +323,13 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         ]
         for each in sorted(sweep.trials, key=order)
     ]
-    keys = [key.rpartition(".")[2] for key in sweep.keys]
     metric = spoken(objective.metric)
-    return ["trial", *keys, metric, "steps", "duration", "status"], rows
+    short = [key.rpartition(".")[2] for key in sweep.keys]
+    taken = [*short, "trial", metric, "steps", "duration", "status"]
+    heads = [
+        key if taken.count(name) > 1 else name for key, name in zip(sweep.keys, short, strict=True)
+    ]
+    return ["trial", *heads, metric, "steps", "duration", "status"], rows
 
 
 def as_markdown(sweep: Sweep) -> bytes:

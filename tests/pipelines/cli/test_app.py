@@ -87,7 +87,7 @@ def test_compiling(flotilla, here):
     assert (answer["status"], answer["artifacts"]) == ("done", written)
     assert err == f"wrote build/pipeline.yaml\nwrote parts\n{REMARK}"
     assert (here / "build" / "pipeline.yaml").is_file()
-    assert len(list((here / "parts").iterdir())) == 9
+    assert len(list((here / "parts").iterdir())) == 5
 
 
 def test_compiling_without_json_prints_nothing(flotilla):

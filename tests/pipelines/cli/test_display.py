@@ -11,7 +11,8 @@ from rich.console import Console
 
 from pipelines.cli.display import (
     Terminal,
-    local_runs_table,
+    closing_table,
+    runs_table,
     show_result,
     verdict_lines,
 )
@@ -21,8 +22,9 @@ from trainer import storage
 from trainer.run_state import state_of
 
 
-def table_of(events, width=80):
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+def table_of(events):
+    console = Terminal()
+    console.file = io.StringIO()
     show_result(console, outcome_of(state_of(events), 0, interrupted=False))
     return console.file.getvalue()
 
@@ -31,23 +33,23 @@ def test_the_table_has_a_row_for_every_step():
     events = [*done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)]
     lines = [line.split() for line in table_of(events).splitlines()]
     assert lines == [
-        ["step", "status", "seconds", "metrics"],
-        ["prepare_data", "done", "1.5"],
-        ["train_model", "failed", "1.5"],
+        ["step", "stage", "status", "duration", "metrics"],
+        ["prepare_data", "prepare_data", "done", "1.5", "s", "-"],
+        ["train_model", "train_model", "failed", "1.5", "s", "-"],
     ]
 
 
 def test_the_table_shows_four_metrics_and_no_lists():
     metrics = {"decision": "refused", "reasons": ["a", "b"], "accuracy": 0.123456, "n": 1437}
     metrics |= {"reused": True, "more": 1}
-    text = table_of([begun("check_gate"), ended("check_gate", metrics=metrics)], width=200)
+    text = table_of([begun("check_gate"), ended("check_gate", metrics=metrics)])
     assert "decision=refused accuracy=0.1235 n=1437 reused=yes" in text
     assert "reasons" not in text
     assert "more" not in text
 
 
-def where(uri, width=200):
-    _head, _row, *below = table_of(done("finish", uri=uri), width=width).splitlines()
+def where(uri):
+    _head, _row, *below = table_of(done("finish", uri=uri)).splitlines()
     return "".join(below).removeprefix("finish").strip()
 
 
@@ -70,13 +72,21 @@ def test_what_is_in_no_file_system_stays_a_uri():
     assert where("") == ""
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_a_uri_is_never_cut_and_is_on_one_line(width):
+def test_a_uri_is_never_cut_and_is_on_one_line():
     uri = "gs://bucket/" + "a-long-folder/" * 12 + "report.html"
-    lines = table_of([*judged("blessed"), *done("finish", uri=uri)], width=width).splitlines()
+    lines = table_of([*judged("blessed"), *done("finish", uri=uri)]).splitlines()
     assert lines[-1] == f"finish  {uri}"
     assert lines[-2] == ""
-    assert max(map(len, lines[:-2])) <= width
+
+
+def test_the_stages_are_next_to_their_step_which_a_terminal_shows_once():
+    events = [*done("resolve_config"), *done("prepare_data"), *done("train_model"), *done("odd")]
+    table = closing_table(outcome_of(state_of(events), 0, interrupted=False))
+    assert [line.plain.split()[:2] for line in table.lines(80)[1:]] == [
+        ["prepare_data", "resolve_config"], ["prepare_data", "done"],
+        ["train_model", "train_model"], ["odd", "odd"],
+    ]  # fmt: skip
+    assert [line.plain.split()[0] for line in table.lines(None)[1:3]] == ["prepare_data"] * 2
 
 
 def coloured(result):
@@ -145,9 +155,7 @@ def test_records_of_an_earlier_version_say_what_they_can(value):
 
 
 def runs_of(*runs, width=80):
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(local_runs_table(runs, width))
-    return [line.split() for line in console.file.getvalue().splitlines()]
+    return [line.plain.split() for line in runs_table(runs).lines(width)]
 
 
 def run_of(events, run_id):
@@ -166,27 +174,28 @@ def test_runs_with_date_duration_metric_and_verdict():
     failed = run_of([ended("train_model", "interrupted", 130)], "digits-20261123-214000-0dea")
     assert [line[0] for line in runs_of(run, failed)] == ["run", run.run_id, failed.run_id]
     wide = runs_of(run, width=120)
-    assert wide[0][:3] == ["run", "model", "verdict"]
-    assert wide[1][1:5] == ["digits", "done", "2026-11-23", "21:40"]
+    assert wide[0][:3] == ["run", "verdict", "model"]
+    assert wide[1][1:5] == ["done", "digits", "2026-11-23", "21:40"]
 
 
 @pytest.mark.parametrize(
     ("width", "end"),
     [
-        (50, "weig… 0.9778"),
-        (60, "weighted macro… 0.9778"),
-        (80, "weighted macro precision of parts 0.9778"),
+        (50, ["weighted", "macro", "precision of", "parts 0.9778"]),
+        (60, ["weighted macro", "precision of parts", "0.9778"]),
+        (80, ["weighted macro precision of parts 0.9778"]),
+        (None, ["weighted macro precision of parts 0.9778 -"]),
     ],
 )
-def test_a_run_is_one_line_however_long_its_metric(width, end):
+def test_a_long_metric_goes_on_in_further_lines(width, end):
     metrics = {"weighted_macro_precision_of_parts": 0.97777}
     events = [
         *done("prepare_data", time=1_795_470_002.0),
         *done("evaluate_model", time=1_795_470_091.0, metrics=metrics),
     ]
     run = run_of(events, "digits-20261123-214000-0dea")
-    _, line = runs_of(run, width=width)
-    assert " ".join(line[2:]) == end
+    _, first, *more = runs_of(run, width=width)
+    assert [" ".join(line) for line in (first[2 if width else 9 :], *more)] == end
 
 
 def test_a_run_that_left_nothing_has_its_row():
