@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -14,7 +17,7 @@ from rich.text import Text
 
 from components.table import maker_of
 from pipelines.cli.display import Terminal, mark
-from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
+from trainer.cluster.event_lines import LogLines, TimeLeft, line_of, work_of
 from trainer.events import (
     Event,
     Interrupted,
@@ -27,8 +30,13 @@ from trainer.events import (
 )
 from trainer.masking import one_line
 from trainer.progress.durations import duration
+from trainer.progress.wording import line_of as line_of_work
 from trainer.progress.wording import parts_of
-from trainer.report.wording import rounded
+from trainer.progress.work import LOG_SECONDS
+from trainer.report.wording import rounded, spoken
+
+if TYPE_CHECKING:
+    from trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
 # How the line of an error begins that a user can mend; what a library wrote before it is noise.
@@ -56,15 +64,7 @@ class Display:
         self._is_stopping = False
         self._left = TimeLeft()
         self._lines = LogLines()
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._view,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-            transient=True,
-            # The run's own output never passes through this process.
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        self._live = _live(self._console, self._view)
 
     def __enter__(self) -> Display:
         """Begin to draw."""
@@ -186,6 +186,18 @@ class Display:
         return lines
 
 
+def _live(console: Terminal, view: Callable[[], RenderableType]) -> Live:
+    return Live(
+        console=console,
+        get_renderable=view,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+        transient=True,
+        # The run's own output never passes through this process.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
 def work_line(event: WorkProgress, width: int) -> RenderableType:
     """Return how far a piece of work is on one line; of its parts what has room."""
     parts = parts_of(event)
@@ -220,3 +232,91 @@ def _one_line(*cells: RenderableType) -> Table:
         table.add_column(no_wrap=True)
     table.add_row(*cells)
     return table
+
+
+class SweepDisplay:
+    """Follows a sweep as a whole, and the trials that run; to be used as a context manager."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        """Write to standard error: a view that changes on a terminal, else plain lines."""
+        self._console = Terminal(stderr=True)
+        self._spinner = Spinner("dots")
+        self._sweep = sweep
+        # Of each trial that runs: what its run does, and the share of its rung.
+        self._running: dict[int, tuple[str, float]] = {}
+        self._began, self._before = time.time(), sweep.share({})
+        self._said_at, self._what = self._began, "sweep"
+        self._live = _live(self._console, self._view)
+
+    def __enter__(self) -> SweepDisplay:
+        """Begin to draw."""
+        if self._console.can_redraw:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave the terminal as it was."""
+        if self._console.can_redraw:
+            self._live.stop()
+
+    def trial(self, trial: Trial, line: str) -> None:
+        """Show a line about a trial that has begun or ended."""
+        known = self._sweep.trials
+        now = tuple(trial if each.number == trial.number else each for each in known)
+        self._sweep = replace(self._sweep, trials=now)
+        self._running.pop(trial.number, None)
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def __call__(self, trial: Trial, event: Event) -> None:
+        """Take an event of the run of a trial, in any thread."""
+        words, share = self._running.get(trial.number, ("", 0.0))
+        match event:
+            case Interrupted():
+                self._what = "sweep: stopping, saving the last checkpoints"
+            case StepBegin():
+                words = event.step
+            case Progress():
+                begin = self._sweep.rungs[trial.rung - 1] if trial.rung else 0
+                share = (event.global_step - begin) / max(event.steps - begin, 1)
+                words = line_of_work(work_of(event))
+            case WorkProgress() if not event.is_over:
+                words = line_of_work(event)
+        self._running[trial.number] = (words, share)
+        now = time.time()
+        if not self._console.can_redraw and now - self._said_at >= LOG_SECONDS:
+            self._said_at = now
+            self._console.print(line_of_work(self._work()), markup=False, soft_wrap=True)
+
+    def _work(self) -> WorkProgress:
+        """Return how far the sweep is, as any other work."""
+        from trainer.sweeps.sweep import best_of
+
+        trials = self._sweep.trials
+        share = self._sweep.share({number: each[1] for number, each in self._running.items()})
+        seconds, gain = time.time() - self._began, share - self._before
+        counts = Counter(each.status for each in trials)
+        parts = [f"{counts[each]} {each}" for each in ("running", "failed") if counts[each]]
+        best = best_of(trials, self._sweep.objective)
+        if best and best.last:
+            name = spoken(best.last.by.metric)
+            parts.append(f"best {name} {rounded(best.last.value)} (trial {best.number})")
+        return WorkProgress(
+            what=self._what,
+            unit="trials",
+            done=counts["done"] + counts["failed"],
+            total=len(trials),
+            share=min(share, 0.999),
+            seconds=seconds,
+            seconds_left=(1 - share) * seconds / gain if gain > 0 and share < 1 else -1.0,
+            detail="  ".join(parts),
+        )
+
+    def _view(self) -> RenderableType:
+        lines = [f"trial {number}: {each[0]}" for number, each in sorted(self._running.items())]
+        passed = duration(time.time() - self._began)
+        trials = replace(self._work(), what="trials", unit="done")
+        return Group(
+            _one_line(self._spinner, Text(f"{self._what}  {passed}")),
+            work_line(trials, self._console.width),
+            *(Text(f"  {one_line(each)}", no_wrap=True, overflow="ellipsis") for each in lines),
+        )

@@ -129,6 +129,7 @@ def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answe
 
 def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     from pipelines.cli.display import Terminal, verdict_lines
+    from pipelines.cli.live import SweepDisplay
     from pipelines.sweeps import local
 
     begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
@@ -139,9 +140,13 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
 
     say(f"sweep {begun.sweep.sweep_id} of {len(begun.sweep.trials)} trials in {begun.folder}")
     try:
-        result = local.execute(
-            begun, options.parallel, lambda sweep, trial: say(_line(sweep, trial))
-        )
+        with SweepDisplay(begun.sweep) as show:
+            result = local.execute(
+                begun,
+                options.parallel,
+                lambda sweep, trial: show.trial(trial, _line(sweep, trial)),
+                show,
+            )
     finally:
         begun.close()
     with output():

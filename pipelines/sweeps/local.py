@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from components.table import maker_of
@@ -29,6 +30,7 @@ from trainer.sweeps.study import FILE, OLD_FILE, Study
 from trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of
 
 OnTrial = Callable[[Sweep, Trial], None]
+OnEvent = Callable[[Trial, Event], None]
 # How long a request to stop may wait until it is passed on.
 LOOK_SECONDS = 0.2
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
@@ -62,19 +64,25 @@ def resumed(sweep_id: str, workdir: Path) -> Study:
     return Study(workdir.absolute() / sweep_id)
 
 
-def execute(begun: Study, parallel: int, on_trial: OnTrial | None = None) -> RunResult:
+def execute(
+    begun: Study,
+    parallel: int,
+    on_trial: OnTrial | None = None,
+    on_event: OnEvent | None = None,
+) -> RunResult:
     """Train all trials, and promote the best one; return how its run ended.
 
     In the main thread SIGINT and SIGTERM end it: each run that trains publishes a last checkpoint.
-    A second one ends them at once. `on_trial` is called here with each trial. Raises `UserError`.
+    A second one ends them at once. `on_trial` is called here with each trial, and `on_event` with
+    each event of its run, in any thread. Raises `UserError`.
     """
-    sweep = begun.sweep
+    sweep, hear = begun.sweep, on_event or (lambda _trial, _event: None)
     if sweep.verdict in _CODES:
         return _ended(sweep.verdict, _CODES[sweep.verdict], sweep.message)
     # Once the best is chosen, none of the others is trained any more.
     if not sweep.best:
         was_interrupted = _Workers(
-            begun, parallel, on_trial or (lambda _sweep, _trial: None)
+            begun, parallel, on_trial or (lambda _sweep, _trial: None), hear
         ).train()
         sweep = begun.sweep
         if was_interrupted:
@@ -86,14 +94,15 @@ def execute(begun: Study, parallel: int, on_trial: OnTrial | None = None) -> Run
         message = f"all {count} trials failed; trial {first.number}: {first.error}"
         begun.end("failed", message, {})
         return _ended("failed", FAILED, message)
-    return _promoted(begun, best)
+    return _promoted(begun, best, hear)
 
 
-def _promoted(begun: Study, best: Trial) -> RunResult:
+def _promoted(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
     """Let the run of the best trial go on to its promotion; it is trained to its end before."""
     begun.choose(best)
     config = config_of(begun.sweep.base, best.settings)
-    run = local.execute(local.new_run(config, begun.workdir, best.run_id), "run", {})
+    folder = local.new_run(config, begun.workdir, best.run_id)
+    run = local.execute(folder, "run", {}, partial(on_event, best))
     if run.status != "interrupted":
         begun.end(run.status, run.message, dict(run.metrics))
     return run
@@ -106,8 +115,9 @@ def _ended(status: str, code: int, message: str) -> RunResult:
 class _Workers:
     """Trains trials, so many at a time, until none is left or a request to stop comes."""
 
-    def __init__(self, begun: Study, parallel: int, on_trial: OnTrial) -> None:
-        self._begun, self._parallel, self._on_trial = begun, parallel, on_trial
+    def __init__(self, begun: Study, parallel: int, on_trial: OnTrial, on_event: OnEvent) -> None:
+        self._begun, self._parallel = begun, parallel
+        self._on_trial, self._on_event = on_trial, on_event
         self._sweep = begun.sweep
         self._running: dict[Future[RunResult], Trial] = {}
         # Those that have reached a rung, and go on to the next one.
@@ -157,6 +167,7 @@ class _Workers:
                 self._preparing.release()
 
         def hear(event: Event) -> None:
+            self._on_event(trial, event)
             if isinstance(event, StepEnd) and event.step == maker_of("dataset").name:
                 prepared()
 

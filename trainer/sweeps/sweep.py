@@ -138,6 +138,24 @@ class Sweep:
         """The metric that was chosen, or that of the trials so far; raises `ConfigError`."""
         return compared_by(self.trials, self.objective)
 
+    def share(self, running: Mapping[int, float]) -> float:
+        """Return which share of all training is done; `running` has that of trials on their rung.
+
+        Of each rung one of `REDUCTION` trials goes on to the next.
+        """
+        steps = [each - before for each, before in zip(self.rungs, (0, *self.rungs), strict=False)]
+        sizes = steps if any(steps) else [1]
+        count = len(self.trials)
+        whole = sum(size * max(count // REDUCTION**at, 1) for at, size in enumerate(sizes))
+        done = 0.0
+        for trial in self.trials:
+            done += sum(sizes[each.rung] for each in trial.results)
+            if trial.status == FAILED and not trial.results:
+                done += sizes[0]
+            elif trial.status == RUNNING:
+                done += sizes[trial.rung] * running.get(trial.number, 0.0)
+        return min(done / whole, 1.0) if whole else 0.0
+
     @property
     def chosen(self) -> Trial | None:
         """The best trial, once it was chosen."""

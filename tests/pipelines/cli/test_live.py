@@ -1,10 +1,12 @@
 """The live view of a run on standard error."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from pipelines.cli.live import Display
+from pipelines.cli import live
+from pipelines.cli.live import Display, SweepDisplay
 from tests.pipelines.step_events import begun, done, ended
 from trainer.events import (
     AttemptBegin,
@@ -28,6 +30,7 @@ from trainer.events import (
     WarmStart,
     WorkProgress,
 )
+from trainer.sweeps.sweep import Objective, Result, Sweep, Trial
 
 
 def progress(step, time, **fields):
@@ -314,3 +317,73 @@ def test_a_run_that_was_asked_to_end_says_what_it_still_does(lines_of, step, lin
 def test_on_a_terminal_it_says_so_until_the_end(lines_of):
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
     assert "train_model  stopping, saving the last checkpoint" in text
+
+
+def trial(number, status, *values):
+    results = tuple(
+        Result(rung=rung, steps=100, value=value, by=Objective(metric="auc", better="higher"))
+        for rung, value in enumerate(values)
+    )
+    return Trial(number=number, settings={}, status=status, results=results)
+
+
+def sweep_of(*trials, rungs=(0,)):
+    return Sweep(
+        sweep_id="s", config={}, source="", fixed=(), keys=(), rungs=rungs, trials=trials,
+        objective=Objective(metric="auc", better="higher"),
+    )  # fmt: skip
+
+
+class TestSweep:
+    """The sweep as a whole: trials by their state, the best so far, and the time left."""
+
+    @pytest.fixture
+    def display(self, monkeypatch):
+        monkeypatch.setattr(live.time, "time", lambda: 1000.0)
+        waiting = [trial(number, "waiting") for number in range(1, 5)]
+        found = SweepDisplay(sweep_of(*waiting))
+        monkeypatch.setattr(live.time, "time", lambda: 1060.0)
+        return found
+
+    def test_without_a_terminal_it_is_a_line_every_half_minute(self, display, capsys):
+        display.trial(trial(1, "done", 0.8), "trial 1 done")
+        display.trial(trial(2, "failed"), "trial 2 failed")
+        running = trial(3, "running")
+        display.trial(running, "trial 3 ...")
+        for step in (10, 50):
+            display(running, progress(step, 1.0, steps=100))
+        assert capsys.readouterr().err.splitlines() == [
+            "trial 1 done",
+            "trial 2 failed",
+            "trial 3 ...",
+            "sweep: 52 %  2/4 trials  54 s left  1 running  1 failed  best AUC 0.8 (trial 1)",
+        ]
+
+    @pytest.mark.usefixtures("terminal")
+    @pytest.mark.parametrize("columns", ["60", "80", "140"])
+    def test_on_a_terminal_it_fits(self, display, capsys, monkeypatch, columns):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = SweepDisplay(display._sweep)
+        with shown:
+            shown.trial(trial(1, "done", 0.8), "trial 1 done")
+            shown(trial(2, "running"), work())
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+        lines = [line.split("\r")[-1] for line in text.splitlines()]
+        assert max(map(len, lines)) <= int(columns)
+        assert any("  trials" in line and "25 %" in line for line in lines)
+        assert any("trial 2: reading the files: 43 %" in line for line in lines)
+
+    @pytest.mark.usefixtures("display")
+    def test_of_each_rung_a_third_goes_on(self):
+        trials = [trial(1, "running", 0.8), *(trial(each, "done", 0.7) for each in range(2, 10))]
+        found = sweep_of(*trials, rungs=(100, 300, 900))
+        # 9 of 100 steps, 3 of 200, 1 of 600; the first is half of the way to its second rung.
+        assert found.share({}) == pytest.approx(900 / 2100)
+        at_work = replace(trials[0], rung=1)
+        assert sweep_of(at_work, *trials[1:], rungs=(100, 300, 900)).share({1: 0.5}) == (
+            pytest.approx(1000 / 2100)
+        )
+
+    def test_a_request_to_end_is_said(self, display):
+        display(trial(1, "running"), Interrupted())
+        assert display._work().what == "sweep: stopping, saving the last checkpoints"
