@@ -85,7 +85,7 @@ def write_photos(folder):
     random = np.random.default_rng(3)
     for name, colour in (("red", (200, 30, 30)), ("green", (30, 200, 30))):
         (folder / "photos" / name).mkdir(parents=True)
-        for number in range(80):
+        for number in range(250):
             height, width = random.integers(20, 60, 2)
             pixels = np.clip(np.array(colour) + random.normal(0, 50, (height, width, 3)), 0, 255)
             form = "png" if number % 2 else "jpg"
