@@ -141,8 +141,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
         # The message of training begins with "interrupted at global step ..." by itself.
         is_said = result.message.startswith(result.status)
         lines.append(result.message if is_said else f"{result.status}: {result.message}")
-    # A mistake is said in one line.
-    if result.status == "failed" and result.exit_code != USAGE:
+    if result.status == "failed":
         lines.append(f"all output is in {run.folder / 'pipeline.log'}")
     if remedy := remedy_of(options, run, result):
         lines.append(remedy)

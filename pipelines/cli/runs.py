@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from components.table import STAGES
 from pipelines.cli.exit import Answer, answers, detaching, note, output, write
 from pipelines.cli.options import Run, RunsDir, of_instance
 from pipelines.cli.run import RUNS, answer_of
 from pipelines.runs.kfp_access import Instance, is_named
-from trainer.masking import COLOURS, printable
+from trainer.masking import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pipelines.runs.logs.view import LogLine
     from pipelines.runs.outcome import RunResult
+
+
+# The longest name of a stage.
+_LABEL = max(len(stage.name) for stage in STAGES)
 
 
 @answers
@@ -109,33 +116,43 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
 def logs(
     instance: Instance,
     run: Run,
-    step: Annotated[str, typer.Option(metavar="STEP", help="Of this step alone.")] = "",
+    step: Annotated[
+        str, typer.Option(metavar="STEP", help="Of this step, or stage of a step, alone.")
+    ] = "",
+    task: Annotated[
+        str, typer.Option(metavar="TASK", help="Of this training task alone, such as chief-0.")
+    ] = "",
     follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Continue until the run has ended.")
-    ] = True,
+        bool, typer.Option("--follow/--no-follow", "-f", help="Continue until the run has ended.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="All lines, those of KFP and TensorFlow too.")
+    ] = False,
     workdir: RunsDir = RUNS,
 ) -> Answer:
-    """Show the logs of a run, on a KFP instance or on this machine."""
+    """Show what a run has said: its steps, losses and warnings, and what your code prints."""
     from pipelines.runs import control
 
-    titles: list[str] = []
+    days: list[str] = []
 
-    def show(name: str, text: str) -> None:
-        if name and titles[-1:] != [name]:
-            titles.append(name)
-            note(f"--- {name}")
-        write(printable(COLOURS.sub("", text)))
+    def show(line: LogLine) -> None:
+        moment = datetime.fromtimestamp(line.time).astimezone() if line.time else None
+        day = f"{moment:%Y-%m-%d}" if moment else ""
+        if day and day not in days[-1:]:
+            days.append(day)
+            write(f"{day} {moment:%Z}\n")
+        clock = f"{moment:%H:%M:%S}" if moment else ""
+        write(f"{clock:8}  {line.label:<{_LABEL}}  {line.text}\n")
 
     with detaching(lambda: _continues(run, workdir, instance)):
         found = control.logs(
-            run,
-            on_text=show,
-            on_note=lambda line: note(f"flotilla: {line}"),
-            step=step,
-            wait=follow,
-            workdir=workdir,
-            instance=instance,
-        )
+            run, step=step, task=task, follow=follow, verbose=verbose, on_line=show,
+            on_note=lambda line: note(f"flotilla: {line}"), workdir=workdir, instance=instance,
+        )  # fmt: skip
+    if found.status == "running":
+        note("the run goes on; follow it with -f")
+    elif found.steps:
+        note(one_line(found.headline))
     return Answer(status=found.status, run_id=found.run_id, message=found.message)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from components.table import STAGES, STEPS, SWEEP_STEPS
 from pipelines.runs import local_status
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.outcome import RunResult
@@ -22,7 +23,10 @@ from trainer.errors import DONE, ConfigError, UserError, nearest
 if TYPE_CHECKING:
     from pipelines.runs.kfp_client import Client
     from pipelines.runs.kfp_run import RemoteRun
-    from pipelines.runs.kfp_watch import OnNote, OnText
+    from pipelines.runs.kfp_watch import OnNote
+    from pipelines.runs.logs.view import LogLine
+
+    OnLine = Callable[[LogLine], None]
 
 RUNS = Path("runs")
 _REFUSED = 400
@@ -79,41 +83,50 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
 def logs(
     run: str,
     *,
-    on_text: OnText,
+    on_line: OnLine,
     on_note: OnNote | None = None,
     step: str = "",
-    wait: bool = True,
+    task: str = "",
+    follow: bool = False,
+    verbose: bool = False,
     workdir: str | Path = RUNS,
     instance: Instance | None = None,
 ) -> RunResult:
-    """Pass on the logs of a run, until the run ends; return how far it has come.
+    """Pass on what a person reads of the logs of a run; return how far the run has come.
 
     Args:
         run: id or name of the run.
-        on_text: called with the name of a step, empty for a run on this machine, and new text.
+        on_line: called with each line: its time, its stage or training task, and its text.
         on_note: called with a line on what has no log.
-        step: the one step to read; all when empty.
-        wait: whether to continue until the run ends.
+        step: the one step to read, or one of its stages; all when empty.
+        task: the one training task to read, such as `chief-0`; all when empty.
+        follow: whether to continue until the run ends.
+        verbose: whether to pass on all lines, also those of KFP and of TensorFlow's start.
         workdir: the folder of the runs on this machine.
         instance: the KFP instance; from the environment when left out.
 
     Raises:
-        UserError: there is no such run or step, or its log cannot be read.
+        UserError: there is no such run, step or task, or its log cannot be read.
     """
     folder = Path(workdir)
     if local_status.is_local(folder, run):
-        if step:
-            raise ConfigError(f"--step is for runs of an instance; {run} has one log for all steps")
-        for piece in local_status.lines((folder / run).absolute(), wait):
-            on_text("", piece)
+        from pipelines.runs.logs import local
+
+        _, stages = _chosen_step(step)
+        local.follow_logs(
+            (folder / run).absolute(), stages=stages, task=task, follow=follow, verbose=verbose,
+            on_line=on_line,
+        )  # fmt: skip
         return local_status.status_of(folder, run)
     from pipelines.runs.kfp_run import run_of
-    from pipelines.runs.kfp_watch import follow_logs
+    from pipelines.runs.logs import kfp
 
     client = _client(run, workdir, instance)
-    name = step.replace("-", "_")
-    note = on_note or (lambda _line: None)
-    last = follow_logs(client, run_of(client, run), name, wait=wait, on_text=on_text, on_note=note)
+    name, stages = _chosen_step(step)
+    last = kfp.follow_logs(
+        client, run_of(client, run), name, stages=stages, task=task, follow=follow,
+        verbose=verbose, on_line=on_line, on_note=on_note or (lambda _line: None),
+    )  # fmt: skip
     return RunResult(
         run_id=last.run_id,
         status=last.state.lower(),
@@ -122,6 +135,24 @@ def logs(
         steps=(),
         state=last.state,
     )
+
+
+def _chosen_step(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return a step and those of its stages that are meant; raises `ConfigError`."""
+    if not name:
+        return "", ()
+    own = name.replace("-", "_")
+    rows = (*STEPS, *SWEEP_STEPS)
+    # A step and one of its stages may have one name: it is the step that is meant.
+    for row in rows:
+        if row.name == own:
+            return own, tuple(stage.name for stage in row.stages)
+    for row in rows:
+        if any(stage.name == own for stage in row.stages):
+            return row.name, (own,)
+    known = dict.fromkeys([row.name for row in STEPS] + [each.name for each in STAGES])
+    hint = nearest(own, known) or f" (there is {', '.join(known)})"
+    raise ConfigError(f"--step: no step {name!r}{hint}")
 
 
 def cancel(

@@ -16,7 +16,7 @@ from pipelines.runs import local
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events
 from trainer.cluster.event_lines import line_of
-from trainer.errors import DONE, FAILED, UserError
+from trainer.errors import DONE, FAILED
 from trainer.events import RunEnd
 from trainer.run_state import RunState, state_of
 from trainer.storage.errors import reported
@@ -95,23 +95,6 @@ def _run_processes() -> Iterator[tuple[int, str]]:
         if is_run:
             # The name of the pipeline has no space, a path may have.
             yield pid, arguments.partition(" ")[2]
-
-
-def lines(folder: Path, follow: bool) -> Iterator[str]:
-    """Yield the log of a run piece by piece; until the run ends where it is followed."""
-    try:
-        log = (folder / LOG).open(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot read {folder / LOG}: {error.strerror}") from None
-    with log:
-        while True:
-            # Looked up before reading: what the run wrote before its end is read after it.
-            going = follow and process_of(folder)
-            while piece := log.read(1 << 16):
-                yield piece
-            if not going:
-                return
-            time.sleep(LOOK_SECONDS)
 
 
 def _so_far(state: RunState) -> RunResult:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, TextIO, cast
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ")
@@ -54,8 +54,11 @@ def stamped_output() -> Iterator[None]:
         sys.stdout = before
 
 
-def parted(line: str) -> tuple[float | None, str]:
-    """Return the time of a line in seconds since 1970, None where it has none, and its text."""
+def parted(line: str, *, utc: bool = False) -> tuple[float | None, str]:
+    """Return the time of a line in seconds since 1970, None where it has none, and its text.
+
+    The clock of the line is that of this machine, or with `utc` the one of pods.
+    """
     found = _STAMP.match(line)
     if not found:
         return None, line
@@ -63,4 +66,5 @@ def parted(line: str) -> tuple[float | None, str]:
         moment = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S")
     except ValueError:
         return None, line
+    moment = moment.replace(tzinfo=UTC) if utc else moment
     return moment.timestamp() + int(found[2]) / 1000, line[found.end() :]

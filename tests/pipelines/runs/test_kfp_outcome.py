@@ -530,19 +530,14 @@ def test_logs_say_so_and_go_on_with_the_others(instance, remote):
         thing(instance.store.workflows[run_id], instance.store.runs[run_id])
     answer = remote("logs", run_id)
     assert answer.code == 0
-    assert answer.err == f"{LINE}--- train_model\n--- check_gate\n--- register_model\n"
+    assert answer.err == LINE
     assert "words of train_model" in answer.out
 
 
 def test_logs_that_are_followed_say_so_once(instance, remote, run_id):
     instance.store.play = [lambda _workflow, _run: None, *CACHE_BLESSED]
-    answer = remote("logs", run_id)
+    answer = remote("logs", run_id, "-f")
     assert (answer.code, answer.err.count(LINE)) == (0, 1)
-    assert answer.err.splitlines()[1:] == [
-        "--- train_model",
-        "--- check_gate",
-        "--- register_model",
-    ]
 
 
 def test_logs_of_that_step_alone(remote, run_id, play):
@@ -568,7 +563,7 @@ def test_it_is_looked_for_only_until_its_pod_is_skipped(instance, remote, run_id
 
     held = []
     instance.store.play = [lambda _workflow, _run: None, on_its_way, skipped, *CACHE_BLESSED[1:]]
-    answer = remote("logs", run_id)
+    answer = remote("logs", run_id, "-f")
     assert answer.code == 0
     assert "no log of" not in answer.err
     assert answer.err.startswith(LINE)

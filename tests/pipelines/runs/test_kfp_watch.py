@@ -82,9 +82,9 @@ def test_of_logs(instance, calling, remote):
     assert remote("submit").code == 0
     looked = begun(instance)
     [run_id] = instance.store.runs
-    process = calling("logs", run_id)
+    process = calling("logs", run_id, "-f")
     assert looked.wait(SECONDS)
-    assert process.stdout.readline() == "a line\n"
+    assert process.stdout.readline().split(None, 1) == ["train_model", "a line\n"]
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
@@ -140,7 +140,7 @@ def test_a_reader_that_goes_away(instance, calling, remote):
     workflow.write("train_model", "line\n" * 100000)
     instance.store.end_run(run_id, "SUCCEEDED")
     process = calling("logs", run_id)
-    assert process.stdout.readline() == "line\n"
+    assert process.stdout.readline().endswith("  line\n")
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait(SECONDS) == 0

@@ -176,7 +176,7 @@ def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
 
 def test_the_log(flotilla):
     answer = flotilla("logs", "digits-1", "--json")
-    assert (answer.code, answer.out.splitlines()[:2]) == (0, ["one", "two"])
+    assert (answer.code, "  one\n" in answer.err, "  two\n" in answer.err) == (0, True, True)
     assert answer.json["status"] == "refused"
 
 
@@ -191,23 +191,39 @@ def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monk
 
     monkeypatch.setattr(local_status, "process_of", child)
     monkeypatch.setattr(local_status, "LOOK_SECONDS", 0.0)
-    assert flotilla("logs", "digits-1").out == "one\ntwo\n" + "more\n" * 3
+    said = [line.split()[-1] for line in flotilla("logs", "digits-1", "-f").out.splitlines()]
+    assert [each for each in said if each in ("one", "two", "more")] == ["one", "two"] + 3 * [
+        "more"
+    ]
 
 
 def test_the_log_without_following(flotilla, going):
-    assert flotilla("logs", "digits-1", "--no-follow").out == "one\ntwo\n"
+    answer = flotilla("logs", "digits-1")
+    assert "  two\n" in answer.out
+    assert "the run goes on; follow it with -f" in answer.err
     assert going.poll() is None
 
 
 def test_a_log_that_is_gone(flotilla, folder):
     (folder / "pipeline.log").unlink()
+    assert flotilla("logs", "digits-1").code == 0
+    (folder / "events.jsonl").unlink()
     answer = flotilla("logs", "digits-1")
     assert (answer.code, answer.err.count("\n"), "cannot read" in answer.err) == (1, 1, True)
 
 
-def test_one_log_has_no_steps(flotilla):
-    answer = flotilla("logs", "digits-1", "--step", "train_model")
-    assert (answer.code, "one log for all steps" in answer.err) == (2, True)
+@pytest.mark.parametrize(
+    ("option", "name", "remedy"),
+    [("--step", "chek_gate", "check_gate"), ("--task", "chief-1", "chief-0")],
+)
+def test_of_a_step_or_task_that_is_not_there_the_nearest_is_named(
+    flotilla, folder, option, name, remedy
+):
+    (folder / "cluster" / "chief-0").mkdir(parents=True)
+    (folder / "cluster" / "chief-0" / "log.txt").write_text("")
+    answer = flotilla("logs", "digits-1", option, name)
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert f"{name!r}; did you mean {remedy!r}?" in answer.err
 
 
 def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, going):
@@ -282,8 +298,8 @@ def test_a_real_run_is_seen_and_cancelled(flotilla, tmp_path):
         run_id, place = found[0], ("--workdir", workdir)
         while "global_step" not in flotilla("status", run_id, *place, "--json").json:
             assert process.poll() is None
-        answer = flotilla("logs", run_id, *place, "--no-follow")
-        assert "train-model" in answer.out
+        answer = flotilla("logs", run_id, *place)
+        assert "training begins: 10000000 steps" in answer.out
         assert flotilla("cancel", run_id, *place).code == 0
         out, err = process.communicate(timeout=300)
     assert process.returncode == 130

@@ -1,0 +1,143 @@
+"""The logs of a run on a KFP instance: those of its steps, as the instance has them.
+
+The log of the step that trains has the lines of the training tasks, which the launcher relays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipelines.runs.kfp_client import Client, InstanceError
+from pipelines.runs.kfp_nodes import Step, log_of
+from pipelines.runs.kfp_run import ENDED, RemoteRun
+from pipelines.runs.kfp_watch import OnNote, watch
+from pipelines.runs.logs.text import LogText
+from pipelines.runs.logs.view import LogLine, LogView
+from trainer import storage
+from trainer.errors import ConfigError, UserError, nearest
+
+OnLine = Callable[[LogLine], None]
+
+_BEGUN = ("RUNNING", "SUCCEEDED", "FAILED", "CANCELING", "CANCELED")
+
+
+class LogFollower:
+    """Passes on what is new in the logs of a run."""
+
+    def __init__(
+        self, client: Client, only: str, view: LogView, on_line: OnLine, on_note: OnNote
+    ) -> None:
+        """Follow the step `only`, or all when it is empty."""
+        self._client = client
+        self._only = only
+        self._view, self._on_line = view, on_line
+        self._on_note = on_note
+        self._texts: dict[str, LogText] = {}
+        self._lengths: dict[str, int] = {}
+        self._done: set[str] = set()
+        self.refused: dict[str, tuple[Step, InstanceError]] = {}
+
+    def look(self, run: RemoteRun) -> None:
+        """Read the logs of the steps that have begun."""
+        for step in run.steps:
+            wanted = self._only in ("", step.name)
+            if not wanted or step.name in self._done:
+                continue
+            if step.cached:
+                self._done.add(step.name)
+                # It was looked for while the instance had not skipped its pod yet.
+                self.refused.pop(step.name, None)
+                self._on_note(
+                    f"{step.name} was taken from KFP's cache: it did not run and has no log"
+                )
+            elif step.state in _BEGUN:
+                over = step.state in ENDED or run.has_ended
+                self._read(run, step, over)
+                if over:
+                    self._done.add(step.name)
+
+    def _read(self, run: RemoteRun, step: Step, over: bool) -> None:
+        try:
+            if not step.pod:
+                raise InstanceError(f"{step.name} has no pod yet")
+            text = log_of(self._client, run.run_id, run.created, step.pod)
+        except InstanceError as error:
+            if error.status in (401, 403):
+                raise
+            # The pod may not be there yet.
+            self.refused[step.name] = (step, error)
+            return
+        self.refused.pop(step.name, None)
+        if not over:
+            # The last line is still being written.
+            text = text[: text.rfind("\n") + 1]
+        seen = self._lengths.get(step.name, 0)
+        # A step that was retried has another log.
+        fresh = text[seen:] if len(text) >= seen else text
+        self._lengths[step.name] = len(text)
+        text_of = self._texts.setdefault(step.name, LogText(utc=True))
+        self._view.enter(step.name)
+        for line in fresh.splitlines():
+            for shown in self._view.take(text_of.take(line)):
+                self._on_line(shown)
+        for shown in self._view.end() if over else self._view.flush():
+            self._on_line(shown)
+
+    @property
+    def has_found(self) -> bool:
+        """Whether there was any log."""
+        return bool(self._lengths)
+
+
+def follow_logs(
+    client: Client,
+    run: RemoteRun,
+    only: str = "",
+    *,
+    stages: Sequence[str] = (),
+    task: str = "",
+    follow: bool = False,
+    verbose: bool = False,
+    on_line: OnLine,
+    on_note: OnNote,
+) -> RemoteRun:
+    """Pass on the logs of a run, or `only` of one step; return the run as it was seen last.
+
+    `on_note` is called with a line on what has no log. Raises `UserError`.
+    """
+    names = [step.name for step in run.steps]
+    if only and only not in names and (run.has_ended or not follow):
+        known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
+        raise UserError(f"the run {run.run_id} has no step {only!r}{known}")
+    view = LogView(stages=stages, task=task, verbose=verbose)
+    follower = LogFollower(client, only, view, on_line, on_note)
+    if follow and not run.has_ended:
+        last = watch(client, run.run_id, follower.look, on_note)
+    else:
+        follower.look(run)
+        last = run
+    for step, error in follower.refused.values():
+        on_note(f"no log of {step.name}: {error}; {_instead(client, last, step)}")
+    if last.impasse:
+        on_note(last.impasse)
+    if follower.refused and not follower.has_found:
+        step, _ = next(iter(follower.refused.values()))
+        raise UserError(
+            f"{client.access.endpoint} gives no log of the run {run.run_id}; "
+            f"{_instead(client, last, step)}"
+        )
+    if task and task not in view.labels:
+        tasks = sorted(each for each in view.labels if each[-1:].isdigit())
+        known = nearest(task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
+        raise ConfigError(f"--task: the run {run.run_id} has no task {task!r}{known}")
+    return last
+
+
+def _instead(client: Client, run: RemoteRun, step: Step) -> str:
+    """Return where a person finds what a log that the instance does not return would say."""
+    namespace = client.access.namespace or "kubeflow"
+    if run.has_ended:
+        record = storage.join(run.at, "steps", f"{step.name}.json") if run.at else ""
+        where = f"what the step reported is in {record}" if record else "see `flotilla status`"
+        return f"KFP removes pods with their logs an hour after the end; {where}"
+    return f"read it by `kubectl logs -n {namespace} {step.pod or '-'} -c main`"

@@ -1,0 +1,128 @@
+"""The logs of a run on this machine: events, what its steps wrote, and what its tasks wrote."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipelines.runs import local, local_status
+from pipelines.runs.logs.text import Line, LogText, RunnerText, timed
+from pipelines.runs.logs.view import LogLine, LogView, in_order
+from trainer import events
+from trainer.cluster.process import LOG as TASK_LOG
+from trainer.errors import ConfigError, UserError, nearest
+
+CLUSTER = "cluster"
+OnLine = Callable[[LogLine], None]
+
+
+def follow_logs(
+    folder: Path,
+    *,
+    stages: Sequence[str] = (),
+    task: str = "",
+    follow: bool = False,
+    verbose: bool = False,
+    on_line: OnLine,
+) -> None:
+    """Pass on the logs of a run; until it ends where it is followed. Raises `UserError`."""
+    if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
+        raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
+    tasks = [path.parent.name for path in _task_logs(folder)]
+    if task and task not in tasks and not (follow and not tasks):
+        known = nearest(task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
+        raise ConfigError(f"--task: the run {folder.name} has no task {task!r}{known}")
+    logs = _Logs(folder)
+    view: LogView | None = None
+    while True:
+        # Looked up before reading: what the run wrote before its end is read after it.
+        going = follow and local_status.process_of(folder) > 0
+        lines = in_order(logs.read(whole=not going))
+        if view is None:
+            view = LogView(stages=stages, task=task, verbose=verbose, leader=logs.leader)
+        for line in lines:
+            for shown in view.take(line):
+                on_line(shown)
+        for shown in view.flush() if going else view.end():
+            on_line(shown)
+        if not going:
+            return
+        time.sleep(local_status.LOOK_SECONDS)
+
+
+def log_with(folder: Path, text: str) -> Path | None:
+    """Return the log of a run in which a text is, that of a task first; None where it is in none.
+
+    Such as the last line of a traceback.
+    """
+    for path in [*_task_logs(folder), folder / local_status.LOG]:
+        with suppress(OSError):
+            if text and text.encode() in path.read_bytes():
+                return path
+    return None
+
+
+def _task_logs(folder: Path) -> list[Path]:
+    return sorted((folder / CLUSTER).glob(f"*/{TASK_LOG}"))
+
+
+class _Logs:
+    """What is new in the files of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, _File] = {}
+        self._events = _File(folder / local.EVENTS, LogText())
+        self.leader = "chief-0"
+
+    def read(self, *, whole: bool) -> Iterator[Line]:
+        """Yield new lines of all files; with `whole` also a last line that has no end."""
+        for path in [self._folder / local_status.LOG, *_task_logs(self._folder)]:
+            if path not in self._files:
+                is_task = path.name == TASK_LOG
+                text = LogText(path.parent.name) if is_task else RunnerText(self._begin())
+                self._files[path] = _File(path, text)
+        names = {path.parent.name for path in self._files}
+        if "chief-0" not in names and "worker-0" in names:
+            self.leader = "worker-0"
+        # What was written before an event of the same moment is of the step before.
+        for file in self._files.values():
+            yield from timed(file.lines(whole=whole), file.time)
+        for raw in self._events.raw(whole=whole):
+            if event := events.parse(raw):
+                yield Line(time=event.time, label="", text="", event=event)
+
+    def _begin(self) -> float:
+        return next((event.time for event in events.read(self._folder / local.EVENTS)), 0.0)
+
+
+class _File:
+    """A file that may grow."""
+
+    def __init__(self, path: Path, text: LogText) -> None:
+        self._path, self._text, self._position = path, text, 0
+
+    @property
+    def time(self) -> float:
+        """When it was written to last."""
+        try:
+            return os.stat(self._path).st_mtime
+        except OSError:
+            return time.time()
+
+    def lines(self, *, whole: bool) -> Iterator[Line]:
+        """Yield its new lines."""
+        return map(self._text.take, self.raw(whole=whole))
+
+    def raw(self, *, whole: bool) -> Iterator[str]:
+        """Yield its new lines as they are."""
+        # It can be removed while it is read.
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if line.endswith(b"\n") or whole:
+                    self._position += len(line)
+                    yield line.decode("utf-8", "replace").rstrip("\n")

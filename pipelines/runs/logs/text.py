@@ -1,0 +1,166 @@
+"""The lines of a log as processes write them: when, by whom, and whether anyone needs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from trainer import events
+from trainer.events import Event
+from trainer.masking import COLOURS, printable
+from trainer.output.noise import is_noise
+from trainer.output.stamps import parted
+
+_EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
+_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+# What the launcher relays of a training task into the log of its step.
+_TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
+# The clock of absl without a time zone: seconds since 1970.
+_ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
+# By the program that writes it, of KFP and Argo: how a line begins. One that ends with an opening
+# bracket, or begins such a document, is followed by it up to its closing one.
+PLUMBING: tuple[tuple[str, str], ...] = (
+    ("kfp/dsl/executor_main.py", r"Looking for component `|Loading KFP component \""),
+    ("kfp/dsl/executor_main.py", r"--component_module_path is not specified\. "),
+    ("kfp/dsl/executor_main.py", r"Got executor_input:$"),
+    ("kfp/dsl/executor_main.py", r"Wrote executor output file to |Did not write output file\."),
+    ("backend/src/v2, in Go", r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w./-]+\.go:\d+\]"),
+    ("argo executor", r"time=\S+ level=\w+ msg="),
+    ("kfp/local/logging_utils.py", r"\d\d:\d\d:\d\d\.\d{3} - [A-Z]+ - |-{60,}$"),
+    ("pip", r"\[notice\] |WARNING: Running pip as the 'root' user"),
+)
+_PLUMBING = re.compile("|".join(pattern for _, pattern in PLUMBING))
+# How such a document ends, by how it begins.
+_DOCUMENTS = (
+    (re.compile(r"default session config: "), re.compile(r"$")),
+    (re.compile(r"Got executor_input:$|.*[{\[]$"), re.compile(r"[}\]]\S*$")),
+)
+# The runner of KFP on this machine indents what a step writes; and of its own the outputs.
+_INDENT, _STREAMED = "    ", "Streamed logs:"
+#: How its traceback ends, which follows the failure of a step.
+RUNNER_FAILED = re.compile(r"RuntimeError: (?:Pipeline|Task) .* finished with status ")
+_RUNNER = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) - [A-Z]+ - ")
+_HALF_A_DAY = 43200.0
+# The event of the end of the step says the same.
+_ERROR_OF_STEP = re.compile(r"flotilla: [a-z_]+: ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line.
+
+    Attributes:
+        time: in seconds since 1970; None where neither the line nor one before it says.
+        label: the step or the training task that wrote it; empty for the step of that time.
+        text: without its time.
+        begins: whether it begins something: it has a time of its own.
+        level: of its logger; empty for what was printed.
+        event: that it reports.
+        is_noise: whether it says nothing about the run.
+    """
+
+    time: float | None
+    label: str
+    text: str
+    begins: bool = False
+    level: str = ""
+    event: Event | None = None
+    is_noise: bool = False
+
+
+class LogText:
+    """Reads the text of one log, line by line."""
+
+    def __init__(self, label: str = "", *, utc: bool = False) -> None:
+        """Read the log of the step or task `label`; with `utc`, by the clock of pods."""
+        self._label, self._utc = label, utc
+        self._time: float | None = None
+        self._closes: re.Pattern[str] | None = None
+        self._tasks: dict[str, LogText] = {}
+
+    def take(self, raw: str) -> Line:
+        """Return the next line."""
+        text = _plain(raw)
+        if task := _TASK.match(text):
+            of_task = self._tasks.setdefault(task[1], LogText(task[1], utc=self._utc))
+            line = of_task.take(text[task.end() :])
+            self._time = line.time or self._time
+            return replace(line, time=self._time)
+        if self._closes:
+            self._closes = None if self._closes.match(text) else self._closes
+            return self._line(text, is_noise=True)
+        return self._parsed(text)
+
+    def _parsed(self, text: str) -> Line:
+        begins, level = True, ""
+        if found := _EXECUTOR.match(text):
+            self._time, level = parted(f"{found[1]} ", utc=self._utc)[0] or self._time, found[2]
+            text = text[found.end() :]
+        elif found := _ABSL.match(text):
+            self._time = float(found[1])
+        else:
+            time, text = parted(text, utc=self._utc)
+            begins, self._time = time is not None, time or self._time
+            if begins and (found := _LEVEL.match(text)):
+                level, text = found[1], text[found.end() :]
+        event = events.parse(text) if text.startswith(events.MARK) else None
+        noise = is_noise(text) or _PLUMBING.match(text) is not None
+        if noise:
+            self._closes = next((end for begin, end in _DOCUMENTS if begin.match(text)), None)
+        return replace(
+            self._line(text, is_noise=noise), begins=begins, level=level, event=event,
+        )  # fmt: skip
+
+    def _line(self, text: str, *, is_noise: bool) -> Line:
+        return Line(time=self._time, label=self._label, text=text, is_noise=is_noise)
+
+
+class RunnerText(LogText):
+    """Reads the log of KFP's runner on this machine, in which those of the steps are."""
+
+    def __init__(self, since: float) -> None:
+        """Take the time at which the run began: the clock of the runner has no date."""
+        super().__init__()
+        self._time = since
+        self._is_of_step = self._is_output = False
+
+    def take(self, raw: str) -> Line:
+        """Return the next line."""
+        text = _plain(raw)
+        is_of_step = self._is_of_step and text.startswith(_INDENT)
+        if found := _RUNNER.match(text):
+            self._is_of_step, self._closes = text.endswith(_STREAMED), None
+            hour, minute, second, milliseconds = map(int, found.groups())
+            now = datetime.fromtimestamp(self._time or 0.0).replace(
+                hour=hour, minute=minute, second=second, microsecond=milliseconds * 1000
+            ).timestamp()  # fmt: skip
+            is_next_day = now < (self._time or 0.0) - _HALF_A_DAY
+            self._time = max(now + 2 * _HALF_A_DAY * is_next_day, self._time or 0.0)
+            self._is_output = text.endswith(" outputs:")
+        elif self._is_output:
+            self._is_output = text.startswith(_INDENT)
+            return self._line(text, is_noise=True)
+        line = super().take(text.removeprefix(_INDENT) if is_of_step else text)
+        is_said = _ERROR_OF_STEP.match(line.text) is not None
+        return replace(line, is_noise=line.is_noise or is_said)
+
+
+def _plain(raw: str) -> str:
+    # Of a bar that is drawn again in place the last one is left.
+    text = raw.rstrip("\r\n").rpartition("\r")[2]
+    return printable(COLOURS.sub("", text)).rstrip()
+
+
+def timed(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
+    """Yield lines with a time each: what comes before the first time has that one."""
+    waiting: list[Line] = []
+    for line in lines:
+        if line.time is None:
+            waiting.append(line)
+            continue
+        yield from (replace(each, time=line.time) for each in waiting)
+        waiting.clear()
+        yield line
+    yield from (replace(each, time=otherwise) for each in waiting)

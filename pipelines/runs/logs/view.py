@@ -1,0 +1,253 @@
+"""What a person reads of a run: its lines in order, without what is said twice or too often."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from components.table import TRAIN
+from pipelines.runs.logs.text import RUNNER_FAILED, Line
+from trainer import events
+from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of
+from trainer.events import Event, Progress, StepBegin, StepEnd
+from trainer.masking import one_line
+from trainer.progress.durations import duration
+from trainer.report.wording import rounded
+
+# Of what comes again and again a line is shown at most once in this share of the time so far.
+_SHARE = 0.1
+_MOST_METRICS = 4
+_TRACEBACK = "Traceback (most recent call last):"
+_ERROR = "flotilla: "
+_EVALUATOR = "evaluator-0"
+# So many of the newest texts are looked at for one that comes again.
+_RECENT = 200
+_PACED: dict[type[Event], Callable[[Any], str]] = {
+    Progress: lambda event: f"global step {event.global_step}/{event.steps}  {metrics_of(event)}",
+    events.Validation: lambda event: (
+        f"validation of global step {event.global_step}: "
+        + "  ".join(f"{name} {rounded(value)}" for name, value in event.metrics.items())
+    ),
+    events.CheckpointPublished: lambda event: f"checkpoint of global step {event.global_step}",
+}
+#: Events of training, which on this machine do not say which task they are of.
+_OF_TRAINING = (
+    *_PACED, events.AttemptBegin, events.HandedOn, events.Saved, events.UploadFailed,
+    events.CheckpointPassedOver, events.WarmStart, events.FromScratch, events.TableEmpty,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine:
+    """One line for a person: `label` is the stage or the training task that it is of."""
+
+    time: float | None
+    label: str
+    text: str
+
+
+class LogView:
+    """Takes the lines of a run in order, and returns those that are shown."""
+
+    def __init__(
+        self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False, leader: str = ""
+    ) -> None:
+        """Show these stages, or all, one training task or all; with `verbose` every line."""
+        self._stages, self._task, self._verbose, self._leader = stages, task, verbose, leader
+        self._stage = self._pod = ""
+        # Of each pod; the logs of several may come in turn.
+        self._stage_in: dict[str, str] = {}
+        self._begin: Line | None = None
+        self._words = LogLines()
+        self._paces: dict[type[Event], _Pace] = {}
+        self._traceback: list[Line] = []
+        self._tracebacks: set[str] = set()
+        # Text and label.
+        self._recent: deque[tuple[str, str]] = deque(maxlen=_RECENT)
+        self.labels: set[str] = set()
+
+    def enter(self, step: str) -> None:
+        """Take the lines that follow as those of the pod of a step."""
+        self._pod, self._stage = step, self._stage_in.get(step, step)
+
+    def take(self, line: Line) -> Iterator[LogLine]:
+        """Yield what is shown with the next line."""
+        if self._traceback and (line.begins or line.event or line.text.startswith(_ERROR)
+                                or line.label != self._traceback[0].label):  # fmt: skip
+            yield from self._closed()
+        if line.event:
+            yield from self._event(line, line.event)
+        elif self._verbose or not (line.is_noise or not line.text):
+            yield from self._text(line)
+
+    def flush(self) -> Iterator[LogLine]:
+        """Yield what waits for a next line: there is none for now."""
+        yield from self._closed()
+        yield from self._began()
+
+    def end(self) -> Iterator[LogLine]:
+        """Yield what was kept back: the run has ended, or is not followed."""
+        yield from self.flush()
+        yield from self._kept()
+
+    def _text(self, line: Line) -> Iterator[LogLine]:
+        if line.text.startswith(_TRACEBACK) or self._traceback:
+            self._traceback.append(line)
+            return
+        text = line.text if self._verbose else line.text.removeprefix(_ERROR)
+        if line.begins and self._was_said(line.label or self._stage, text) and not self._verbose:
+            return
+        if line.level in ("WARNING", "ERROR", "CRITICAL"):
+            text = f"{line.level.lower()}: {text}"
+        yield from self._shown(line, text)
+
+    def _was_said(self, label: str, text: str) -> bool:
+        """Say whether a step repeats what a task or another step has said."""
+        if _is_task(label):
+            return False
+        return any(each == text and by != label for each, by in self._recent)
+
+    def _closed(self) -> Iterator[LogLine]:
+        """Yield a traceback, unless it was shown: the log of a step repeats that of its task."""
+        lines, self._traceback = self._traceback, []
+        whole = "\n".join(each.text.strip() for each in lines if each.text.strip())
+        is_known = whole in self._tracebacks or RUNNER_FAILED.search(whole) is not None
+        if not lines or (is_known and not self._verbose):
+            return
+        self._tracebacks.add(whole)
+        for line in lines:
+            if line.text:
+                yield from self._shown(line, line.text)
+
+    def _event(self, line: Line, event: Event) -> Iterator[LogLine]:
+        line = replace(line, label=self._label_of(event) or line.label)
+        if isinstance(event, StepBegin):
+            yield from self._began()
+            self._stage = self._stage_in[self._pod] = event.step
+            self._begin = line
+            return
+        if type(event) in _PACED:
+            yield from self._paced(line, event)
+            return
+        if isinstance(event, StepEnd | events.HandedOn | events.AttemptBegin):
+            yield from self._kept()
+        if isinstance(event, StepEnd):
+            self._begin = None
+            if any(each and event.error.startswith(each) for each, _ in self._recent):
+                # Its task has said why.
+                event = replace(event, error="")
+        for text in _words_of(event) or [self._words.take(event)]:
+            if text and not self._was_said(line.label or self._stage, text):
+                yield from self._shown(line, text)
+
+    def _label_of(self, event: Event) -> str:
+        match event:
+            case StepBegin() | StepEnd():
+                return event.step
+            case events.TaskFailed() | events.Restart():
+                return event.task
+            case events.Validation() if event.created and self._leader:
+                return _EVALUATOR
+        return self._leader if isinstance(event, _OF_TRAINING) else ""
+
+    def _paced(self, line: Line, event: Event) -> Iterator[LogLine]:
+        pace = self._paces.setdefault(type(event), _Pace())
+        if pace.is_due(event.time) or self._verbose:
+            progress = self._paces.get(Progress)
+            if progress and progress.kept:
+                kept, progress.kept = progress.kept, None
+                yield from self._event_as_it_is(kept)
+            yield from self._event_as_it_is(line)
+        else:
+            pace.kept = line
+
+    def _event_as_it_is(self, line: Line) -> Iterator[LogLine]:
+        if line.event:
+            yield from self._shown(line, _PACED[type(line.event)](line.event))
+
+    def _kept(self) -> Iterator[LogLine]:
+        """Yield the last of what comes again and again, and begin anew."""
+        kept = [each.kept for each in self._paces.values() if each.kept]
+        self._paces.clear()
+        for line in sorted(kept, key=lambda each: each.time or 0.0):
+            yield from self._event_as_it_is(line)
+
+    def _began(self) -> Iterator[LogLine]:
+        if line := self._begin:
+            self._begin = None
+            yield from self._shown(line, "...")
+
+    def _shown(self, line: Line, text: str) -> Iterator[LogLine]:
+        label = line.label or self._stage
+        self.labels.add(label)
+        # Of a stage that is short, its end is enough.
+        yield from self._began()
+        self._recent.append((text, label))
+        if self._is_asked_for(label):
+            yield LogLine(time=line.time, label=label, text=text)
+
+    def _is_asked_for(self, label: str) -> bool:
+        if self._task:
+            return label == self._task
+        return not self._stages or (TRAIN if _is_task(label) else label) in self._stages
+
+
+def _is_task(label: str) -> bool:
+    return label[-1:].isdigit()
+
+
+class _Pace:
+    """How often there is a line of one kind: less and less often, the longer it lasts."""
+
+    def __init__(self) -> None:
+        self._first = self._last = 0.0
+        self.kept: Line | None = None
+
+    def is_due(self, time: float) -> bool:
+        """Say whether the next one is shown."""
+        self._first = self._first or time
+        if self._last and time - self._last < max(LINE_SECONDS, (time - self._first) * _SHARE):
+            return False
+        self._last, self.kept = time, None
+        return True
+
+
+def _words_of(event: Event) -> list[str]:
+    """Return the lines of an event that are of no other place."""
+    match event:
+        case events.RunBegin():
+            again = f" again, for the {event.number}th time" if event.number > 1 else ""
+            return [f"run {event.run_id} begins{again}"]
+        case events.Interrupted():
+            return ["the run is asked to end"]
+        case events.AttemptBegin() if not event.resumed:
+            return [f"training begins: {event.steps} steps"]
+        case events.TaskFailed():
+            return [f"ended with {event.cause}"]
+        case StepEnd():
+            return list(_ended(event))
+    return []
+
+
+def _ended(event: StepEnd) -> Iterator[str]:
+    cause = f": {one_line(event.error)}" if event.error else ""
+    measured = "" if cause else _measured(event.metrics)
+    yield f"{event.status} in {duration(event.seconds)}{cause}{measured}"
+    if event.metrics.get("decision") == "refused":
+        yield from (f"- {one_line(str(each))}" for each in event.metrics.get("reasons") or ())
+
+
+def _measured(metrics: Mapping[str, Any]) -> str:
+    plain = [
+        f"{name} {rounded(value)}"
+        for name, value in metrics.items()
+        if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
+    ]
+    return f": {', '.join(plain[:_MOST_METRICS])}" if plain else ""
+
+
+def in_order(lines: Iterable[Line]) -> list[Line]:
+    """Return lines of several logs by time; those of one log stay in their order."""
+    return sorted(lines, key=lambda line: line.time or 0.0)
