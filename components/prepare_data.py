@@ -1,5 +1,10 @@
 """The first step: resolve the configuration, prepare the dataset, hold it against its rules."""
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +17,9 @@ from components.records.record import Step
 from components.records.run_store import output_of
 from components.table import READY, REFUSED, UNCHANGED
 from trainer import events
+from trainer.cluster import fitting
 from trainer.code.bundle import configured
+from trainer.errors import ConfigError
 
 
 # The fields of the form; a test holds them against `trainer.config.form`.
@@ -76,9 +83,44 @@ def work(step: Step) -> Prepared:
         return Prepared(**run, dataset_uri="", Output=UNCHANGED)
     if step.published:
         return Prepared(**run, dataset_uri=step.published, Output=READY)
-    uri = step.stage("prepare_data", prepare, **run)
-    word = step.stage("validate_data", validate, **run, dataset_uri=uri)
+    with _tried(step, resolved.config):
+        uri = step.stage("prepare_data", prepare, **run)
+        word = step.stage("validate_data", validate, **run, dataset_uri=uri)
     return Prepared(**run, dataset_uri=uri, Output=READY if word == "accepted" else REFUSED)
+
+
+@contextmanager
+def _tried(step: Step, config: str) -> Iterator[None]:
+    """Try the model on the first rows beside this block; a mistake ends it, and is raised.
+
+    On this machine the runner does so, beside all steps.
+    """
+    if run_store.is_local_run():
+        yield
+        return
+    mistakes: list[ConfigError] = []
+    is_over = threading.Event()
+
+    def end(mistake: ConfigError) -> None:
+        mistakes.append(mistake)
+        if not is_over.is_set():
+            # As any request to end does, it leaves no process behind.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def refuse(_stage: Step) -> None:
+        raise mistakes[0]
+
+    trial = fitting.begin(configured(config), "", end)
+    try:
+        yield
+        is_over.set()
+        trial.join()
+    except (SystemExit, KeyboardInterrupt):
+        if mistakes:
+            step.stage("resolve_config", refuse)
+        raise
+    if mistakes:
+        step.stage("resolve_config", refuse)
 
 
 def prepare(step: Step) -> str:

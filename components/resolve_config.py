@@ -14,7 +14,6 @@ from components import contract, descriptor, table
 from components.records import record, run_store, step_record
 from components.records.record import Step
 from trainer import events, storage
-from trainer.cluster import fitting
 from trainer.code import bundle
 from trainer.config.data import SINCE_CHAMPION, DataConfig
 from trainer.config.form import from_form
@@ -62,9 +61,6 @@ def work(step: Step) -> Resolved:
     earlier = finished_by(config, root) if step.is_whole_run else ""
     config = with_positive(with_champion(config, root), root)
     step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
-    if not (earlier or run_store.is_local_run()):
-        # On this machine the chief finds it.
-        fitting.require(config)
     step.output.metrics = {"name": config.name, "data_version": config.data.version, **code}
     if earlier:
         reason = f"files and configuration are those of {earlier}, which has finished"

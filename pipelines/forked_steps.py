@@ -41,7 +41,7 @@ _LATER = (
     *dict.fromkeys(filter(None, _OF_STEPS.values())),
 )
 # Pipelines that are sure to need TensorFlow.
-_TRAINS = {"run", "train", "train_on"}
+TRAINING = ("run", "train", "train_on")
 _SECONDS_TO_END = 5.0
 
 
@@ -62,7 +62,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
         return
     steps = [f"components.{step.name}" for step in STEPS]
     # A copy of a process that has seen a GPU cannot use it.
-    later = pipeline in _TRAINS and not has_gpus()
+    later = pipeline in TRAINING and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
     with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):

@@ -63,6 +63,11 @@ class ConfigError(UserError):
     exit_code = USAGE
 
 
+def kind_of(code: int | None) -> type[UserError]:
+    """Return the error by which a process ends whose task has ended with this code."""
+    return {TRY_AGAIN: TransientError, USAGE: ConfigError}.get(code or DONE, UserError)
+
+
 class RunInterruptedError(UserError):
     """The user or the platform requested a stop; the last checkpoint is published."""
 

@@ -26,7 +26,7 @@ from components.kubernetes.restarts import Restarts, report_of
 from trainer import events
 from trainer.cluster import completion
 from trainer.cluster.launcher import Job
-from trainer.errors import DONE, TRY_AGAIN, RunInterruptedError, TransientError, UserError
+from trainer.errors import DONE, RunInterruptedError, TransientError, UserError, kind_of
 from trainer.progress.work import Work
 from trainer.topology import Task
 
@@ -341,8 +341,7 @@ class Supervisor:
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
         final = [end for end in failed if self._restarts.is_final(end)]
         if loss is None or final:
-            kind = TransientError if final and final[0].code == TRY_AGAIN else UserError
-            raise kind(self._job_failure(job))
+            raise kind_of(final[0].code if final else None)(self._job_failure(job))
         return loss
 
     def _job_failure(self, job: Tree) -> str:

@@ -141,7 +141,8 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
         # The message of training begins with "interrupted at global step ..." by itself.
         is_said = result.message.startswith(result.status)
         lines.append(result.message if is_said else f"{result.status}: {result.message}")
-    if result.status == "failed":
+    # A mistake is said in one line.
+    if result.status == "failed" and result.exit_code != USAGE:
         lines.append(f"all output is in {run.folder / 'pipeline.log'}")
     if remedy := remedy_of(options, run, result):
         lines.append(remedy)

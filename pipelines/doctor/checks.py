@@ -105,7 +105,7 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
     )
     yield Check(
         name="model and dataset",
-        look=lambda: configuration.fits(config),
+        look=lambda: configuration.fits(config, elsewhere=options.covers_cluster(config)),
         needs=(CONFIGURATION,),
         seconds=fitting.SECONDS + ENDING_SECONDS,
     )

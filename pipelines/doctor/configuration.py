@@ -16,6 +16,7 @@ from trainer import storage
 from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.preflight.check import check
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
@@ -80,17 +81,17 @@ def _setting(assignment: str) -> str:
 _OTHERS = "flotilla doctor --set model.name=NAME --set data.dataset=NAME"
 
 
-def fits(config: Config, seconds: float = fitting.SECONDS) -> Finding:
-    """Try one step of the model on made-up examples; nothing is downloaded, no GPU is used."""
+def fits(config: Config, seconds: float = fitting.SECONDS, *, elsewhere: bool = False) -> Finding:
+    """Check the source and try the model on its first rows; nothing is downloaded, no GPU used."""
     if find_spec("tensorflow") is None:
         return Finding("skipped", "TensorFlow is not installed here")
     try:
-        found = fitting.tried(config, seconds=seconds)
-    except fitting.NotKnownError as error:
-        return Finding("warn", f"not known: {error}", "flotilla doctor")
+        result = check(config, is_remote=elsewhere, seconds=seconds)
     except ConfigError as error:
         return Finding("fail", str(error), _OTHERS)
-    return Finding("ok", described(config, found))
+    if not result.found:
+        return Finding("warn", "; ".join(result.notes), "flotilla check")
+    return Finding("ok", "; ".join([described(config, result.found), *result.notes]))
 
 
 def described(config: Config, found: Mapping[str, Any]) -> str:

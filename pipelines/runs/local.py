@@ -28,6 +28,7 @@ from components.records.run_store import RUN_FOLDER, RUN_ID
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage
 from trainer.cluster import child_process
+from trainer.cluster.process import require_gpus
 from trainer.code.bundle import Bundle
 from trainer.config.form import to_local_form
 from trainer.config.load import load_config, override
@@ -218,6 +219,13 @@ def start(options: RunOptions) -> LocalRun:
     """Lay out the folder of a run; raises `ConfigError`."""
     require_current_folder()
     config, workdir, bundle = options.load(), Path(options.workdir), None
+    if options.resume is None and not options.dataset:
+        # It takes a tenth of a second to load, which what watches runs does without.
+        from trainer.preflight.check import require_source  # noqa: PLC0415
+
+        require_source(config.data)
+    if options.pipeline != "prepare" and config.cluster.launcher == "local":
+        require_gpus(config)
     if options.code:
         config, bundle = bundled(config, options.code, root_of(config, workdir))
     resume = options.resume
@@ -344,6 +352,7 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
             "pipelines.runs.local_child",
             pipeline,
             str(run.folder),
+            *(("resumed",) if run.begin else ()),
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,

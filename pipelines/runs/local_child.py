@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,14 +14,22 @@ from types import FrameType
 from typing import Any
 
 from components.records.record import STOPPING
-from pipelines.forked_steps import KFP_RUNTIME, forking
+from pipelines.forked_steps import KFP_RUNTIME, TRAINING, forking
 from trainer import events
-from trainer.cluster import signals
+from trainer.cluster import fitting, signals
+from trainer.config.form import from_form
+from trainer.errors import ConfigError
+from trainer.run_state import state_of
+
+#: The stage that a mistake in the configuration is one of, whenever it is found.
+FIRST_STAGE = "resolve_config"
+EVENTS = "events.jsonl"
+_SECONDS_TO_BEGIN, _PAUSE = 60.0, 0.1
 
 
 def main() -> None:
-    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`, begun or `resumed`."""
+    name, folder, *is_resumed = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     signals.end_with_parent()
     # The steps read their parent from here; a shell runs between them and this process.
     os.environ.update(signals.parent_environment())
@@ -37,8 +46,48 @@ def main() -> None:
         # Meanwhile the fork server loads its modules.
         _load_kfp_without_client()
         fork_steps()
+        if name in TRAINING:
+            _begin_trial(folder, arguments, is_resumed=bool(is_resumed))
         _run(name, folder, arguments)
     events.emit(events.RunEnd())
+
+
+def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool) -> None:
+    """Try the model beside the steps; a mistake ends the run as one of its first step."""
+    config = from_form(arguments)
+    if is_resumed:
+        # It begins with its own checkpoints.
+        training = config.training.model_copy(update={"warm_start": ""})
+        config = config.model_copy(update={"training": training})
+    began = time.monotonic()
+
+    def end(error: ConfigError) -> None:
+        if STOPPING in os.environ or not _is_resolved(folder):
+            return
+        os.environ[STOPPING] = "1"
+        events.emit(
+            events.StepEnd(
+                step=FIRST_STAGE,
+                status="failed",
+                exit_code=error.exit_code,
+                error=str(error),
+                seconds=round(time.monotonic() - began, 2),
+            )
+        )
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+
+    fitting.begin(config, arguments.get("dataset", ""), end)
+
+
+def _is_resolved(folder: Path) -> bool:
+    """Wait for the end of the first stage: its newest end is what counts."""
+    until = time.monotonic() + _SECONDS_TO_BEGIN
+    while time.monotonic() < until:
+        found = state_of(events.read(folder / EVENTS), newest_start=True)
+        if any(each.step == FIRST_STAGE and each.end for each in found.tries):
+            return True
+        time.sleep(_PAUSE)
+    return False
 
 
 def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,10 +24,12 @@ from trainer.code.bundle import Bundle
 from trainer.config.form import to_form
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
+from trainer.preflight.check import check
 
 EXPERIMENT = "flotilla"
 _CONFLICT = 409
 PIPELINE = "flotilla-training"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +145,9 @@ def package_to_send(file: str | Path | None, version: str) -> Package | None:
 
 
 def start(client: Client, submission: Submission) -> Submitted:
-    """Start a run; raises `UserError`."""
+    """Check a run, as far as this machine can, and start it; raises `UserError`."""
+    for note in check(submission.config, is_remote=True).notes:
+        log.info("%s", note)
     version = None
     if submission.package is None:
         version = version_of(client, submission.pipeline, submission.version)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from trainer.cluster import child_process
@@ -25,6 +27,22 @@ def require(config: Config, dataset: str = "") -> None:
         tried(config, dataset)
     except NotKnownError as error:
         log.warning("whether model and dataset fit is not known: %s", error)
+
+
+def begin(
+    config: Config, dataset: str, on_mistake: Callable[[ConfigError], None]
+) -> threading.Thread:
+    """Return a thread that tries what fits; it calls `on_mistake` with what does not."""
+
+    def work() -> None:
+        try:
+            require(config, dataset)
+        except ConfigError as error:
+            on_mistake(error)
+
+    thread = threading.Thread(target=work, name="trial", daemon=True)
+    thread.start()
+    return thread
 
 
 def tried(

@@ -36,8 +36,8 @@ from trainer.errors import (
     TRY_AGAIN,
     USAGE,
     RunInterruptedError,
-    TransientError,
     UserError,
+    kind_of,
 )
 from trainer.topology import Task
 
@@ -203,8 +203,7 @@ class Supervisor:
             message = process.termination_message() or (
                 f"{end.cause}; its last line: {process.last_line()}"
             )
-            kind = TransientError if end.code == TRY_AGAIN else UserError
-            raise kind(f"{message} ({process.task}, log {process.log})")
+            raise kind_of(end.code)(f"{message} ({process.task}, log {process.log})")
         if not end.planned:
             self._count_incident(process, end)
         self._restarts_at_start[process.task] = self._restarts

@@ -56,7 +56,7 @@ def check(
     if notes:
         return Checked(notes=notes)
     try:
-        found = fitting.tried(config, dataset, seconds=seconds)
+        found = fitting.tried(config, dataset, seconds=seconds, elsewhere=is_remote)
     except fitting.NotKnownError as error:
         return Checked(notes=(f"not known: {error}",))
     return Checked(found=found, notes=tuple(found.get("notes", ())))
@@ -71,6 +71,11 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     # A version is a listing, which the run that has made it has checked.
     if not data.source or data.version:
         return ()
+    if is_remote and patterns.is_local(data.source):
+        raise ConfigError(
+            f"data.source: {data.source} is a path of this machine, which no step of the instance "
+            "sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER"
+        )
     try:
         with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
             _require_columns(data, Path(scratch))

@@ -28,7 +28,7 @@ from trainer.data.listing import Listing
 from trainer.data.source import Part, Source
 from trainer.data.spec import SPLITS
 from trainer.data.splits import TEST, TRAIN, VALIDATION
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, TransientError, UserError
 from trainer.preflight.head import few_files
 
 ROWS = 1000
@@ -63,12 +63,22 @@ def sampled(config: DataConfig, scratch: Path) -> Sample:
     """Publish a dataset of the first rows of a source below `scratch`.
 
     Raises:
-        UserError: the configuration does not suit the source, or rows of it are wrong.
+        ConfigError: the configuration does not suit the source, or rows of it are wrong.
     """
-    if config.source:
-        return _of_files(config, scratch)
-    if not config.map:
+    if not (config.source or config.map):
         return Sample(by_builder=True)
+    try:
+        return _of_files(config, scratch) if config.source else _of_builder(config, scratch)
+    except TransientError:
+        raise
+    except UserError as error:
+        # Others are those of this machine, as of a full disk.
+        if str(error).startswith("data."):
+            raise ConfigError(str(error)) from error
+        raise
+
+
+def _of_builder(config: DataConfig, scratch: Path) -> Sample:
     source = _FirstExamples(source_config(config), scratch / "tfds")
     if not source.is_here:
         return Sample(notes=(f"data.map: it is tried once {config.dataset} is downloaded",))

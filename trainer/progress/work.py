@@ -56,6 +56,9 @@ class Work:
     of the files, the share of the whole is that of this measure.
     """
 
+    # When work that was reported ended last: what follows at once is part of what takes long.
+    _ended_at = -math.inf
+
     def __init__(
         self,
         what: str,
@@ -88,6 +91,7 @@ class Work:
             self._is_over = True
             if self._reported is not None:
                 self._report(self._clock())
+                Work._ended_at = self._reported
 
     def add(self, done: int, size: float = 0.0) -> None:
         """Count what was done, and how much of the other measure that took."""
@@ -120,6 +124,8 @@ class Work:
         first, pause = LOG_SECONDS, LOG_SECONDS
         if os.environ.get(events.VARIABLE):
             first, pause = QUIET_SECONDS, LIVE_SECONDS
+            if 0 <= self._began - Work._ended_at < QUIET_SECONDS:
+                first = LIVE_SECONDS
         now = self._clock()
         with self._lock:
             self._speed.take(now - self._began, self._done)

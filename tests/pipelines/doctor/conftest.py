@@ -51,7 +51,7 @@ Doctor = Callable[..., Report]
 def _without_tensorflow(monkeypatch) -> None:
     """Leave out the one check that takes seconds; `test_configuration` has its own."""
     finding = Finding("ok", "not tried in this test")
-    monkeypatch.setattr(configuration, "fits", lambda _config: finding)
+    monkeypatch.setattr(configuration, "fits", lambda _config, **_: finding)
 
 
 @pytest.fixture(autouse=True)

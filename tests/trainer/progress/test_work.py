@@ -1,6 +1,7 @@
 """How far work is: nothing for short work, a number now and then for long, and no wrong whole."""
 
 import logging
+import math
 import threading
 
 import pytest
@@ -41,6 +42,7 @@ def file(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
     monkeypatch.setattr(module, "Loop", NoLoop)
+    monkeypatch.setattr(Work, "_ended_at", -math.inf)
     return path
 
 
@@ -60,6 +62,18 @@ def test_short_work_reports_nothing(file, clock):
     with Work("reading", "rows", 100, clock=clock) as work:
         course(work, clock, 2.5, 20)
     assert not reported(file)
+
+
+def test_what_follows_long_work_at_once_is_reported_at_once(file, clock):
+    with Work("reading", "rows", clock=clock) as work:
+        course(work, clock, 4, 20)
+    with Work("encoding", "rows", clock=clock) as work:
+        course(work, clock, 1, 20)
+    assert [each.seconds for each in reported(file) if each.what == "encoding"] == [0.5, 1.0, 1.0]
+    clock.now += 5
+    with Work("writing", "rows", clock=clock) as work:
+        course(work, clock, 1, 20)
+    assert not [each for each in reported(file) if each.what == "writing"]
 
 
 def test_long_work_reports_twice_a_second_and_that_it_is_over(file, clock):

@@ -125,7 +125,8 @@ class FileSource(Source):
 
     def parts(self) -> Sequence[Part]:
         """Return parts of about 64 MB, in an order drawn by the seed: files are often sorted."""
-        groups = list(self._files.groups())
+        with Work("looking where the files can be cut"):
+            groups = list(self._files.groups())
         order = np.random.RandomState(self._config.seed).permutation(len(groups))
         return [
             Part(number=number, origin=groups[place][0], where={"pieces": groups[place][1]})

@@ -43,8 +43,10 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     """
     selection = source.select()
     sums = Sums(selection, vocabulary=config.vocabulary)
-    for part in parts:
-        sums.merge(sums_of(part, selection, vocabulary=config.vocabulary))
+    with Work("adding up the statistics", "parts", len(parts)) as work:
+        for part in parts:
+            sums.merge(sums_of(part, selection, vocabulary=config.vocabulary))
+            work.add(1)
     if not sums.examples.get("test"):
         sizes = ", ".join(f"{count} {split}" for split, count in sums.examples.items())
         raise UserError(
@@ -67,7 +69,8 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
         with Work("shuffling the shards", "rows", total) as work:
             for writer in writers.values():
                 writer.shuffle(config.seed, work.add)
-    _write_statistics(sums, counts, folder)
+    with Work("writing the statistics"):
+        _write_statistics(sums, counts, folder)
     return Written(
         examples={split: writer.examples for split, writer in writers.items()},
         sums=sums,
