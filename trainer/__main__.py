@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from trainer import cores, events, masking, tensorflow_import, user_code, variables
 from trainer.checkpoints import index
-from trainer.cluster import signals, termination
+from trainer.cluster import process, signals, termination
 from trainer.code import bundle
 from trainer.config.load import load_config
 from trainer.config.schema import Config
@@ -117,6 +117,8 @@ def _fit(options: argparse.Namespace) -> None:
     bundle.enter(config.code)
     try:
         found = _tried(config, options.dataset, options.workdir)
+        if config.cluster.launcher == "local" and not options.elsewhere:
+            process.require_memory(config, found.get("parameters", 0))
     except UserError as error:
         if options.elsewhere and user_code.is_of_machine(error):
             raise UserError(str(error)) from error

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -33,6 +34,7 @@ _LIBRARIES = (
     *(f"{Path(__file__).parents[1] / name}{os.sep}" for name in sorted(_OWN)),
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _INSTALLED = {"site-packages", "dist-packages"}
 # Where TensorFlow writes what it makes of the user's functions, and KFP the source of a component,
 # which the stack of a node of a graph begins with.
@@ -94,6 +96,8 @@ def _remedy(name: str, error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return ""
     lacking = error.name or name
+    if name.endswith(".py"):
+        return f"; write it without .py: {name.removesuffix('.py')}"
     where = "the folder of --code" if bundle() else folder()
     # What a module of the user's imports itself is more often a package than a file of theirs.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
@@ -249,6 +253,35 @@ def found_for(what: str, name: str, kind: str) -> Any:
         hint = f"; {why}" if (why := hidden(module)) else nearest(attribute, words)
         raise ConfigError(f"{what}: {module} has no {kind} {attribute!r}{hint}")
     return getattr(loaded, attribute)
+
+
+def require_arguments(
+    key: str, name: str, call: Callable[..., Any], args: Mapping[str, Any], given: Sequence[str]
+) -> None:
+    """Raise `ConfigError` where a function or a class does not take the arguments of `KEY.args`.
+
+    Those of the names `given` are given by Flotilla.
+    """
+    takes = {
+        each.name: each
+        for each in inspect.signature(call).parameters.values()
+        if each.kind in _BY_NAME and each.name not in given
+    }
+    known = f"it takes {', '.join(takes)}" if takes else "it takes none"
+    every = inspect.signature(call).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD and each.name not in given for each in every)
+    for argument in args:
+        if argument not in takes and not takes_any:
+            hint = nearest(argument, takes)
+            raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")
+    # A decorator may give some.
+    own = inspect.signature(call, follow_wrapped=False).parameters
+    for each in takes.values():
+        if each.default is each.empty and each.name in own and each.name not in args:
+            raise ConfigError(
+                f"{key}.args: {name} needs {each.name!r} ({known}){place_of_definition(call)}; set "
+                f"{key}.args: {{{each.name}: VALUE}}"
+            )
 
 
 def is_of_machine(error: BaseException) -> bool:

@@ -70,6 +70,16 @@ def require_gpus(config: Config) -> None:
         )
 
 
+def require_memory(config: Config, parameters: int) -> None:
+    """Raise `ConfigError` where this machine could not hold the model, even in 16 bits."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 2 * parameters > memory:
+        raise ConfigError(
+            f"model {config.model.name}: it has {parameters:,} parameters, and this machine "
+            f"{memory >> 30} GiB of memory; make its layers smaller"
+        )
+
+
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     """Return the variables that make only its own GPUs visible to a local task, by index.
 

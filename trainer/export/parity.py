@@ -48,6 +48,7 @@ from trainer.user_code import line_of
 MOST_BATCHES = 20
 # Operations that call a function in this process.
 _IN_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_GROSS = 0.1
 _LITE = {"tflite", "tflite_int8"}
 # What the converter says of each operation that TensorFlow Lite does not have.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
@@ -154,10 +155,17 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
 def answers_as(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
     """Raise `ConfigError` where a model cannot be written in a form that answers some examples.
 
-    What it answers is not compared.
+    An untrained model may answer anything: only gross differences count, and not of TFLite.
     """
+    expected = subject.answers(examples)
     for ask in _written(name, FORMATS[name], subject, path, examples):
-        _asked(name, ask, examples)
+        difference = largest_difference(expected, _asked(name, ask, examples))
+        if difference > _GROSS and name not in _LITE:
+            raise ConfigError(
+                f"export.formats: read back from {name} the model answers otherwise (by "
+                f"{difference:g}): it draws random numbers, or a layer of its own does not say all "
+                "that it is in its get_config"
+            )
 
 
 def require_served(subject: Subject) -> None:

@@ -32,7 +32,6 @@ _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
 # Of many inputs so many are named.
 _NAMED = 6
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
@@ -72,7 +71,13 @@ def build(
         ConfigError: no such function, wrong arguments, or something that is not such a model.
     """
     function = _function(config.name)
-    _check_arguments(config.name, function, config.args)
+    given = [*inspect.signature(function).parameters][:1]
+    if not given:
+        place = user_code.place_of_definition(function)
+        raise ConfigError(
+            f"model {config.name}: it takes no argument{place}; its first is the `InputSpec`"
+        )
+    user_code.require_arguments("model", config.name, function, config.args, given)
     try:
         try:
             model = _built(function, spec, config.args, seed)
@@ -202,35 +207,6 @@ def _function(name: str) -> ModelFunction:
     if isinstance(found, keras.Model):
         raise ConfigError(f"model {name}: it is a model, not a function that returns one")
     return found
-
-
-def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]) -> None:
-    place = user_code.place_of_definition(function)
-    parameters = [*inspect.signature(function).parameters.values()]
-    if not parameters:
-        raise ConfigError(
-            f"model {name}: it takes no argument{place}; its first is the `InputSpec`"
-        )
-    if parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        parameters = parameters[1:]
-    named = [each for each in parameters if each.kind in _BY_NAME]
-    allowed = [each.name for each in named]
-    known = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        for argument in args:
-            if argument not in allowed:
-                hint = nearest(argument, allowed)
-                raise ConfigError(
-                    f"model.args: {name} has no argument {argument!r} ({known}){hint}"
-                )
-    # A decorator may give some.
-    own = inspect.signature(function, follow_wrapped=False).parameters
-    for each in named:
-        if each.default is each.empty and each.name in own and each.name not in args:
-            raise ConfigError(
-                f"model.args: {name} needs {each.name!r} ({known}){place}; set "
-                f"model.args: {{{each.name}: VALUE}}"
-            )
 
 
 def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> None:

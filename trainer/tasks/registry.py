@@ -185,8 +185,7 @@ def _why_positive(task: type[Task], target: Target, said: str) -> str:
 
 def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: str) -> Task:
     task = _class(name)
-    takes = [each for each in inspect.signature(task).parameters if each not in {"target", _GROUP}]
-    _check_arguments(name, takes, args, key)
+    user_code.require_arguments(key, name, task, args, ("target", _GROUP))
     group = {_GROUP: dataset.group} if _GROUP in inspect.signature(task).parameters else {}
     try:
         made = task(target_of(dataset, label), **group, **args)
@@ -339,11 +338,3 @@ def _class(name: str) -> type[Task]:
     if lacking := sorted(found.__abstractmethods__):
         raise ConfigError(f"task {name}: it does not define {', '.join(lacking)}")
     return found
-
-
-def _check_arguments(name: str, takes: Sequence[str], args: Mapping[str, Any], key: str) -> None:
-    for argument in args:
-        if argument not in takes:
-            known = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            hint = nearest(argument, takes)
-            raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")

@@ -236,7 +236,8 @@ def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
         optimizers.build_optimizer(config.training)
     if precision := config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
-    objective = tasks.objective_of(config, dataset)
+    what = f"task {config.task.name}"
+    objective: Objective = called(what, tasks.objective_of, config, dataset)
     require_task(objective.task, dataset.features)
     with _few_values():
         model = evaluate.build_model(config, dataset, objective)

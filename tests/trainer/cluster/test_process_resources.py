@@ -103,6 +103,12 @@ def test_gpus_that_this_machine_has_not_are_refused(present):
     process.require_gpus(config_of(2))
 
 
+def test_a_model_that_this_machine_cannot_hold_is_refused():
+    process.require_memory(config_of(0), 10**6)
+    with pytest.raises(ConfigError, match=r"^model mlp: it has 1,000,000,000,000,000 parameters, "):
+        process.require_memory(config_of(0), 10**15)
+
+
 @pytest.mark.parametrize(
     ("role", "strategy", "count"),
     [

@@ -122,6 +122,19 @@ def python(spec, units):
 
     return seven(spec, units, Python())
 
+def chance(spec):
+    return seven(spec, 1, lambda x: x + keras.random.normal((1, 1)))
+
+from trainer.tasks.binary_classification import BinaryClassification
+
+class Failing(BinaryClassification):
+    def loss(self):
+        raise ValueError("not today")
+
+class Asking(BinaryClassification):
+    def __init__(self, target, scale):
+        super().__init__(target)
+
 def certain(spec):
     return seven(spec, 1, keras.ops.softmax)
 
@@ -656,6 +669,18 @@ def test_classes_that_first_rows_do_not_have_are_no_reason(refused, labels, tree
         (
             {"model": {"name": "own_models:seven"}, "task": {"name": "binary_classification"}},
             "model own_models:seven: its output has to be floats of shape (batch, 1) for binary_",
+        ),
+        (
+            {"model": {"name": "own_models:chance"}},
+            "export.formats: read back from saved_model the model answers otherwise (by ",
+        ),
+        (
+            {"task": {"name": "own_models:Failing"}},
+            "task own_models:Failing fails: ValueError: not today (",
+        ),
+        (
+            {"task": {"name": "own_models:Asking"}},
+            "task.args: own_models:Asking needs 'scale' (it takes scale) (",
         ),
         (
             {"model": {"name": "own_models:certain"}},
