@@ -236,8 +236,7 @@ def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
         optimizers.build_optimizer(config.training)
     if precision := config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
-    what = f"task {config.task.name}"
-    objective: Objective = called(what, tasks.objective_of, config, dataset)
+    objective = _objective(config, dataset)
     require_task(objective.task, dataset.features)
     with _few_values():
         model = evaluate.build_model(config, dataset, objective)
@@ -253,6 +252,11 @@ def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
         targets={name: described(dataset.features[name]) for name in dataset.targets},
         parameters=parameters,
     )
+
+
+def _objective(config: Config, dataset: DatasetSpec) -> Objective:
+    found: Objective = called(f"task {config.task.name}", tasks.objective_of, config, dataset)
+    return found
 
 
 def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
@@ -325,7 +329,7 @@ def _width(config: Config, dataset: DatasetSpec) -> int:
         found.append(keras.tree.flatten(outputs)[0].shape[-1])
 
     with suppress(ConfigError), _few_values():
-        objective = tasks.objective_of(config, tasks.with_positive(config.task, dataset))
+        objective = _objective(config, tasks.with_positive(config.task, dataset))
         evaluate.build_model(config, dataset, objective, see)
     return found[0] if found and isinstance(found[0], int) else 0
 
