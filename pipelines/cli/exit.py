@@ -78,6 +78,8 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
         except UserError as error:
             run_id = getattr(error, "run_id", "")
             code = fail(str(error), error.exit_code, as_json=as_json, run_id=run_id)
+        except KeyboardInterrupt:
+            code = fail("interrupted", INTERRUPTED, as_json=as_json)
         except typer.TyperException:
             raise
         except Exception as error:

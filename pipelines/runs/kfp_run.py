@@ -13,7 +13,7 @@ from pipelines.runs.kfp_client import Client, ask, is_id, pages
 from pipelines.runs.kfp_nodes import Nodes, Step, nodes_of
 from pipelines.runs.upload import NEWEST, equals
 from trainer import storage
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _EPOCH = 1970
@@ -53,16 +53,16 @@ class RemoteRun:
 
 
 def run_of(client: Client, run: str) -> RemoteRun:
-    """Return a run by its id, or by its name where that is one run's; raises `UserError`."""
+    """Return a run by its id, or by its name where that is one run's; raises `ConfigError`."""
     if is_id(run.lower()):
         return seen(client, run.lower())
     listed = pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
     found = [each for each in listed if each.display_name == run]
     if not found:
-        raise UserError(f"{client.access.endpoint} has no run {run!r}; see `flotilla runs`")
+        raise ConfigError(f"{client.access.endpoint} has no run {run!r}; see `flotilla runs`")
     if len(found) > 1:
         ids = ", ".join(str(each.run_id) for each in found[:3])
-        raise UserError(f"{len(found)} runs are named {run!r}: give the id of one, such as {ids}")
+        raise ConfigError(f"{len(found)} runs are named {run!r}: give the id of one, such as {ids}")
     return seen(client, str(found[0].run_id))
 
 

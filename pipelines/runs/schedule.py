@@ -230,13 +230,13 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
 
 
 def unschedule(access: Access, name: str) -> int:
-    """Remove every schedule of this name, and return how many; raises `UserError` without one."""
+    """Remove every schedule of this name, and return how many; raises `ConfigError` without one."""
     client = connect(access)
     found = [each for each in _all(client) if each.display_name == name]
     if not found:
         known = sorted({str(each.display_name) for each in _all(client)})
         hint = nearest(name, known) or (f"; there are {', '.join(known[:5])}" if known else "")
-        raise UserError(f"{access.endpoint} has no schedule {name!r}{hint}")
+        raise ConfigError(f"{access.endpoint} has no schedule {name!r}{hint}")
     return _delete(client, found, _known_as(access, name))
 
 

@@ -14,7 +14,7 @@ from components import contract
 from pipelines.compile import Package, compiled_by
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import ConfigError, nearest
 
 _ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"
@@ -123,7 +123,7 @@ def versions(
 
 
 def version_of(client: Client, name: str, wanted: str) -> Version:
-    """Return an uploaded version of the pipeline `name`; raises `UserError` where there is none.
+    """Return an uploaded version of the pipeline `name`; raises `ConfigError` where there is none.
 
     `wanted` is name or id of the version, or the beginning of its name; when empty the newest that
     has the steps of this code, else the newest of all.
@@ -136,11 +136,11 @@ def version_of(client: Client, name: str, wanted: str) -> Version:
     if not some:
         raise _no_version(name)
     hint = nearest(wanted, some) or f"; newest: {some[0]}"
-    raise UserError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
+    raise ConfigError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
 
 
 def newest_version(client: Client, name: str) -> Version:
-    """Return the newest version of the pipeline `name`; raises `UserError` where there is none."""
+    """Return the newest version of the pipeline `name`; raises `ConfigError` without one."""
     newest = next(versions(client, name, _known_pipeline(client, name), most=1), None)
     if newest is None:
         raise _no_version(name)
@@ -149,8 +149,8 @@ def newest_version(client: Client, name: str) -> Version:
     return replace(newest, remark=f"now that is {newest.name}, which {newest.origin}")
 
 
-def _no_version(name: str) -> UserError:
-    return UserError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
+def _no_version(name: str) -> ConfigError:
+    return ConfigError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
 
 
 def _known_pipeline(client: Client, name: str) -> str:
@@ -163,7 +163,7 @@ def _known_pipeline(client: Client, name: str) -> str:
             )
         ]
         hint = nearest(name, known) or "; upload it with `flotilla upload`, or submit a --file"
-        raise UserError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
+        raise ConfigError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
     return pipeline_id
 
 

@@ -34,8 +34,9 @@ class CommandResult:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The JSON object on the last line of standard output."""
-        return _Tree(json.loads(self.out.splitlines()[-1]))
+        """The JSON object, which is alone on standard output."""
+        [line] = self.out.splitlines()
+        return _Tree(json.loads(line))
 
 
 Flotilla = Callable[..., CommandResult]

@@ -30,8 +30,9 @@ class Called:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The JSON object on the last line of standard output."""
-        tree: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        """The JSON object, which is alone on standard output."""
+        [line] = self.out.splitlines()
+        tree: dict[str, Any] = json.loads(line)
         return tree
 
     @property

@@ -127,7 +127,7 @@ def test_a_model_registry_that_is_away_is_one_warning_and_the_promotion_holds(
 
 def test_a_version_that_is_not_there_is_one_line(flotilla):
     code, out, err = flotilla("promote", "digits", "9")
-    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert "digits has no version 9 below" in err
 
 

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 
 from trainer import storage
 from trainer.config.schema import OF_TWO_CLASSES
-from trainer.errors import UserError, nearest
+from trainer.errors import ConfigError, UserError, nearest
 from trainer.json_records import from_tree, parse_mapping
 from trainer.promotion import kserve
 from trainer.promotion.consensus import decide
@@ -130,11 +130,11 @@ def _checked(uri: str, kind: str, fields: type[_Fields]) -> list[tuple[str, Mani
 
 
 def version(root: str, name: str, number: int) -> Version:
-    """Return one version; raises `UserError` where there is none of this number."""
+    """Return one version; raises `ConfigError` where there is none of this number."""
     found = {each.number: each for each in versions(root, name)}
     if number not in found:
         known = ", ".join(map(str, found)) or "none"
-        raise UserError(f"{name} has no version {number} below {root} (there is {known})")
+        raise ConfigError(f"{name} has no version {number} below {root} (there is {known})")
     return found[number]
 
 

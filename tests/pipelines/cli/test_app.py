@@ -218,4 +218,4 @@ def test_an_interrupt_before_there_is_a_run(monkeypatch, flotilla):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pipelines.runs.local.load_config", interrupt)
-    assert flotilla("run") == (130, "", "")
+    assert flotilla("run") == (130, "", "flotilla: interrupted\n")

@@ -92,9 +92,9 @@ def test_status_by_name(remote, started):
     assert started in remote("status", "mine").out
     remote("submit", "--name", "mine")
     answer = remote("status", "mine")
-    assert (answer.code, "2 runs are named 'mine': give the id" in answer.err) == (1, True)
+    assert (answer.code, "2 runs are named 'mine': give the id" in answer.err) == (2, True)
     answer = remote("status", "your")
-    assert (answer.code, "has no run 'your'; see `flotilla runs`" in answer.err) == (1, True)
+    assert (answer.code, "has no run 'your'; see `flotilla runs`" in answer.err) == (2, True)
 
 
 def test_status_of_an_id_that_is_not_there(remote):

@@ -170,7 +170,7 @@ def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
 def test_unschedule_of_what_is_not_there(instance, remote):
     remote(*NIGHTLY)
     answer = remote("unschedule", "digit")
-    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert "has no schedule 'digit'; did you mean 'digits'?" in answer.err
     assert len(instance.store.recurring) == 1
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import yaml
+from trainer.config.run_parameters import to_parameters
 
 from tests.stores.fixtures import bucket_name
 from tests.trainer.code.referred import referred as noted_below
 from trainer import storage
-from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 
 pytestmark = pytest.mark.usefixtures("uploaded")
@@ -108,7 +108,7 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
 )
 def test_what_is_wrong_is_one_line(instance, remote, words, message):
     answer = remote("submit", *words)
-    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert message in answer.err
     assert not instance.store.runs
 
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_one_line(instance, remote, words, message):
 def test_without_an_uploaded_pipeline(instance, remote):
     instance.store.pipelines.clear()
     answer = remote("submit")
-    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert "has no pipeline 'flotilla-training'; upload it with `flotilla upload`" in answer.err
 
 

@@ -449,7 +449,7 @@ def test_the_version_of_another_pipeline_is_none_of_this_one(instance, remote, c
     other = instance.store.create_pipeline({"display_name": "other"})
     version = instance.store.add_version(other["pipeline_id"], "v", "", dict(compiled.spec))
     answer = remote("submit", "--version", version["pipeline_version_id"])
-    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert "has no version" in answer.err
 
 
@@ -457,9 +457,9 @@ def test_the_version_of_another_pipeline_is_none_of_this_one(instance, remote, c
 def test_a_version_is_guessed_among_the_newest(instance, remote):
     more_versions(instance, *(f"release-{number}" for number in range(40)))
     answer = remote("submit", "--version", "relaese-39")
-    assert (answer.code, "did you mean 'release-39'?" in answer.err) == (1, True)
+    assert (answer.code, "did you mean 'release-39'?" in answer.err) == (2, True)
     answer = remote("submit", "--version", "zzz")
-    assert (answer.code, "newest: release-39" in answer.err) == (1, True)
+    assert (answer.code, "newest: release-39" in answer.err) == (2, True)
     assert all("page_size=100" not in each for each in instance.asked("GET .*/versions"))
 
 
@@ -468,7 +468,7 @@ def test_a_pipeline_without_a_version(instance, remote):
     instance.store.versions.clear()
     for words in ((), ("--version", "v")):
         answer = remote("submit", *words)
-        assert (answer.code, answer.err.count("\n")) == (1, 1)
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
         assert "has no version: upload one with `flotilla upload`" in answer.err
 
 
@@ -539,7 +539,7 @@ def test_a_name_that_differs_by_capitals_is_another(instance, remote, uploaded):
     found = remote("status", "mine", "--json").json["run_id"]
     assert instance.store.runs[found]["display_name"] == "mine"
     absent = remote("status", "MINE")
-    assert (absent.code, absent.err.count("\n")) == (1, 1)
+    assert (absent.code, absent.err.count("\n")) == (2, 1)
     assert "has no run 'MINE'" in absent.err
 
 

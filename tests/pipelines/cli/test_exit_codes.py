@@ -1,0 +1,286 @@
+"""Every command ends with the exit codes of the reference, and answers a program with an object."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from docs.build.reference import flat
+from pipelines.cli import app
+from pipelines.predict import Prediction
+from pipelines.replay.replay import ReplayResult
+from pipelines.runs.outcome import RunResult
+from pipelines.runs.upload import Version
+from tests.pipelines.step_events import ended, judged, write
+from tests.trainer.sweeps.test_sweep import a_sweep
+from trainer import storage
+from trainer.checkpoints.contents import Contents
+from trainer.config.load import parse_config
+from trainer.errors import (
+    DONE,
+    EXIT_CODES,
+    FAILED,
+    INTERRUPTED,
+    REFUSED,
+    USAGE,
+    RunInterruptedError,
+    UserError,
+)
+from trainer.promotion import registry
+
+RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]
+TYPO = "--set training.stepz=3"
+ENDPOINT = "--endpoint http://127.0.0.1:9"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How a command is called, and how it is made to end in another way.
+
+    Attributes:
+        words: what follows the command where all is well.
+        mistake: the same with a mistake of the user.
+        calls: what does the work, in place of which an error is raised.
+        returns: what that returns where the work itself is tested elsewhere; by default it is done.
+        also: what else is replaced.
+    """
+
+    words: str = ""
+    mistake: str
+    calls: str
+    returns: Any = ...
+    also: tuple[tuple[str, Any], ...] = ()
+
+
+def result_of(status: str, code: int) -> RunResult:
+    return RunResult(run_id=RUNS[0], status=status, exit_code=code, message="", steps=())
+
+
+def returning(value: object) -> Any:
+    return lambda *_given, **_named: value
+
+
+VERSION = Version(pipeline="digits", pipeline_id="p", name="v1", version_id="v", spec=None)
+LOCAL_RUN = SimpleNamespace(
+    run_id=RUNS[0], folder=Path("runs"), bundle=None, config=parse_config({}), state=None
+)
+SWEEP = SimpleNamespace(sweep=a_sweep(), folder=Path("runs"), close=lambda: None)
+LOCAL = {
+    "mistake": TYPO,
+    "calls": "pipelines.runs.local.execute",
+    "returns": result_of("done", DONE),
+    "also": (("pipelines.runs.local.start", LOCAL_RUN),),
+}
+SCHEDULED = SimpleNamespace(
+    name="n", action="created", timing="daily", version=VERSION, existed=False, removed=0,
+    schedule_id="s", next="",
+)  # fmt: skip
+REPLAYED = ReplayResult(replayed=ended("train_model"), folder=Path("runs"), remarks=())
+ROWS = {
+    "check": Row(
+        mistake=TYPO,
+        calls="trainer.preflight.check.check",
+        returns=SimpleNamespace(found={}, notes=()),
+    ),
+    "doctor": Row(mistake=TYPO, calls="pipelines.doctor.checks.checks", returns=[]),
+    "run": Row(**LOCAL),
+    "prepare": Row(**LOCAL),
+    "train": Row(**LOCAL),
+    "predict": Row(
+        words="digits in.csv -o out.csv",
+        mistake="digits -o out.csv",
+        calls="pipelines.predict.predict",
+        returns=Prediction(model="m", output="out.csv", rows=1),
+    ),
+    "sweep": Row(
+        mistake="--set training.stepz=1,2",
+        calls="pipelines.sweeps.local.execute",
+        returns=result_of("done", DONE),
+        also=(("pipelines.sweeps.local.start", SWEEP),),
+    ),
+    "compile": Row(
+        mistake="--image no:such:image", calls="pipelines.compile.compile_all", returns={}
+    ),
+    "compare": Row(words=" ".join(RUNS), mistake="absent gone", calls="pipelines.compare.compare"),
+    "gc": Row(mistake="--dry-run", calls="pipelines.retention.removal.collect"),
+    "manifest": Row(mistake=TYPO, calls="components.launchers.document_of"),
+    "upload": Row(
+        words=ENDPOINT,
+        mistake="",
+        calls="pipelines.runs.upload.upload",
+        returns=SimpleNamespace(version=VERSION, created=True, page=""),
+        also=(
+            ("pipelines.compile.package_of", SimpleNamespace(image="")),
+            ("pipelines.runs.upload.default_of", VERSION),
+        ),
+    ),
+    "submit": Row(
+        words=ENDPOINT,
+        mistake=f"{ENDPOINT} {TYPO}",
+        calls="pipelines.runs.submission.start",
+        returns=SimpleNamespace(run_id="r", page="", version=VERSION),
+        also=(("pipelines.runs.kfp_client.connect", None),),
+    ),
+    "schedule": Row(
+        words=f"{ENDPOINT} --every 6h",
+        mistake=f"{ENDPOINT} --every soon",
+        calls="pipelines.runs.schedule.schedule",
+        returns=SCHEDULED,
+    ),
+    "unschedule": Row(
+        words=f"nightly {ENDPOINT}",
+        mistake="nightly",
+        calls="pipelines.runs.schedule.unschedule",
+        returns=1,
+    ),
+    "runs": Row(mistake="--experiment digits", calls="pipelines.runs.control.list_local"),
+    "status": Row(words=RUNS[0], mistake="absent", calls="pipelines.runs.control.status"),
+    "logs": Row(words=RUNS[0], mistake="absent", calls="pipelines.runs.control.logs"),
+    "cancel": Row(words=RUNS[0], mistake="absent", calls="pipelines.runs.control.cancel"),
+    "replay": Row(
+        words=f"{RUNS[0]} train_model",
+        mistake="absent train_model",
+        calls="pipelines.replay.replay.replay",
+        returns=REPLAYED,
+        also=(
+            (
+                "pipelines.replay.replay.find",
+                SimpleNamespace(record=ended("train_model"), run_id=RUNS[0]),
+            ),
+        ),
+    ),
+    "completion": Row(
+        words="bash", mistake="tcsh", calls="pipelines.cli.app.get_completion_script"
+    ),
+    "models list": Row(mistake="digitz", calls="pipelines.models.versions"),
+    "models show": Row(words="digits", mistake="digitz", calls="pipelines.models.details"),
+    "models promote": Row(words="digits 1", mistake="digits 9", calls="pipelines.models.promote"),
+    "models rollback": Row(
+        words="digits",
+        mistake="digitz",
+        calls="pipelines.models.rollback",
+        returns=SimpleNamespace(version=1, number=3),
+    ),
+    "checkpoint show": Row(
+        words="file:///checkpoints",
+        mistake="absent",
+        calls="trainer.checkpoints.contents.contents",
+        returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
+    ),
+}
+# What ends as refused where the data, the model or all trials are.
+JUDGING = {
+    **dict.fromkeys(("run", "prepare", "train", "sweep"), result_of("refused", REFUSED)),
+    "replay": ReplayResult(
+        replayed=ended("train_model", "refused", REFUSED), folder=Path("runs"), remarks=()
+    ),
+}
+COMMANDS = [name for name, _ in flat(typer.main.get_command(app.app).commands)]
+
+
+@pytest.fixture
+def called(tmp_path, monkeypatch, capsys):
+    """Call a command where two runs have begun, and a model has two versions."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    Path("in.csv").write_text("a\n1\n")
+    for run in RUNS:
+        Path("runs", run).mkdir(parents=True)
+        Path("runs", run, "config.json").write_text(parse_config({}).model_dump_json())
+        Path("runs", run, "pipeline.log").write_text("")
+        write(Path("runs", run), judged("blessed"))
+    root = storage.uri_of(tmp_path / "runs")
+    for number in (1, 2):
+        source, uri = tmp_path / f"source-{number}", storage.uri_of(tmp_path / f"model-{number}")
+        (source / "serving").mkdir(parents=True)
+        (source / "serving" / "saved_model.pb").write_text(str(number))
+        storage.publish(source, uri, kind="model", fields={"saved_model": "serving"})
+        registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
+        registry.promote(root, "digits", number, after=number - 1, by="run a")
+
+    def call(name, words):
+        code = app.called([*name.split(), *words.split()])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def ends(monkeypatch, called):
+    """Call a command so that it ends in one way, and again for a program; return the message."""
+
+    def end(name, words, code, does=None):
+        row = ROWS[name]
+        replaced = [(where, returning(value)) for where, value in row.also]
+        if does is None and row.returns is not ...:
+            does = returning(row.returns)
+        for where, value in [*replaced, *([(row.calls, does)] if does else [])]:
+            monkeypatch.setattr(where, value)
+        found, out, err = called(name, words)
+        assert found == code, err
+        if code in (USAGE, FAILED, INTERRUPTED) and name != "doctor":
+            assert (out, err.splitlines()[-1][:10]) == ("", "flotilla: ")
+        found, out, err = called(name, f"{words} --json")
+        assert (found, out.count("\n")) == (code, 1), err
+        answer = json.loads(out, parse_constant=pytest.fail)
+        known = {FAILED: "failed", USAGE: "failed", INTERRUPTED: "interrupted", REFUSED: "refused"}
+        assert answer["status"] == known.get(code, answer["status"])
+        assert code == DONE or answer["status"] not in ("done", "blessed")
+        return answer["message"]
+
+    return end
+
+
+def raising(error):
+    def called(*_given, **_named):
+        raise error
+
+    return called
+
+
+def test_every_command_has_a_row():
+    assert set(ROWS) == set(COMMANDS)
+    assert set(EXIT_CODES) == {DONE, FAILED, USAGE, REFUSED, INTERRUPTED}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_command_that_is_done(ends, name):
+    ends(name, ROWS[name].words, DONE)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_option_that_is_not_there(ends, name):
+    message = ends(name, f"{ROWS[name].words} --nonsense", USAGE)
+    assert message.startswith("No such option: --nonsense")
+    assert message.endswith(f"; see `flotilla {name} --help`")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_mistake_of_the_user(called, name):
+    code, out, err = called(name, f"{ROWS[name].mistake} --json")
+    assert (code, out.count("\n")) == (USAGE, 1), err
+    assert json.loads(out)["status"] == "failed"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_failure(ends, name):
+    assert ends(name, ROWS[name].words, FAILED, raising(UserError("the disk is full"))).endswith(
+        "the disk is full"
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RunInterruptedError("interrupted")])
+def test_an_interrupt(ends, name, error):
+    assert ends(name, ROWS[name].words, INTERRUPTED, raising(error)).startswith("interrupted")
+
+
+@pytest.mark.parametrize("name", JUDGING)
+def test_what_is_refused(ends, name):
+    ends(name, ROWS[name].words, REFUSED, returning(JUDGING[name]))
