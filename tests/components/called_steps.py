@@ -11,7 +11,9 @@ from uuid import uuid4
 import pytest
 from kfp import dsl
 
-from components import check_gate, evaluate_model
+from components import evaluate_model
+from components.records import run_store
+from components.records.record import Step
 from trainer import events
 
 RUN = "digits-1"
@@ -48,22 +50,37 @@ def artifact_in(folder, kind=dsl.Artifact):
     return kind(uri=str(folder / "kfp" / uuid4().hex))
 
 
+def stage(name, work, config, root, run_id=RUN, **given):
+    """Return what a stage returns, called without its component."""
+    step = Step(at=run_store.run_at(root, run_id), config=config, root=root, run_id=run_id, **given)
+    return step.stage(name, work)
+
+
+def to_evaluate(run, folder):
+    """Return what the first stage of `evaluate_model` takes of a run."""
+    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+    names = ("evaluation_metrics", "confusion_matrix", "roc_curve")
+    artifacts = {
+        name: artifact_in(folder, kind) for name, kind in zip(names, kinds, strict=True)
+    }
+    inputs = {"dataset": run.dataset, "checkpoint": run.checkpoint}
+    return {**inputs, **artifacts, "dataset_descriptor": None, "checkpoint_descriptor": None}
+
+
 def evaluated(run, root, folder):
     """Evaluate a run's checkpoint; return the URI and the three artifacts of the UI."""
-    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
-    displayed = [artifact_in(folder, kind) for kind in kinds]
-    uri = evaluate_model.evaluate_model.python_func(
-        text_of(run), root, RUN, run.dataset, run.checkpoint, *displayed
-    )
-    return uri, *displayed
+    given = to_evaluate(run, folder)
+    uri = stage("evaluate_model", evaluate_model.evaluate, text_of(run), root, **given)
+    return uri, given["evaluation_metrics"], given["confusion_matrix"], given["roc_curve"]
 
 
 def gated(run, root, folder, accuracy):
     """Evaluate a run and hold it against this accuracy; return the word and the decision."""
-    evaluation, *_ = evaluated(run, root, folder)
     path = folder / "decision.txt"
-    given = (text_of(run, accuracy=accuracy), root, RUN, evaluation, str(path))
-    word = check_gate.check_gate.python_func(*given, artifact_in(folder))
+    own = {"decision_uri": str(path), "decision": artifact_in(folder)}
+    word = evaluate_model.evaluate_model.python_func(
+        text_of(run, accuracy=accuracy), root, RUN, **to_evaluate(run, folder), **own
+    )
     return word, path.read_text(encoding="utf-8")
 
 

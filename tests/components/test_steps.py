@@ -1,4 +1,4 @@
-"""The bodies of the steps between the first one and the exit step, but for training."""
+"""The stages between the first one and the exit step, but for training."""
 
 import json
 from dataclasses import replace
@@ -8,15 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from components import (
-    check_gate,
-    descriptor,
-    evaluate_model,
-    export_model,
-    prepare_data,
-    register_model,
-    validate_data,
-)
+from components import descriptor, evaluate_model, export_model, prepare_data
 from components.records import run_store
 from tests.components.called_steps import (
     RUN,
@@ -25,15 +17,17 @@ from tests.components.called_steps import (
     gated,
     no_larger_files_than,
     refused,
+    stage,
     text_of,
+    to_evaluate,
 )
 from tests.trainer import small_run
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES
 from trainer import events, storage
 from trainer.config.data import DataConfig
-from trainer.config.schema import EvaluationConfig
+from trainer.config.schema import Config, EvaluationConfig
 from trainer.data.embedded.scikit import Digits
-from trainer.events import NewestVersion, StepBegin, StepEnd
+from trainer.events import NewestVersion, StepEnd
 from trainer.promotion import registry
 
 
@@ -56,9 +50,8 @@ def prepared(root, emitted, monkeypatch, tmp_path):
     def prepare(run, **section):
         monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / run))
         artifact = artifact_in(tmp_path, dsl.Dataset)
-        uri = prepare_data.prepare_data.python_func(
-            DataConfig(**section).model_dump_json(), root, "", "", artifact
-        )
+        config = Config(data=DataConfig(**section)).model_dump_json()
+        uri = stage("prepare_data", prepare_data.prepare, config, root, dataset=artifact)
         version = storage.read_manifest(uri).fields["version"]
         *_, before, step = emitted()
         metrics = step.metrics
@@ -86,12 +79,12 @@ def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, pre
 def validated(run, root, folder, **gate):
     tree = json.loads(text_of(run))
     tree["data"]["gate"] = gate
-    path = folder / "validation.txt"
     page = artifact_in(folder, dsl.HTML)
     page.path = str(folder / "page.html")
-    given = (json.dumps(tree), root, RUN, run.dataset, str(path), artifact_in(folder), page)
-    word = validate_data.validate_data.python_func(*given)
-    return word, path.read_text(encoding="utf-8"), (folder / "page.html").read_text()
+    artifacts = {"validation": artifact_in(folder), "page": page}
+    given = {"dataset_uri": run.dataset, **artifacts}
+    word = stage("validate_data", prepare_data.validate, json.dumps(tree), root, **given)
+    return word, artifacts["validation"].metadata["uri"], (folder / "page.html").read_text()
 
 
 @pytest.mark.usefixtures("emitted")
@@ -107,12 +100,6 @@ def test_data_that_is_accepted(run, root, tmp_path, emitted):
     assert (end.uri, end.metrics["decision"]) == (uri, "accepted")
 
 
-@pytest.fixture
-def artifacts(tmp_path):
-    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
-    return [artifact_in(tmp_path, kind) for kind in kinds]
-
-
 @pytest.mark.usefixtures("emitted")
 def test_it_fills_what_the_ui_shows(run, root, emitted, tmp_path):
     uri, metrics, confusion, roc = evaluated(run, root, tmp_path)
@@ -120,7 +107,6 @@ def test_it_fills_what_the_ui_shows(run, root, emitted, tmp_path):
     written = json.loads(storage.read_file(uri, "metrics.json"))
     assert {**written["metrics"], "uri": uri} == metrics.metadata
     assert emitted()[-1].metrics == written["metrics"]
-    assert emitted()[0].inputs == {"dataset": run.dataset}
     matrix = confusion.metadata["confusionMatrix"]
     names = [each["displayName"] for each in matrix["annotationSpecs"]]
     assert names == [str(digit) for digit in range(10)]
@@ -161,10 +147,13 @@ def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatc
 
 @pytest.mark.usefixtures("emitted")
 @pytest.mark.parametrize("size", [0, 6000])
-def test_a_full_disk_is_one_line(run, root, capsys, size, artifacts):
-    given = (text_of(run), root, "full", run.dataset, run.checkpoint, *artifacts)
+def test_a_full_disk_is_one_line(run, root, tmp_path, capsys, size):
+    def evaluate():
+        given = to_evaluate(run, tmp_path)
+        stage("evaluate_model", evaluate_model.evaluate, text_of(run), root, "full", **given)
+
     with no_larger_files_than(size):
-        code, line = refused(evaluate_model.evaluate_model.python_func, *given, capsys=capsys)
+        code, line = refused(evaluate, capsys=capsys)
     assert (code, "File too large" in line) == (1, True)
     assert not storage.names(storage.join(root, "full"))
 
@@ -175,9 +164,9 @@ def test_a_second_evaluation_is_the_first(run, root, tmp_path):
 
 
 @pytest.mark.usefixtures("emitted")
-def test_a_checkpoint_that_is_not_there(run, root, capsys, artifacts):
-    given = (text_of(run), root, RUN, run.dataset, f"{run.checkpoint}9", *artifacts)
-    code, line = refused(evaluate_model.evaluate_model.python_func, *given, capsys=capsys)
+def test_a_checkpoint_that_is_not_there(run, root, tmp_path, capsys):
+    missing = replace(run, checkpoint=f"{run.checkpoint}9")
+    code, line = refused(evaluated, missing, root, tmp_path, capsys=capsys)
     assert code == 1
     assert f"{run.checkpoint}9 is not published" in line
 
@@ -221,18 +210,22 @@ def test_under_another_policy_the_same_run_is_judged_anew(run, root, tmp_path):
     assert gated(run, root, tmp_path, 1.0) == refusal
 
 
+def to_export(run, decision, folder):
+    """Return what the first stage of `export_model` takes of a run."""
+    inputs = {"dataset": run.dataset, "checkpoint": run.checkpoint, "decision": decision}
+    described = {f"{name}_descriptor": None for name in inputs}
+    return {**inputs, **described, "model": artifact_in(folder, dsl.Model)}
+
+
 @pytest.mark.usefixtures("emitted")
 def test_a_blessed_model_is_exported(run, root, tmp_path, emitted):
     _, decision = gated(run, root, tmp_path, 0.1)
-    artifact = artifact_in(tmp_path, dsl.Model)
+    given = to_export(run, decision, tmp_path)
+    artifact = given["model"]
     config = text_of(run, accuracy=0.1)
-    uri = export_model.export_model.python_func(
-        config, root, RUN, run.dataset, run.checkpoint, decision, artifact
-    )
+    uri = stage("export_model", export_model.export, config, root, **given)
     assert uri.startswith(storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}-"))
     storage.verify(uri)
-    begins = [each for each in emitted() if isinstance(each, StepBegin)]
-    assert begins[-1].inputs == {"dataset": run.dataset}
     differences = emitted()[-1].metrics
     assert set(differences) == {"saved_model", "keras"}
     assert artifact.metadata == {"uri": uri, **differences}
@@ -242,14 +235,14 @@ def test_a_blessed_model_is_exported(run, root, tmp_path, emitted):
 @pytest.mark.parametrize("size", [0, 3000, 30_000])
 def test_a_full_disk_is_one_line_of_export_model(run, root, tmp_path, capsys, size):
     _, decision = gated(run, root, tmp_path, accuracy=0.1)
-    given = (text_of(run, accuracy=0.1), root, "full", run.dataset, run.checkpoint, decision)
+
+    def export():
+        config = text_of(run, accuracy=0.1)
+        given = to_export(run, decision, tmp_path)
+        stage("export_model", export_model.export, config, root, "full", **given)
+
     with no_larger_files_than(size):
-        code, line = refused(
-            export_model.export_model.python_func,
-            *given,
-            artifact_in(tmp_path, dsl.Model),
-            capsys=capsys,
-        )
+        code, line = refused(export, capsys=capsys)
     assert (code, "File too large" in line) == (1, True)
     assert not storage.names(storage.join(root, "full"))
 
@@ -261,10 +254,8 @@ def test_other_formats_are_published_next_to_the_first(run, root, tmp_path):
     found = []
     for formats in (["saved_model"], ["saved_model", "keras"], ["saved_model"]):
         tree = {**json.loads(text_of(run)), "export": {"formats": formats}}
-        given = (json.dumps(tree), root, RUN, run.dataset, run.checkpoint, decision)
-        found.append(
-            export_model.export_model.python_func(*given, artifact_in(tmp_path, dsl.Model))
-        )
+        given = to_export(run, decision, tmp_path)
+        found.append(stage("export_model", export_model.export, json.dumps(tree), root, **given))
     assert found[0] == found[2] != found[1]
     assert storage.read_manifest(found[1]).fields["formats"] == ["saved_model", "keras"]
 
@@ -272,8 +263,13 @@ def test_other_formats_are_published_next_to_the_first(run, root, tmp_path):
 @pytest.mark.usefixtures("emitted")
 def test_a_refused_model_is_not_exported(run, root, tmp_path, capsys):
     _, decision = gated(run, root, tmp_path, 1.0)
-    given = (text_of(run), root, RUN, run.dataset, run.checkpoint, decision, artifact_in(tmp_path))
-    code, line = refused(export_model.export_model.python_func, *given, capsys=capsys)
+
+    def export():
+        given = {**to_export(run, decision, tmp_path), "registration": artifact_in(tmp_path)}
+        component = export_model.export_model.python_func
+        component(text_of(run), root, RUN, image="our/image:2", **given)
+
+    code, line = refused(export, capsys=capsys)
     assert code == 1
     assert line.startswith("nothing is exported: the gate refused the model")
     assert not storage.published(storage.join(root, RUN, "model"))
@@ -291,27 +287,23 @@ def pipeline(run, tmp_path, monkeypatch):
         tree = {**run.config.model_dump(mode="json"), "gate": gate, **sections}
         tree["export"] = {"formats": ["saved_model"]}
         given = (json.dumps(tree), root, run_id)
-        measured = evaluate_model.evaluate_model.python_func(
-            *given,
-            run.dataset,
-            checkpoint,
-            artifact_in(tmp_path, dsl.Metrics),
-            *(artifact_in(tmp_path, dsl.ClassificationMetrics) for _ in range(2)),
-        )
-        word = check_gate.check_gate.python_func(
-            *given, measured, str(tmp_path / "decision"), artifact_in(tmp_path)
-        )
-        decision = (tmp_path / "decision").read_text()
+        path = tmp_path / "decision"
+        own = {"decision_uri": str(path), "decision": artifact_in(tmp_path)}
+        trained = replace(run, checkpoint=checkpoint)
+        measured = {**to_evaluate(trained, tmp_path), **own}
+        word = evaluate_model.evaluate_model.python_func(*given, **measured)
+        decision = path.read_text()
         if word == "refused":
             return SimpleNamespace(word=word, decision=decision, metrics={})
-        made = (*given, run.dataset, checkpoint, decision)
-        uri = export_model.export_model.python_func(*made, artifact_in(tmp_path, dsl.Model))
+        made = to_export(trained, decision, tmp_path)
         artifact = artifact_in(tmp_path, dsl.Model)
-        word = register_model.register_model.python_func(*given, uri, "our/image:2", artifact)
+        word = export_model.export_model.python_func(
+            *given, image="our/image:2", registration=artifact, **made
+        )
         last = list(events.read(tmp_path / "events.jsonl"))[-1]
         return SimpleNamespace(
             word=word,
-            model=uri,
+            model=made["model"].metadata["uri"],
             decision=decision,
             uri=last.uri,
             metrics=last.metrics,
