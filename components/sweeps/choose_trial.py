@@ -35,6 +35,11 @@ class Chosen(NamedTuple):
 
 
 def work(step: Step) -> Chosen:
+    """Run its one stage."""
+    return step.stage("choose_trial", choose)
+
+
+def choose(step: Step) -> Chosen:
     """Choose by the metric of validation among the trials that `ended` a rung, as JSON texts."""
     plan = run_trial.sweep_of(step.sweep)
     ended_here = [each for text in step.ended if (each := record_in(Trial, text))]

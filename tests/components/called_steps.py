@@ -60,9 +60,7 @@ def to_evaluate(run, folder):
     """Return what the first stage of `evaluate_model` takes of a run."""
     kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
     names = ("evaluation_metrics", "confusion_matrix", "roc_curve")
-    artifacts = {
-        name: artifact_in(folder, kind) for name, kind in zip(names, kinds, strict=True)
-    }
+    artifacts = {name: artifact_in(folder, kind) for name, kind in zip(names, kinds, strict=True)}
     inputs = {"dataset": run.dataset, "checkpoint": run.checkpoint}
     return {**inputs, **artifacts, "dataset_descriptor": None, "checkpoint_descriptor": None}
 

@@ -11,7 +11,7 @@ from components.table import STEPS
 from pipelines.compile import compile_components, compile_pipeline
 from tests.components.called_steps import refused
 from trainer import storage
-from trainer.config.run_parameters import run_parameters
+from trainer.config.form import FIELDS
 from trainer.errors import ConfigError
 
 OTHER = "0.9.7 0123456789ab"
@@ -48,8 +48,8 @@ def test_every_step_counts(another, step):
 
 
 def test_a_signature_is_names_types_and_what_is_returned():
-    assert contract._signature("check_gate").startswith("check_gate(config: str, root: str, ")
-    assert contract._signature("check_gate").endswith(") -> str")
+    assert contract._signature("train_model").startswith("train_model(config: str, root: str, ")
+    assert contract._signature("train_model").endswith(") -> str")
     with pytest.raises(LookupError, match="no function table"):
         contract._signature("table")
 
@@ -63,12 +63,11 @@ def test_the_version_is_no_part_of_it(monkeypatch):
 def test_the_first_step_has_the_mark_in_the_pipeline_and_alone(tmp_path):
     compile_pipeline(tmp_path / "pipeline.yaml")
     compile_components(tmp_path)
-    for name in ("pipeline.yaml", "resolve-config.yaml"):
+    for name in ("pipeline.yaml", "prepare-data.yaml"):
         spec = next(yaml.load_all((tmp_path / name).read_text(), yaml.CSafeLoader))
-        container = spec["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
+        container = spec["deploymentSpec"]["executors"]["exec-prepare-data"]["container"]
         assert container["args"][-2:] == [contract.OPTION, contract.mark()]
-    # It would change the key of KFP's cache with each version.
-    assert contract.OPTION not in (tmp_path / "prepare-data.yaml").read_text()
+    assert contract.OPTION not in (tmp_path / "train-model.yaml").read_text()
 
 
 def test_an_option_without_a_mark_is_none():
@@ -92,14 +91,14 @@ def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled
 
 def older(values):
     """Return what a pipeline passes that was compiled before there was a batch size."""
-    return {name: value for name, value in values.items() if name != "training_batch_size"}
+    return {name: value for name, value in values.items() if name != "batch_size"}
 
 
 def newer(values):
     """Return what a pipeline passes whose artifact has another name, and which knows more."""
     artifact = values["configuration"]
     rest = {name: value for name, value in values.items() if name != "configuration"}
-    return {**rest, "training_new": 5, "settings": artifact}
+    return {**rest, "new": 5, "source": artifact}
 
 
 @pytest.mark.parametrize(("passed", "compiled_by"), [(older, ""), (newer, OTHER)])
@@ -108,8 +107,8 @@ def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
 ):
     compiled(monkeypatch, compiled_by)
     root = storage.uri_of(tmp_path / "root")
-    given = {parameter.name: parameter.default for parameter in run_parameters()}
-    artifact = dsl.Artifact(uri="/here/flotilla-training/123/resolve-config/configuration")
+    given = {parameter.name: parameter.default for parameter in FIELDS}
+    artifact = dsl.Artifact(uri="/here/flotilla-training/123/prepare-data/configuration")
     whole = {**given, "storage_root": root, "kfp_run_id": "123", "configuration": artifact}
     code, line = refused(resolve_config.run_step, passed(whole), capsys=capsys)
     assert code != 0

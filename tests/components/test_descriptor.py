@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from kfp import dsl
 
-from components import check_gate, descriptor
+from components import descriptor
 from components.train_model import train_model
-from tests.components.called_steps import RUN, artifact_in, evaluated, refused, text_of
+from tests.components.called_steps import RUN, artifact_in, evaluated, text_of
 from trainer import storage
 from trainer.errors import UserError
 
@@ -116,34 +116,25 @@ def test_a_file_that_cannot_be_written_is_one_line(published, tmp_path):
 
 
 @pytest.mark.usefixtures("emitted")
-def test_the_metrics_describe_the_evaluation(run, root, tmp_path, capsys):
+def test_the_metrics_describe_the_evaluation(run, root, tmp_path):
     uri, metrics, *_ = evaluated(run, root, tmp_path)
-    word = tmp_path / "decision.txt"
-    given = (text_of(run, accuracy=0.1), root, RUN)
-    said = check_gate.check_gate.python_func(*given, uri, str(word), artifact_in(tmp_path), metrics)
-    assert said == "blessed"
-    elsewhere = (*given, run.checkpoint, str(word), artifact_in(tmp_path), metrics)
-    code, line = refused(check_gate.check_gate.python_func, *elsewhere, capsys=capsys)
-    assert code == 1
-    assert line.startswith(f"the artifact describes the evaluation {uri}, and the URI next")
+    descriptor.check(metrics, uri)
 
 
 @pytest.fixture
 def taking(run, root, tmp_path, described):
     """Return a function that runs a step with the descriptor of something else."""
-    given = (text_of(run), root, RUN)
-    outputs = [artifact_in(tmp_path) for _ in range(3)]
+    outputs = [artifact_in(tmp_path) for _ in range(4)]
+    evaluate_outputs = (str(tmp_path / "word"), *outputs)
     steps = {
         "train_model": (run.dataset, "", "", *outputs[:2]),
-        "evaluate_model": (run.dataset, run.checkpoint, *outputs),
-        "check_gate": (run.checkpoint, str(tmp_path / "word"), outputs[0]),
-        "export_model": (run.dataset, run.checkpoint, run.checkpoint, outputs[0]),
-        "register_model": (run.checkpoint, "", outputs[0]),
+        "evaluate_model": (run.dataset, run.checkpoint, *evaluate_outputs),
+        "export_model": (run.dataset, run.checkpoint, run.checkpoint, "", *outputs[:2]),
     }
 
     def take(step, wrong):
         body = getattr(import_module(f"components.{step}"), step).python_func
-        body(*given, *steps[step], **{f"{wrong}_descriptor": described[0]})
+        body(text_of(run), root, RUN, *steps[step], **{f"{wrong}_descriptor": described[0]})
 
     return take
 
@@ -155,11 +146,9 @@ def taking(run, root, tmp_path, described):
         ("train_model", "dataset"),
         ("evaluate_model", "dataset"),
         ("evaluate_model", "checkpoint"),
-        ("check_gate", "evaluation"),
         ("export_model", "dataset"),
         ("export_model", "checkpoint"),
         ("export_model", "decision"),
-        ("register_model", "model"),
     ],
 )
 def test_each_step_refuses_the_descriptor_of_something_else(taking, step, wrong, described, capsys):

@@ -11,6 +11,7 @@ from tests.trainer.page import Page
 from trainer import storage
 
 pytestmark = pytest.mark.usefixtures("emitted")
+LOCAL = {"cluster": {"launcher": "local"}}
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def page(root):
 def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
     root, report, summary, tmp_path, emitted
 ):
-    finish.finish.python_func(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
+    finish.finish.python_func(ended("SUCCEEDED"), root, LOCAL, RUN, report, summary)
     uri = storage.join(root, RUN, "report.html")
     assert emitted()[-1].uri == uri
     written = storage.read_bytes(uri)
@@ -43,7 +44,7 @@ def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
 
 
 def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, emitted):
-    finish.finish.python_func(ended("FAILED"), "", "local", "{}", RUN, report, summary)
+    finish.finish.python_func(ended("FAILED"), "", LOCAL, RUN, report, summary)
     assert emitted()[-1].status == "done"
     assert Page(Path(report.path).read_text(encoding="utf-8")).words[1] == "failed"
 
@@ -51,7 +52,7 @@ def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, emitted
 def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, capsys):
     (tmp_path / "root").write_text("", encoding="utf-8")
     root = storage.uri_of(tmp_path / "root")
-    given = (ended("FAILED"), root, "local", "{}", RUN, report, summary)
+    given = (ended("FAILED"), root, LOCAL, RUN, report, summary)
     code, line = refused(finish.finish.python_func, *given, capsys=capsys)
     assert code == 1
     assert line.startswith("cannot write ")
@@ -72,7 +73,7 @@ def test_a_store_that_is_out_for_too_long_fails_no_run_that_is_done(
         real(uri, data)
 
     monkeypatch.setattr(storage, "write_bytes", write)
-    finish.finish.python_func(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
+    finish.finish.python_func(ended("SUCCEEDED"), root, LOCAL, RUN, report, summary)
     assert emitted()[-1].status == "done"
     page = tmp_path / "folder" / "report.html"
     assert f"the report is not published, and stays at {page}: the store has" in caplog.text
@@ -84,15 +85,16 @@ def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(
 ):
     monkeypatch.setenv("KUBECONFIG", str(Path("/nowhere")))
     with pytest.raises(SystemExit) as stopped:
-        finish.finish.python_func(ended("FAILED"), root, "tfjob", "{}", RUN, report, summary)
+        finish.finish.python_func(
+            ended("FAILED"), root, {"cluster": {"launcher": "tfjob"}}, RUN, report, summary
+        )
     assert stopped.value.code == 1
     assert emitted()[-1].error.startswith("no Kubernetes API to launch on")
     assert page(root)
 
 
 def test_settings_that_were_refused_have_launched_nothing(root, report, summary, emitted):
-    finish.finish.python_func(
-        ended("FAILED"), root, "tfjob", "{nothing: known}", RUN, report, summary
-    )
+    refused = {"cluster": {"launcher": "tfjobs"}}
+    finish.finish.python_func(ended("FAILED"), root, refused, RUN, report, summary)
     assert emitted()[-1].status == "done"
     assert page(root)

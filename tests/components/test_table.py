@@ -1,4 +1,4 @@
-"""The table of steps: one row for each file, and a new step in three edits."""
+"""The table of steps and stages: one row for each file, and a new step in three edits."""
 
 import ast
 import inspect
@@ -14,12 +14,12 @@ from kfp import compiler, dsl
 
 from components import table
 from components.image import IMAGE
-from components.pod_parameters import step_parameters
-from components.resolve_config import resolve_config
-from components.table import EXIT_STEP, StepSpec, maker_of, step_of
-from pipelines import step_settings
+from components.prepare_data import prepare_data
+from components.resolve_config import Resolved
+from components.table import EXIT_STEP, StageSpec, StepSpec, maker_of, step_of, step_with
+from pipelines.step_settings import NO_SETTINGS
 from pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
-from trainer.config.run_parameters import run_parameters
+from trainer.config.form import FIELDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,13 @@ SOURCES = [
 ]
 
 
-NEW = StepSpec(name="count_labels", deadline_seconds=60, retries=1, is_light=True)
+NEW = StepSpec(
+    name="count_labels",
+    stages=(StageSpec(name="count_labels"),),
+    deadline_seconds=60,
+    retries=1,
+    is_light=True,
+)
 
 
 @dsl.component(base_image="image", install_kfp_package=False)
@@ -56,16 +62,26 @@ def test_every_file_with_a_component_has_one_row_and_every_row_its_file():
     assert [component.name for component in COMPONENTS] == [s.kfp_name for s in table.STEPS]
 
 
-def test_each_output_has_one_step():
-    outputs = [step.output for step in table.STEPS if step.output]
+def test_each_output_has_one_stage():
+    outputs = [stage.output for stage in table.STAGES if stage.output]
     assert len(set(outputs)) == len(outputs)
     assert [maker_of(output).output for output in outputs] == outputs
     assert EXIT_STEP is table.STEPS[-1]
 
 
+def test_each_stage_is_one_of_one_step():
+    names = [stage.name for stage in table.STAGES]
+    assert len(set(names)) == len(names)
+    assert [step_with(stage).name for stage in ("validate_data", "check_gate")] == [
+        table.PREPARE, table.EVALUATE,
+    ]  # fmt: skip
+    with pytest.raises(LookupError, match="has no stage 'count_labels'"):
+        step_with("count_labels")
+
+
 @pytest.mark.parametrize("name", ["train_model", "train-model"])
 def test_a_step_has_two_names(name):
-    assert step_of(name).output == "checkpoint"
+    assert step_of(name).loads == ""
 
 
 def test_a_step_without_a_row_is_one_clear_error():
@@ -82,7 +98,7 @@ def test_a_row_without_a_file_names_the_file():
 
 def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path):
     monkeypatch.setattr(table, "STEPS", (*table.STEPS, NEW))
-    pipeline = local_pipeline(lambda _, *v: counting(step_settings.apply, *v), "counting")
+    pipeline = local_pipeline(lambda w: counting(NO_SETTINGS.apply, *w.given.values()), "counting")
     compiler.Compiler().compile(pipeline, str(tmp_path / "counting.yaml"))
     spec, platform = yaml.load_all(
         (tmp_path / "counting.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
@@ -105,17 +121,26 @@ def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path
 )
 def test_a_limit_that_is_none_is_refused(limit, line):
     with pytest.raises(ValueError, match=f"^{line}$"):
-        StepSpec(name="count", **limit)
+        StepSpec(name="count", stages=(), **limit)
 
 
-def test_no_other_file_names_a_step():
+def named_in(path):
+    """Return the names that a file may have: its own, and of its stages where it is a step."""
+    own = {path.stem, path.stem.replace("_", "-")}
+    if path.parent == ROOT / "components" and path.stem in files():
+        own |= {stage.name for stage in step_of(path.stem).stages}
+    return own
+
+
+def test_no_other_file_names_a_step_or_a_stage():
     names = {name for step in table.STEPS for name in (step.name, step.kfp_name)}
+    names |= {stage.name for stage in table.STAGES}
     offenders = []
     for path in SOURCES:
         if path.name == "table.py":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        own = {path.stem, path.stem.replace("_", "-")}
+        own = named_in(path)
         offenders += [
             f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}: ask components.table"
             for node in ast.walk(tree)
@@ -151,23 +176,20 @@ def component(request):
 def test_its_body_is_imports_and_one_call(component):
     name, body = component.python_func.__name__, function_of(component).body
     said = [ast.unparse(each) for each in body[1:]]
-    if component is resolve_config:
-        # Pipelines of every version make this call.
-        expected = [f"from components.{name} import run_step", "return run_step(locals())"]
-        assert said == expected
-        return
     *imported, call = said
     frame = "from components.records.record import run"
     assert sorted(imported) == sorted([f"from components.{name} import work", frame])
     assert call.removeprefix("return ") == "run(work, locals())"
 
 
-def test_its_work_reads_only_what_it_takes(component):
+def test_its_stages_read_only_what_they_take(component):
     module = import_module(component.python_func.__module__)
-    taken = {*inspect.signature(component.python_func).parameters, "output"}
+    # What the frame gives, and what one stage gives another.
+    own = {"stage", "output", "at", *Resolved._fields, "dataset_uri", "evaluation", "model_uri"}
+    taken = {*inspect.signature(component.python_func).parameters, *own}
     read = {
         node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(module.work)))
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "step"
     }
     assert read <= taken
@@ -183,15 +205,10 @@ def test_it_says_what_it_does(component):
     assert inspect.getdoc(component.python_func)
 
 
-def test_the_first_step_takes_exactly_the_run_parameters():
-    taken = inspect.signature(resolve_config.python_func).parameters
-    expected = [(p.name, p.type) for p in run_parameters()]
-    own = [("kfp_run_id", str), ("configuration", dsl.Output[dsl.Artifact])]
-    pods = [(p.name, p.type) for p in step_parameters() if p.fails_driver]
-    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, *own, *pods]
-
-
-def test_only_the_parameters_of_pods_may_be_left_out_by_a_pipeline_of_ones_own():
-    taken = inspect.signature(resolve_config.python_func).parameters.values()
-    given = {p.name: p.default for p in taken if p.default is not inspect.Parameter.empty}
-    assert given == {p.name: p.default for p in step_parameters() if p.fails_driver}
+def test_the_first_step_takes_the_fields_of_the_form_and_its_own():
+    taken = inspect.signature(prepare_data.python_func).parameters
+    fields = [(each.name, each.type) for each in FIELDS]
+    assert [(each.name, each.annotation) for each in taken.values()][: len(fields)] == fields
+    rest = list(taken.values())[len(fields) :]
+    own = {each.name: each.default for each in rest if each.default is not each.empty}
+    assert own == {"published": "", "is_whole_run": True}

@@ -66,7 +66,6 @@ class TestTrainModel:
         assert artifact.metadata == {"uri": uri, "tensorboard": logs, **metrics}
         assert emitted()[-1].metrics == metrics
         assert emitted()[-1].uri == uri
-        assert emitted()[0].inputs == {"dataset": run.dataset}
         written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
         assert written["outputs"][-1] == {"type": "tensorboard", "source": logs}
         ((job, defaults),) = launched

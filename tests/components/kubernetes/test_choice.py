@@ -51,7 +51,7 @@ def test_a_kind_that_is_not_served_is_none_although_permission_for_it_is_refused
     assert launchers.choose(job) == "tfjob"
     tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
     kube.store.create("tfjobs", NAMESPACE, tree)
-    launchers.end("auto", "{}", "run-1")
+    launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()
 
 
@@ -61,7 +61,7 @@ def test_the_exit_step_ends_what_it_may_and_says_what_it_may_not(kube, job):
     tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
     kube.store.create("tfjobs", NAMESPACE, tree)
     with pytest.raises(UserError, match='cannot list resource "jobsets"'):
-        launchers.end("auto", "{}", "run-1")
+        launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()
 
 
@@ -77,5 +77,5 @@ def test_the_exit_step_ends_what_is_left_of_either(kube, job):
         engine = launchers.engine(name)
         tree = engine.manifest(job, Place(namespace=NAMESPACE))
         Api(connect(), NAMESPACE).create(engine.kind.resource, tree)
-    launchers.end("auto", "{}", "run-1")
+    launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from components import check_gate, evaluate_model, export_model, finish, register_model
+from components import evaluate_model, export_model, finish
 from components.records import record, run_store
 from components.records.record import STOPPING, recorded, tried
 from components.records.step_record import read, step_records
 from components.table import step_of
-from tests.components.called_steps import RUN, artifact_in, ended, text_of
+from tests.components.called_steps import RUN, artifact_in, ended, text_of, to_evaluate
 from tests.trainer.page import Page
 from trainer import events, storage
 from trainer.errors import (
@@ -95,12 +95,6 @@ def test_a_step_that_is_done(emitted, capsys):
     )
     assert end.seconds >= 0
     assert not "".join(capsys.readouterr())
-
-
-def test_its_inputs_are_recorded_before_it_works(emitted):
-    with recorded("train_model", inputs={"dataset": "gs://b/d"}):
-        (begin,) = emitted()
-    assert begin.inputs == {"dataset": "gs://b/d"}
 
 
 def test_it_has_begun_before_it_works(emitted):
@@ -330,10 +324,9 @@ def test_a_failure_that_passes_is_two_tries_in_the_record(at, caplog):
 def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    tried("train_model", at, Work(TransientError(OUT)), inputs={"dataset": "gs://b/d"})
+    tried("train_model", at, Work(TransientError(OUT)))
     emitted = list(events.read(path))
     assert [type(each) for each in emitted] == [StepBegin, StepEnd] * 2
-    assert [each.inputs for each in emitted[::2]] == [{"dataset": "gs://b/d"}] * 2
     (step,) = step_records(state_of(emitted))
     assert (step.status, step.tries, step.earlier[0].error) == ("done", 2, OUT)
 
@@ -465,17 +458,17 @@ class Run:
     def output(self, kind=dsl.Model):
         return artifact_in(self._folder, kind)
 
-    def evaluated(self):
-        kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
-        displayed = [self.output(kind) for kind in kinds]
-        inputs = (self.trained.dataset, self.trained.checkpoint)
-        return evaluate_model.evaluate_model.python_func(*self.given(), *inputs, *displayed)
-
-    def judged(self, accuracy):
+    def judged(self, accuracy=0.1):
         path = self._folder / "decision"
-        given = (*self.given(accuracy), self.evaluated(), str(path))
-        word = check_gate.check_gate.python_func(*given, self.output())
+        own = {"decision_uri": str(path), "decision": self.output()}
+        given = {**to_evaluate(self.trained, self._folder), **own}
+        word = evaluate_model.evaluate_model.python_func(*self.given(accuracy), **given)
         return word, path.read_text(encoding="utf-8")
+
+    def exported(self, decision):
+        inputs = (self.trained.dataset, self.trained.checkpoint, decision, "our/image:2")
+        outputs = (self.output(), self.output())
+        return export_model.export_model.python_func(*self.given(), *inputs, *outputs)
 
     def finished(self):
         """Run the exit step, as KFP does once: after the first failure."""
@@ -483,7 +476,7 @@ class Run:
             SimpleNamespace(uri=storage.uri_of(self._folder / name), path=str(self._folder / name))
             for name in ("report", "summary")
         ]
-        finish.finish.python_func(ended("FAILED"), self.root, "local", "{}", RUN, *artifacts)
+        finish.finish.python_func(ended("FAILED"), self.root, {}, RUN, *artifacts)
 
     def page(self):
         published = storage.read_bytes(storage.join(self.root, RUN, "report.html"))
@@ -507,7 +500,7 @@ def failed(run, root, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(evaluate, "evaluate", fail)
         with pytest.raises(SystemExit):
-            made.evaluated()
+            made.judged()
     made.finished()
     page = made.page()
     assert page.words[1] == "failed"
@@ -522,10 +515,7 @@ def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     assert word == "blessed"
     # It goes on.
     assert failed.page().words[1] == "running"
-    inputs = (failed.trained.dataset, failed.trained.checkpoint, decision)
-    model = export_model.export_model.python_func(*failed.given(), *inputs, failed.output())
-    given = (*failed.given(), model, "our/image:2")
-    assert register_model.register_model.python_func(*given, failed.output()) == "promoted"
+    assert failed.exported(decision) == "promoted"
     page = failed.page()
     assert page.words[1] == "blessed"
     assert NO_SPACE not in page.text

@@ -8,10 +8,9 @@ from components import resolve_config
 from components.records import run_store
 from tests.trainer.promotion.test_registry import exported
 from trainer import events, storage
-from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
 from trainer.data import listing
-from trainer.errors import ConfigError, UserError
+from trainer.errors import UserError
 from trainer.events import FromScratch
 from trainer.promotion import registry, trained
 
@@ -136,25 +135,6 @@ def test_a_container_looks_it_up_each_time_and_pins_nothing(root, tmp_path):
     assert not list(tmp_path.rglob(run_store.PINNED))
 
 
-@pytest.mark.usefixtures("folder")
-def test_the_newest_version_is_what_the_builder_offers(tmp_path):
-    assert resolve_config.with_version(DataConfig()).version == "1.0.0"
-    assert resolve_config.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
-    said = [(event.dataset, event.version) for event in emitted(tmp_path)]
-    assert said == [("digits", "1.0.0"), ("mnist", "3.0.1")]
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_version_that_is_named_is_not_looked_up():
-    named = DataConfig(dataset="no.such:Builder", version="2.0.0")
-    assert resolve_config.with_version(named) == named
-
-
-def test_a_dataset_that_does_not_exist_is_one_line():
-    with pytest.raises(ConfigError, match="there is no dataset 'mnits' in TFDS; did you mean"):
-        resolve_config.with_version(DataConfig(dataset="mnits"))
-
-
 def test_what_is_pinned_is_read_later(folder):
     assert run_store.pinned("a") == ""
     run_store.pin("a", "1")
@@ -202,7 +182,8 @@ class Nights:
 
     def resume(self):
         config = resolve_config.with_listing(self.config(), self.root)
-        earlier = resolve_config.finished_by(config, self.root, f"run-{self._number}")
+        trained.begin(config, self.root, f"run-{self._number}")
+        earlier = resolve_config.finished_by(config, self.root)
         return list(listing.spans_of(self.root, config.data.version)), earlier
 
     def finish(self, word="promoted"):
@@ -260,7 +241,7 @@ def test_another_configuration_is_something_new(nights):
     config = resolve_config.with_listing(nights.config(), nights.root)
     for changed in ({"steps": 7}, {"when_unchanged": "train"}):
         other = config.model_copy(update={"training": config.training.model_copy(update=changed)})
-        assert resolve_config.finished_by(other, nights.root, "other") == ""
+        assert resolve_config.finished_by(other, nights.root) == ""
 
 
 def test_files_that_are_named_by_their_digest_are_not_listed(nights):

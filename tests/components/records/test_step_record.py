@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 from kfp import dsl
-from trainer.config.run_parameters import run_parameters
 
-from components import launchers
+from components import launchers, prepare_data, resolve_config
 from components.finish import finish
-from components.prepare_data import prepare_data
 from components.records import run_store
-from components.records.record import recorded
+from components.records.record import recorded, run
 from components.records.step_record import PublishedRecord, read
-from components.resolve_config import resolve_config
 from components.train_model import train_model
 from tests.components.called_steps import ended
 from tests.stores.faults import Fault
@@ -29,6 +26,7 @@ from tests.trainer.report.test_report_summary import rows_of
 from tests.trainer.storage.places import BucketPlace, FilePlace
 from trainer import events, storage
 from trainer.config.data import DataConfig
+from trainer.config.form import FIELDS
 from trainer.config.schema import Config
 from trainer.data.prepare import prepare
 from trainer.errors import UserError
@@ -298,21 +296,6 @@ class TestPlaces:
         assert run_store.run_at_first("", "/tmp/report", RUN) == ""
         assert run_store.run_at_first("gs://b/k", "/tmp/report", RUN) == f"gs://b/k/{RUN}"
 
-    @pytest.mark.parametrize(
-        ("artifact", "run"),
-        [
-            (f"gs://b/v2/p/{RUN}/prepare-data/77/dataset", RUN),
-            (f"minio://b/v2/p/{RUN}/prepare-data-2/77/dataset?endpoint=a:1", RUN),
-            (f"gs://b/prepare-data/p/{RUN}/prepare-data/dataset", RUN),
-            # KFP's local runner names its folder of the run there.
-            (f"/tmp/p-{RUN}/prepare-data/dataset", ""),
-            ("/tmp/dataset", ""),
-            ("", ""),
-        ],
-    )
-    def test_an_output_tells_the_run(self, artifact, run):
-        assert run_store.run_id_in(artifact, "prepare-data") == run
-
 
 ROOT = Path(__file__).parents[3]
 
@@ -326,7 +309,7 @@ REASON = "worker-0 ended with exit code 137 | <killed>"
 # Trains in a pod of its own, which is killed or asked to end.
 POD = """
 import sys, types
-from components import launchers
+from components import launchers, prepare_data, resolve_config
 from components.train_model import train_model
 from kfp import dsl
 
@@ -346,6 +329,10 @@ def pod_place(request, tmp_path):
     if request.param == "file":
         return FilePlace(tmp_path)
     return BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/k")
+
+
+def resolved_only(step):
+    return step.stage("resolve_config", resolve_config.work)
 
 
 class Pods:
@@ -376,10 +363,19 @@ class Pods:
         return artifact
 
     def resolved(self, **asked):
-        values = {each.name: each.default for each in run_parameters()}
+        """Run the first stage of the first step alone."""
+        return self._first(resolved_only, **asked)
+
+    def prepared(self, **asked):
+        return self._first(prepare_data.work, **asked)
+
+    def _first(self, work, **asked):
+        values = {each.name: each.default for each in FIELDS}
         values |= {"storage_root": self.root, "kfp_run_id": POD_RUN, **asked}
-        artifact = self.output(dsl.Artifact, "resolve-config", "configuration")
-        return resolve_config.python_func(**values, configuration=artifact)
+        kinds = {"configuration": dsl.Artifact, "dataset": dsl.Dataset}
+        kinds |= {"validation": dsl.Artifact, "page": dsl.HTML}
+        made = {name: self.output(kind, "prepare-data", name) for name, kind in kinds.items()}
+        return run(work, {**values, **made, "published": "", "is_whole_run": True})
 
     def trained(self, config=""):
         viewers = self.output(dsl.Artifact, "train-model", "viewers")
@@ -392,7 +388,7 @@ class Pods:
         """Return the report and the summary that the exit step shows."""
         report = self.output(dsl.HTML, "finish", "report")
         summary = self.output(dsl.Markdown, "finish", "summary")
-        finish.python_func(ended(state, words), self.root, "local", "{}", POD_RUN, report, summary)
+        finish.python_func(ended(state, words), self.root, {}, POD_RUN, report, summary)
         displayed = [Path(each.path).read_text(encoding="utf-8") for each in (report, summary)]
         return Page(displayed[0]), displayed[1]
 
@@ -463,12 +459,10 @@ def cells(summary, first):
 
 @pytest.mark.usefixtures("broken")
 def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
-    resolved = pods.resolved()
-    assert (resolved.root, resolved.run_id) == (pods.root, POD_RUN)
-    data = pods.output(dsl.Dataset, "prepare-data", "dataset")
-    prepare_data.python_func(resolved.data, resolved.root, resolved.seal, "", data)
+    prepared = pods.prepared()
+    assert (prepared.root, prepared.run_id, prepared.Output) == (pods.root, POD_RUN, "ready")
     with pytest.raises(SystemExit):
-        pods.trained(resolved.config)
+        pods.trained(prepared.config)
     assert f"flotilla: train_model: {REASON}" in capsys.readouterr().err
     page, summary = pods.finished(words="Task run failed.")
     assert page.words[1] == "failed"
@@ -479,6 +473,7 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     for step, status in (
         ("resolve_config", "done"),
         ("prepare_data", "done"),
+        ("validate_data", "done"),
         ("train_model", "failed"),
     ):
         assert cells(summary, step)[1] == status
@@ -523,7 +518,7 @@ def test_the_report_counts_restarts_and_names_task_and_cause(pods, monkeypatch):
 
 def test_a_wrong_value_is_reported_with_its_line(pods):
     with pytest.raises(SystemExit):
-        pods.resolved(training_steps=0)
+        pods.resolved(steps=0)
     page, summary = pods.finished()
     assert "resolve_config: training.steps: 0 is not allowed" in page.text
     assert "resolve\\_config: training.steps: 0 is not allowed" in summary
@@ -569,12 +564,6 @@ def test_a_pod_that_never_began_is_named(pods):
     assert "left no record: its pod did not start" in page.text
     assert "prepare_data, or " in page.text
     assert "KFP says: ErrImagePull" in summary
-
-
-def test_a_dataset_from_the_cache_may_have_left_no_record_either(pods):
-    pods.resolved()
-    page, _ = pods.finished()
-    assert "or validate_data if the dataset came from KFP's cache" in page.text
 
 
 def test_of_a_run_that_left_nothing_kfp_s_words_are_all(pods):

@@ -10,12 +10,14 @@ from trainer import storage
 from trainer.errors import UserError
 from trainer.json_records import tree_of
 
+SETTINGS = {"cluster": {"launcher": "jobset"}}
+
 
 def finished(root, folder, text):
     pages = [artifact_in(folder) for _ in range(3)]
     (folder / "kfp").mkdir()
     finish_sweep.finish_sweep.python_func(
-        ended("FAILED", "x"), root, "jobset", "{}", "run-1", text, *pages
+        ended("FAILED", "x"), root, SETTINGS, "run-1", text, *pages
     )
     return pages
 
@@ -23,14 +25,14 @@ def finished(root, folder, text):
 def test_the_jobs_of_all_trials_end_and_their_table_is_published(root, tmp_path, monkeypatch):
     asked = []
 
-    def end(launcher, _kubernetes, run_id):
-        asked.append((launcher, run_id))
+    def end(settings, run_id):
+        asked.append((settings, run_id))
         if run_id.endswith("t01"):
             raise UserError("the API does not answer")
 
     monkeypatch.setattr(launchers, "end", end)
     report, _, table = finished(root, tmp_path, json.dumps(tree_of(a_sweep())))
-    assert asked == [("jobset", f"run-1{of}") for of in ("-t01", "-t02", "")]
+    assert asked == [(SETTINGS, f"run-1{of}") for of in ("-t01", "-t02", "")]
     text = storage.read_bytes(storage.join(root, "run-1", "sweep.md"))
     assert b"run-1" in text
     with open(table.path, "rb") as file:
