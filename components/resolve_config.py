@@ -40,10 +40,14 @@ class Resolved(NamedTuple):
     is_unchanged: bool
 
 
-def run_step(_call: Mapping[str, Any]) -> NoReturn:
+def run_step(call: Mapping[str, Any]) -> NoReturn:
     """Refuse: a pipeline of nine steps calls it, which a schedule of before may still start."""
-    record.tried("resolve_config", "", lambda _output: contract.refuse(contract.mark_in(sys.argv)))
+    record.run(_refuse, call)
     raise AssertionError
+
+
+def _refuse(step: Step) -> None:
+    step.stage("resolve_config", lambda _step: contract.refuse(contract.mark_in(sys.argv)))
 
 
 def work(step: Step) -> Resolved:

@@ -138,6 +138,8 @@ SWEEP_STEPS = tuple(
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
+#: The stage that a mistake in the configuration is one of, whenever it is found.
+FIRST_STAGE = STAGES[0].name
 #: The step that runs at the end of every whole run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
 # All stages but those of the exit step.

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from components.records.record import STOPPING
+from components.table import FIRST_STAGE
 from pipelines.forked_steps import KFP_RUNTIME, TRAINING, forking
 from trainer import events
 from trainer.cluster import fitting, signals
@@ -21,8 +22,6 @@ from trainer.config.form import from_form
 from trainer.errors import ConfigError
 from trainer.run_state import state_of
 
-#: The stage that a mistake in the configuration is one of, whenever it is found.
-FIRST_STAGE = "resolve_config"
 EVENTS = "events.jsonl"
 _SECONDS_TO_BEGIN, _PAUSE = 60.0, 0.1
 

@@ -10,12 +10,10 @@ from components.records import run_store
 from components.records.record import Step
 from tests.components.called_steps import RUN, artifact_in, refused
 from trainer import storage
-from trainer.cluster import fitting
 from trainer.config.data import DataConfig
 from trainer.config.form import FIELDS, to_form, to_local_form
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
-from trainer.errors import ConfigError
 from trainer.promotion import trained
 
 pytestmark = pytest.mark.usefixtures("emitted")
@@ -50,39 +48,11 @@ class TestResolveConfig:
         )
         assert (resolved.root, resolved.run_id) == ("file:///r", "123")
 
-    def test_what_does_not_fit_is_refused_before_any_other_pod(self, values, monkeypatch, capsys):
-        def refuse(*_):
-            raise ConfigError("model mlp: it does not fit")
-
-        monkeypatch.setattr(fitting, "tried", refuse)
-        assert refused(resolve, values, capsys=capsys) == (
-            2,
-            "model mlp: it does not fit",
-        )
-
-    def test_what_is_not_known_in_time_is_no_refusal(self, values, monkeypatch, caplog):
-        def wait(*_):
-            raise fitting.NotKnownError("the model was not built in 90 s")
-
-        monkeypatch.setattr(fitting, "tried", wait)
-        resolve(values)
-        assert "whether model and dataset fit is not known: the model was not" in caplog.text
-
-    def test_on_this_machine_the_chief_finds_it(self, values, fits, monkeypatch):
-        monkeypatch.setenv(run_store.RUN_ID, "local")
-        resolve(values)
-        assert not fits
-
     def test_a_root_that_the_other_pods_do_not_see_is_refused(self, values, monkeypatch, capsys):
         monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
         code, line = refused(resolve, values, capsys=capsys)
         assert code == 2
         assert line.startswith("storage.root: file:///r is a folder of this pod, which no other ")
-
-    def test_a_dataset_that_does_not_exist_is_refused_at_once_on_a_cluster(self, values, capsys):
-        code, line = refused(resolve, {**values, "source": "mnits"}, capsys=capsys)
-        assert code == 2
-        assert line.startswith("data.dataset: there is no dataset 'mnits' in TFDS")
 
     def test_the_command_line_names_the_run(self, values, monkeypatch):
         monkeypatch.setenv(run_store.RUN_ID, RUN)
@@ -130,8 +100,9 @@ class TestResolveConfig:
 
     @pytest.mark.parametrize("form", [to_form, to_local_form])
     def test_it_takes_what_a_configuration_gives(self, values, form):
-        config = parse_config({"training": {"steps": 7, "patience": 3}})
-        resolved = resolve({**values, **form(config), "storage_root": "file:///r"})
+        tree = {"training": {"steps": 7, "patience": 3}, "storage": {"root": "file:///r"}}
+        config = parse_config(tree)
+        resolved = resolve({**values, **form(config)})
         assert Config.model_validate_json(resolved.config).training == config.training
 
     def test_where_nothing_is_new_the_word_is_unchanged(
@@ -160,11 +131,11 @@ class TestResolveConfig:
 
     def test_a_path_is_refused_in_a_pod(self, values, monkeypatch, capsys):
         monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
-        given = {**values, "storage_root": "gs://b/r", "source": "in/*.csv"}
+        given = {**values, "storage_root": "gs://b/r", "source": "/in/*.csv"}
         monkeypatch.setattr(run_store, "run_at_first", lambda *_: "")
         code, line = refused(resolve, given, capsys=capsys)
         assert code == 2
-        assert line.startswith("data.source: in/*.csv is a path, and there are no files of yours")
+        assert line.startswith("data.source: /in/*.csv is a path, and there are no files of yours")
 
 
 @pytest.mark.parametrize(

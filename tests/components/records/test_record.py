@@ -257,7 +257,7 @@ def test_the_exit_step_works_all_the_same(start, emitted):
     process = start("finish", "pass", **{STOPPING: "1"})
     out, _ = process.communicate()
     assert process.returncode == 0
-    assert out.endswith(" at work\nwent on\n")
+    assert out.endswith("at work\nwent on\n")
     assert emitted()[-1].status == "done"
 
 
