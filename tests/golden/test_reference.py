@@ -6,6 +6,7 @@ import pytest
 import typer
 import yaml
 from pydantic import BaseModel
+from trainer.config.run_parameters import run_parameters
 
 from docs.build.reference import command_line, components, configuration, flat, parameters
 from pipelines.cli.app import app
@@ -13,7 +14,6 @@ from pipelines.compile import compile_pipeline
 from pipelines.training import COMPONENTS
 from tests.conftest import ROOT
 from trainer.config.kubernetes import PodConfig
-from trainer.config.run_parameters import run_parameters
 from trainer.config.schema import Config
 
 GROUP = typer.main.get_command(app)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from kfp import compiler
 from kfp import components as kfp_components
+from trainer.config.run_parameters import to_parameters
 
 from components import contract
 from components.image import IMAGE, SECRET_KEYS
@@ -22,7 +23,6 @@ from tests.kubernetes.admission import ENFORCE, refusal
 from tests.pipelines.reused import RUN, loaded, pipeline_of
 from trainer import storage
 from trainer.config.load import parse_config
-from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.promotion import registry

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from components.pod_parameters import step_parameters
+from trainer.config.run_parameters import to_parameters
 
 from components.kubernetes import names
-from components.pod_parameters import step_parameters
 from components.table import STEPS
 from components.tfjob.engine import Place, manifest
 from pipelines.compile import compile_pipeline, package_of
@@ -21,7 +22,6 @@ from tests.stores.s3_server import s3_server
 from trainer.cluster.launcher import Job
 from trainer.config.kubernetes import JobConfig
 from trainer.config.load import parse_config
-from trainer.config.run_parameters import to_parameters
 from trainer.errors import ConfigError
 
 PLACEHOLDER = re.compile(r"\{\{\$\.inputs\.parameters\['([^']+)'\]\}\}")

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import yaml
-
 from components.pod_parameters import step_parameters
+from trainer.config.run_parameters import run_parameters
+
 from components.table import STEPS
 from pipelines.compile import compile_pipeline
 from pipelines.training import PIPELINES, SIGNATURE
-from trainer.config.run_parameters import run_parameters
 
 KFP_TYPES = {
     str: "STRING", dict: "STRUCT", list: "LIST", bool: "BOOLEAN",

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from trainer.config.run_parameters import run_parameters
+
 from components import contract
 from components.records.step_record import StepRecord, published_records
 from pipelines.replay.replay import OutputArtifact
@@ -18,7 +20,6 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import S3Server
 from tests.trainer.small_run import SmallRun
 from trainer import storage
-from trainer.config.run_parameters import run_parameters
 
 OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "prepare_data": ("dataset",),

@@ -10,9 +10,9 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.config.run_parameters import run_parameters
 
 from trainer.config.load import REMOVED, load_config, parse_config, parse_value
-from trainer.config.run_parameters import run_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 

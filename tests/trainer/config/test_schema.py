@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from trainer.config.run_parameters import run_parameters
 
 from trainer.config import schema as module
 from trainer.config.load import load_config, parse_config
-from trainer.config.run_parameters import run_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
