@@ -47,6 +47,8 @@ _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re
 # Of a graph that another process has traced.
 _NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
 _MAX_TRACEBACK = 12_000
+# In a traceback as text: file, line, function and what stands there.
+_PRINTED = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\n +(\S[^\n]*)')
 _imported: set[str] = set()
 
 
@@ -155,6 +157,17 @@ def traceback_of(error: BaseException) -> str:
     if len(text) > _MAX_TRACEBACK:
         text = f"{lines[0]}  ...\n{text[-_MAX_TRACEBACK:]}"
     return text
+
+
+def innermost_frame(trace: str) -> str:
+    """Return the innermost frame of the user's code in a traceback, empty where there is none.
+
+    Such as `blocks.py:14 in call: return inputs @ kernel`.
+    """
+    for file, line, function, code in reversed(_PRINTED.findall(trace)):
+        if _is_users(file):
+            return f"{_short_path(file, int(line))} in {function}: {code}"
+    return ""
 
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:

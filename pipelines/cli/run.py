@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -135,18 +136,41 @@ def bundle_lines(bundle: Bundle) -> list[str]:
     return [f"code {bundle.uri} ({size})", *(f"flotilla: {each}" for each in bundle.remarks)]
 
 
+_LOG_OF_TASK = re.compile(r" \((\S+), log .*\)$")
+
+
 def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     lines = []
     if result.message and result.status != "refused":
         # The message of training begins with "interrupted at global step ..." by itself.
         is_said = result.message.startswith(result.status)
-        lines.append(result.message if is_said else f"{result.status}: {result.message}")
-    # A mistake is said in one line.
-    if result.status == "failed" and result.exit_code != USAGE:
-        lines.append(f"all output is in {run.folder / 'pipeline.log'}")
+        # Of a task that has failed the log has a line of its own.
+        message = _LOG_OF_TASK.sub(r" (\1)", result.message)
+        lines.append(message if is_said else f"{result.status}: {message}")
+    if result.status == "failed":
+        lines += _where_it_failed(options, run, result)
     if remedy := remedy_of(options, run, result):
         lines.append(remedy)
     return lines
+
+
+def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
+    """Return the line of the user's code, the log that has its traceback, and how to debug it."""
+    from pipelines.runs.logs.local import failure_of
+
+    failure = failure_of(run.folder)
+    if failure is None:
+        return [f"all output is in {run.folder / 'pipeline.log'}"]
+    if result.exit_code == USAGE and not failure.frame:
+        # A mistake is said in one line.
+        return []
+    place = [] if options.workdir == RUNS else ["--workdir", str(options.workdir)]
+    replayed = ["flotilla", "replay", run.run_id, failure.step, "--pdb", *place]
+    return [
+        *([f"at {failure.frame}"] if failure.frame else []),
+        f"its log: {failure.log} ({shlex.join(['flotilla', 'logs', run.run_id, *place])})",
+        f"a debugger where it fails: {shlex.join(replayed)}",
+    ]
 
 
 def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:

@@ -10,13 +10,15 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.table import STAGES, STEPS, SWEEP_STEPS
 from pipelines.runs import local_status
 from pipelines.runs.kfp_access import Instance
+from pipelines.runs.logs import local as local_logs
+from pipelines.runs.logs.view import LogLine, LogView
 from pipelines.runs.outcome import RunResult
 from trainer.errors import DONE, ConfigError, UserError, nearest
 
@@ -24,11 +26,9 @@ if TYPE_CHECKING:
     from pipelines.runs.kfp_client import Client
     from pipelines.runs.kfp_run import RemoteRun
     from pipelines.runs.kfp_watch import OnNote
-    from pipelines.runs.logs.view import LogLine
-
-    OnLine = Callable[[LogLine], None]
 
 RUNS = Path("runs")
+OnLine = Callable[[LogLine], None]
 _REFUSED = 400
 
 
@@ -109,32 +109,23 @@ def logs(
         UserError: there is no such run, step or task, or its log cannot be read.
     """
     folder = Path(workdir)
-    if local_status.is_local(folder, run):
-        from pipelines.runs.logs import local
-
-        _, stages = _chosen_step(step)
-        local.follow_logs(
-            (folder / run).absolute(), stages=stages, task=task, follow=follow, verbose=verbose,
-            on_line=on_line,
-        )  # fmt: skip
+    client = None if local_status.is_local(folder, run) else _client(run, workdir, instance)
+    name, stages = _chosen_step(step)
+    view = LogView(stages=stages, task=task, verbose=verbose)
+    if client is None:
+        local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
         return local_status.status_of(folder, run)
     from pipelines.runs.kfp_run import run_of
     from pipelines.runs.logs import kfp
 
-    client = _client(run, workdir, instance)
-    name, stages = _chosen_step(step)
+    note = on_note or (lambda _line: None)
     last = kfp.follow_logs(
-        client, run_of(client, run), name, stages=stages, task=task, follow=follow,
-        verbose=verbose, on_line=on_line, on_note=on_note or (lambda _line: None),
-    )  # fmt: skip
-    return RunResult(
-        run_id=last.run_id,
-        status=last.state.lower(),
-        exit_code=DONE,
-        message=last.error,
-        steps=(),
-        state=last.state,
+        client, run_of(client, run), name, view, follow=follow, on_line=on_line, on_note=note
     )
+    ended = RunResult(
+        run_id=last.run_id, status=last.state.lower(), exit_code=DONE, message=last.error, steps=()
+    )
+    return replace(ended, state=last.state)
 
 
 def _chosen_step(name: str) -> tuple[str, tuple[str, ...]]:

@@ -21,6 +21,7 @@ from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
 from trainer.errors import RETRYABLE, ConfigError, UserError
+from trainer.output.stamps import parted
 from trainer.topology import Cluster, Task, topology_of
 
 _GPUS = "/dev/nvidia[0-9]*"
@@ -244,11 +245,11 @@ class TaskProcess:
         return (self.last_lines(1) or ["(nothing)"])[0]
 
     def last_lines(self, count: int) -> list[str]:
-        """Return up to `count` last lines of its log."""
+        """Return up to `count` last lines of its log, without their times."""
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")
-        return text.strip().splitlines()[-count:]
+        return [parted(line)[1] for line in text.strip().splitlines()[-count:]]
 
     def _command(self) -> list[str]:
         return task_command(self._job, self.folder / CONFIG, self.folder)

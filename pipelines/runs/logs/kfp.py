@@ -5,7 +5,7 @@ The log of the step that trains has the lines of the training tasks, which the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_nodes import Step, log_of
@@ -77,11 +77,11 @@ class LogFollower:
         self._lengths[step.name] = len(text)
         text_of = self._texts.setdefault(step.name, LogText(utc=True))
         self._view.enter(step.name)
-        for line in fresh.splitlines():
-            for shown in self._view.take(text_of.take(line)):
-                self._on_line(shown)
-        for shown in self._view.end() if over else self._view.flush():
-            self._on_line(shown)
+        for line in fresh.rstrip("\n").split("\n"):
+            for each in self._view.take(text_of.take(line)):
+                self._on_line(each)
+        for each in self._view.end() if over else self._view.flush():
+            self._on_line(each)
 
     @property
     def has_found(self) -> bool:
@@ -92,12 +92,10 @@ class LogFollower:
 def follow_logs(
     client: Client,
     run: RemoteRun,
-    only: str = "",
+    only: str,
+    view: LogView,
     *,
-    stages: Sequence[str] = (),
-    task: str = "",
     follow: bool = False,
-    verbose: bool = False,
     on_line: OnLine,
     on_note: OnNote,
 ) -> RemoteRun:
@@ -109,7 +107,6 @@ def follow_logs(
     if only and only not in names and (run.has_ended or not follow):
         known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
         raise UserError(f"the run {run.run_id} has no step {only!r}{known}")
-    view = LogView(stages=stages, task=task, verbose=verbose)
     follower = LogFollower(client, only, view, on_line, on_note)
     if follow and not run.has_ended:
         last = watch(client, run.run_id, follower.look, on_note)
@@ -126,7 +123,7 @@ def follow_logs(
             f"{client.access.endpoint} gives no log of the run {run.run_id}; "
             f"{_instead(client, last, step)}"
         )
-    if task and task not in view.labels:
+    if (task := view.task) and task not in view.labels:
         tasks = sorted(each for each in view.labels if each[-1:].isdigit())
         known = nearest(task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
         raise ConfigError(f"--task: the run {run.run_id} has no task {task!r}{known}")

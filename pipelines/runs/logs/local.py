@@ -4,65 +4,78 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from components.table import TRAIN, step_with
 from pipelines.runs import local, local_status
 from pipelines.runs.logs.text import Line, LogText, RunnerText, timed
 from pipelines.runs.logs.view import LogLine, LogView, in_order
 from trainer import events
 from trainer.cluster.process import LOG as TASK_LOG
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.user_code import innermost_frame
 
 CLUSTER = "cluster"
 OnLine = Callable[[LogLine], None]
 
 
-def follow_logs(
-    folder: Path,
-    *,
-    stages: Sequence[str] = (),
-    task: str = "",
-    follow: bool = False,
-    verbose: bool = False,
-    on_line: OnLine,
-) -> None:
+def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: OnLine) -> None:
     """Pass on the logs of a run; until it ends where it is followed. Raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
-    tasks = [path.parent.name for path in _task_logs(folder)]
+    task, tasks = view.task, [path.parent.name for path in _task_logs(folder)]
     if task and task not in tasks and not (follow and not tasks):
         known = nearest(task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
         raise ConfigError(f"--task: the run {folder.name} has no task {task!r}{known}")
     logs = _Logs(folder)
-    view: LogView | None = None
     while True:
         # Looked up before reading: what the run wrote before its end is read after it.
         going = follow and local_status.process_of(folder) > 0
         lines = in_order(logs.read(whole=not going))
-        if view is None:
-            view = LogView(stages=stages, task=task, verbose=verbose, leader=logs.leader)
+        view.leader = logs.leader
         for line in lines:
-            for shown in view.take(line):
-                on_line(shown)
-        for shown in view.flush() if going else view.end():
-            on_line(shown)
+            for each in view.take(line):
+                on_line(each)
+        for each in view.flush() if going else view.end():
+            on_line(each)
         if not going:
             return
         time.sleep(local_status.LOOK_SECONDS)
 
 
-def log_with(folder: Path, text: str) -> Path | None:
-    """Return the log of a run in which a text is, that of a task first; None where it is in none.
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Where a run has failed: the step to replay, the log that says why, and the user's frame."""
 
-    Such as the last line of a traceback.
-    """
-    for path in [*_task_logs(folder), folder / local_status.LOG]:
-        with suppress(OSError):
-            if text and text.encode() in path.read_bytes():
-                return path
-    return None
+    step: str
+    log: Path
+    frame: str
+
+
+def failure_of(folder: Path) -> Failure | None:
+    """Return where the newest start of a run has failed; None where no step has."""
+    ends: list[events.StepEnd] = []
+    failed: events.TaskFailed | None = None
+    trace = ""
+    for event in events.read(folder / local.EVENTS):
+        match event:
+            case events.RunBegin():
+                ends, failed, trace = [], None, ""
+            case events.StepEnd() if event.status == "failed":
+                ends.append(event)
+            case events.TaskFailed():
+                failed = event
+            case events.UserCodeFailed():
+                trace = event.traceback
+    if not ends:
+        return None
+    is_training = ends[0].step == TRAIN
+    trace = ends[0].traceback or (trace if is_training else "")
+    log = Path(failed.log) if is_training and failed and failed.log else folder / local_status.LOG
+    return Failure(step=step_with(ends[0].step).name, log=log, frame=innermost_frame(trace))
 
 
 def _task_logs(folder: Path) -> list[Path]:

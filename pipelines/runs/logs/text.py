@@ -17,6 +17,7 @@ _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 # What the launcher relays of a training task into the log of its step.
 _TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
+_REDRAWN = re.compile(r"\r|\\u000d")
 # The clock of absl without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
 # By the program that writes it, of KFP and Argo: how a line begins. One that ends with an opening
@@ -148,9 +149,11 @@ class RunnerText(LogText):
 
 
 def _plain(raw: str) -> str:
-    # Of a bar that is drawn again in place the last one is left.
-    text = raw.rstrip("\r\n").rpartition("\r")[2]
-    return printable(COLOURS.sub("", text)).rstrip()
+    task = _TASK.match(raw)
+    # Of a bar that is drawn again in place the last one is left; a launcher writes it escaped.
+    last = _REDRAWN.split(raw.rstrip("\r\n"))[-1]
+    again = task[0] if task and last != raw.rstrip("\r\n") else ""
+    return printable(COLOURS.sub("", f"{again}{last}")).rstrip()
 
 
 def timed(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:

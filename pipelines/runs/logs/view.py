@@ -52,10 +52,12 @@ class LogView:
     """Takes the lines of a run in order, and returns those that are shown."""
 
     def __init__(
-        self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False, leader: str = ""
+        self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False
     ) -> None:
         """Show these stages, or all, one training task or all; with `verbose` every line."""
-        self._stages, self._task, self._verbose, self._leader = stages, task, verbose, leader
+        self._stages, self.task, self._verbose = stages, task, verbose
+        # The task that events of training are of, where they do not say so.
+        self.leader = ""
         self._stage = self._pod = ""
         # Of each pod; the logs of several may come in turn.
         self._stage_in: dict[str, str] = {}
@@ -101,7 +103,7 @@ class LogView:
             return
         if line.level in ("WARNING", "ERROR", "CRITICAL"):
             text = f"{line.level.lower()}: {text}"
-        yield from self._shown(line, text)
+        yield from self._written(line, text)
 
     def _was_said(self, label: str, text: str) -> bool:
         """Say whether a step repeats what a task or another step has said."""
@@ -119,7 +121,7 @@ class LogView:
         self._tracebacks.add(whole)
         for line in lines:
             if line.text:
-                yield from self._shown(line, line.text)
+                yield from self._written(line, line.text)
 
     def _event(self, line: Line, event: Event) -> Iterator[LogLine]:
         line = replace(line, label=self._label_of(event) or line.label)
@@ -140,7 +142,7 @@ class LogView:
                 event = replace(event, error="")
         for text in _words_of(event) or [self._words.take(event)]:
             if text and not self._was_said(line.label or self._stage, text):
-                yield from self._shown(line, text)
+                yield from self._written(line, text)
 
     def _label_of(self, event: Event) -> str:
         match event:
@@ -148,9 +150,9 @@ class LogView:
                 return event.step
             case events.TaskFailed() | events.Restart():
                 return event.task
-            case events.Validation() if event.created and self._leader:
+            case events.Validation() if event.created and self.leader:
                 return _EVALUATOR
-        return self._leader if isinstance(event, _OF_TRAINING) else ""
+        return self.leader if isinstance(event, _OF_TRAINING) else ""
 
     def _paced(self, line: Line, event: Event) -> Iterator[LogLine]:
         pace = self._paces.setdefault(type(event), _Pace())
@@ -165,7 +167,7 @@ class LogView:
 
     def _event_as_it_is(self, line: Line) -> Iterator[LogLine]:
         if line.event:
-            yield from self._shown(line, _PACED[type(line.event)](line.event))
+            yield from self._written(line, _PACED[type(line.event)](line.event))
 
     def _kept(self) -> Iterator[LogLine]:
         """Yield the last of what comes again and again, and begin anew."""
@@ -177,9 +179,9 @@ class LogView:
     def _began(self) -> Iterator[LogLine]:
         if line := self._begin:
             self._begin = None
-            yield from self._shown(line, "...")
+            yield from self._written(line, "...")
 
-    def _shown(self, line: Line, text: str) -> Iterator[LogLine]:
+    def _written(self, line: Line, text: str) -> Iterator[LogLine]:
         label = line.label or self._stage
         self.labels.add(label)
         # Of a stage that is short, its end is enough.
@@ -189,8 +191,8 @@ class LogView:
             yield LogLine(time=line.time, label=label, text=text)
 
     def _is_asked_for(self, label: str) -> bool:
-        if self._task:
-            return label == self._task
+        if self.task:
+            return label == self.task
         return not self._stages or (TRAIN if _is_task(label) else label) in self._stages
 
 

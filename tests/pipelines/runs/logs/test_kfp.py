@@ -1,0 +1,79 @@
+from types import SimpleNamespace
+
+import pytest
+
+from pipelines.runs.kfp_client import InstanceError
+from pipelines.runs.logs import kfp
+from pipelines.runs.logs.view import LogView
+from trainer.errors import ConfigError, UserError
+
+POD = """\
+[KFP Executor 2026-01-02 03:04:06,000 INFO]: Got executor_input:
+{
+    "inputs": {}
+}
+2026-01-02 03:04:06,500 a word
+[chief-0] 2026-01-02 03:04:07,250 loss 0.5
+"""
+
+
+def step(name, state="SUCCEEDED", **more):
+    return SimpleNamespace(name=name, state=state, pod=f"pod-{name}", cached=False, **more)
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    """Return the log of each pod, which the instance serves."""
+    served = {"pod-train_model": POD}
+
+    def log_of(_client, _run, _created, pod):
+        if pod not in served:
+            raise InstanceError(f"{pod} not found", 404)
+        return served[pod]
+
+    monkeypatch.setattr(kfp, "log_of", log_of)
+    return served
+
+
+def followed(*steps, has_ended=True, only="", task=""):
+    lines, notes = [], []
+    run = SimpleNamespace(
+        run_id="r", created=None, steps=steps, has_ended=has_ended, impasse="", at=""
+    )
+    client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
+    view = LogView(task=task)
+    kfp.follow_logs(client, run, only, view, on_line=lines.append, on_note=notes.append)
+    return [(each.label, each.text) for each in lines], notes
+
+
+@pytest.mark.usefixtures("logs")
+def test_the_words_of_a_step_and_of_its_tasks():
+    lines = [("train_model", "a word"), ("chief-0", "loss 0.5")]
+    assert followed(step("train_model")) == (lines, [])
+    assert followed(step("train_model"), task="chief-0")[0] == lines[1:]
+
+
+@pytest.mark.usefixtures("logs")
+def test_a_task_that_has_said_nothing():
+    with pytest.raises(ConfigError, match="no task 'chief-1'; did you mean 'chief-0'"):
+        followed(step("train_model"), task="chief-1")
+
+
+def test_a_line_that_is_being_written_waits(logs):
+    logs["pod-train_model"] = "one\ntw"
+    assert followed(step("train_model", "RUNNING"), has_ended=False)[0] == [("train_model", "one")]
+
+
+@pytest.mark.usefixtures("logs")
+def test_a_log_that_is_gone():
+    lines, notes = followed(step("train_model"), step("finish"))
+    assert [label for label, _ in lines] == ["train_model", "chief-0"]
+    assert notes[0].startswith("no log of finish: pod-finish not found")
+    with pytest.raises(UserError, match="gives no log of the run r"):
+        followed(step("finish"))
+
+
+@pytest.mark.usefixtures("logs")
+def test_a_step_that_the_run_does_not_have():
+    with pytest.raises(UserError, match="the run r has no step 'finish'"):
+        followed(step("train_model"), only="finish")

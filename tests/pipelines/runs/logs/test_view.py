@@ -1,0 +1,189 @@
+import pytest
+
+from pipelines.runs.logs.text import LogText
+from pipelines.runs.logs.view import Line, LogView
+from trainer import events
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPublished,
+    HandedOn,
+    Progress,
+    StepBegin,
+    StepEnd,
+    TaskFailed,
+    Validation,
+)
+
+TRACE = """\
+Traceback (most recent call last):
+  File "/home/ann/net.py", line 7, in call
+    return x @ kernel
+ValueError: shapes
+"""
+
+
+def of_event(event):
+    return Line(time=event.time, label="", text="", event=event)
+
+
+def of_text(text, label="", time=1.0, **more):
+    return Line(time=time, label=label, text=text, **more)
+
+
+def written(*lines, **options):
+    leader = options.pop("leader", "")
+    view = LogView(**options)
+    view.leader = leader
+    found = [each for line in lines for each in view.take(line)]
+    return [(each.label, each.text) for each in [*found, *view.end()]]
+
+
+def ended(step, status="done", **more):
+    return of_event(StepEnd(step=step, status=status, seconds=2.0, **more))
+
+
+def progress(second, step):
+    return of_event(
+        Progress(
+            time=second, global_step=step, steps=9999, loss=0.5, steps_per_second=1, seconds_left=2
+        )
+    )
+
+
+def test_a_step_with_what_it_measured():
+    step = of_event(StepBegin(step="prepare_data"))
+    metrics = {"train": 90, "headline": "x", "notes": [1], "share": 0.123456}
+    assert written(step, ended("prepare_data", metrics=metrics)) == [
+        ("prepare_data", "done in 2.0 s: train 90, share 0.1235")
+    ]
+
+
+def test_that_a_step_begins_is_written_where_it_says_something_or_goes_on():
+    step = of_event(StepBegin(step="prepare_data"))
+    lines = [("prepare_data", "..."), ("prepare_data", "a word")]
+    assert written(step, of_text("a word")) == lines
+    assert written(step) == lines[:1]
+
+
+def test_a_refusal_has_its_reasons():
+    end = ended("check_gate", metrics={"decision": "refused", "reasons": ["too low", "too slow"]})
+    assert [text for _, text in written(end)] == [
+        "done in 2.0 s: decision refused", "- too low", "- too slow",
+    ]  # fmt: skip
+
+
+def test_progress_becomes_rarer_and_its_last_line_is_there():
+    events_of = [progress(second, second) for second in range(1, 3601)]
+    over = of_event(HandedOn(uri="u", global_step=9, trained=9, why="last", time=3601))
+    lines = [text for _, text in written(*events_of, over)]
+    assert 30 < len(lines) < 70
+    assert lines[0].startswith("global step 1/9999  loss 0.5")
+    assert lines[-2].startswith("global step 3600/9999")
+    assert lines[-1].startswith("global step 9 of 9 is handed on")
+    every = written(*events_of, over, verbose=True)
+    assert len(every) == 3601
+
+
+def test_a_validation_comes_after_the_progress_before_it():
+    lines = [
+        progress(1, 1),
+        progress(2, 2),
+        of_event(Validation(time=3, global_step=2, metrics={"accuracy": 0.5})),
+        of_event(CheckpointPublished(time=4, global_step=2, uri="file:///x")),
+    ]
+    assert [text for _, text in written(*lines)][1:] == [
+        "global step 2/9999  loss 0.5  1 steps/s  2.0 s left",
+        "validation of global step 2: accuracy 0.5",
+        "checkpoint of global step 2",
+    ]
+
+
+def test_events_of_training_are_those_of_its_leading_task():
+    begin = of_event(AttemptBegin(global_step=0, steps=9, resumed=False))
+    own = of_event(Validation(global_step=2, metrics={}, created="now"))
+    assert [label for label, _ in written(begin, own, leader="chief-0")] == [
+        "chief-0",
+        "evaluator-0",
+    ]
+
+
+def test_noise_is_written_with_verbose_alone():
+    line = of_text("oneDNN", is_noise=True)
+    assert written(line) == []
+    assert written(line, verbose=True) == [("", "oneDNN")]
+
+
+def test_a_traceback_is_written_once_and_that_of_the_runner_never():
+    by_task = [of_text(each, "chief-0") for each in TRACE.splitlines()]
+    of_step = [of_text(each) for each in TRACE.splitlines()]
+    last = "RuntimeError: Pipeline 'x' finished with status FAILURE. Inner task failed: 'y'"
+    of_runner = [of_text(each) for each in [*TRACE.splitlines()[:3], last]]
+    found = written(*by_task, *of_step, of_event(StepBegin(step="finish")), *of_runner)
+    assert found[:4] == [("chief-0", each) for each in TRACE.splitlines()]
+    assert found[4:] == [("finish", "...")]
+
+
+def test_why_training_failed_is_said_once():
+    lines = [
+        of_event(StepBegin(step="train_model")),
+        of_text("flotilla: model net: ValueError (net.py:7)", "chief-0"),
+        of_event(TaskFailed(task="chief-0", cause="exit code 2")),
+        ended("train_model", "failed", error="model net: ValueError (net.py:7) (chief-0, log x)"),
+    ]
+    assert written(*lines)[1:] == [
+        ("chief-0", "model net: ValueError (net.py:7)"),
+        ("chief-0", "ended with exit code 2"),
+        ("train_model", "failed in 2.0 s"),
+    ]
+    assert written(lines[-1])[0][1].startswith("failed in 2.0 s: model net: ValueError")
+
+
+def test_what_a_launcher_relays_again_is_left_out_and_what_two_tasks_say_is_not():
+    lines = [of_text("words", label, begins=True) for label in ("chief-0", "worker-0")]
+    again = of_text("words", "train_model", begins=True)
+    assert written(*lines, again) == [("chief-0", "words"), ("worker-0", "words")]
+
+
+def test_warnings_and_errors_say_so():
+    assert written(of_text("low", level="WARNING"), of_text("bad", level="ERROR")) == [
+        ("", "warning: low"), ("", "error: bad"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"stages": ("check_gate",)}, ["c"]),
+        ({"stages": ("train_model",)}, ["a", "b"]),
+        ({"stages": ("evaluate_model", "check_gate")}, ["c"]),
+        ({"task": "chief-0"}, ["b"]),
+        ({}, ["a", "b", "c"]),
+    ],
+)
+def test_a_step_a_stage_or_a_task_alone(options, expected):
+    lines = [of_text("a", "train_model"), of_text("b", "chief-0"), of_text("c", "check_gate")]
+    assert [text for _, text in written(*lines, **options)] == expected
+
+
+def test_the_logs_of_two_pods_in_turn_keep_their_stages():
+    view, texts = LogView(), {name: LogText() for name in ("evaluate_model", "finish")}
+    found = []
+
+    def take(pod, line):
+        view.enter(pod)
+        found.extend((each.label, each.text) for each in view.take(line))
+
+    take("evaluate_model", of_event(StepBegin(step="check_gate")))
+    take("finish", texts["finish"].take("one"))
+    take("evaluate_model", texts["evaluate_model"].take("two"))
+    assert [each for each in found if each[1] != "..."] == [
+        ("finish", "one"),
+        ("check_gate", "two"),
+    ]
+
+
+def test_a_run_that_begins_again_and_one_that_is_asked_to_end():
+    lines = [of_event(events.RunBegin(run_id="r", number=2)), of_event(events.Interrupted())]
+    assert [text for _, text in written(*lines)] == [
+        "run r begins again, for the 2th time", "the run is asked to end",
+    ]  # fmt: skip
