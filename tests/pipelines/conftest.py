@@ -2,13 +2,18 @@
 
 import pytest
 
+from pipelines.runs import submission
 from tests.kfp_instance.fixtures import compiled, instance, remote, uploaded
-from trainer.cluster import fitting
+from trainer.preflight.check import Checked, require_source
 
 __all__ = ["compiled", "instance", "remote", "uploaded"]
 
 
 @pytest.fixture(autouse=True)
 def _without_trial(monkeypatch) -> None:
-    """Leave out the trial that takes seconds; `tests/trainer/cluster` has its own."""
-    monkeypatch.setattr(fitting, "tried", lambda *_, **__: {})
+    """Check the source alone before a submission: a trial takes seconds, and has its own tests."""
+
+    def check(config, *, is_remote):
+        return Checked(notes=require_source(config.data, is_remote=is_remote))
+
+    monkeypatch.setattr(submission, "check", check)

@@ -28,6 +28,7 @@ from trainer.data.features import Selection, save_record_features
 from trainer.data.preparation.beam import map_parts_by_beam, require_reachable
 from trainer.data.source import Source
 from trainer.data.spec import KIND, SCHEMA
+from trainer.errors import ConfigError, TransientError, UserError
 from trainer.progress.work import Work
 from trainer.storage import Manifest
 from trainer.storage.errors import reported
@@ -82,7 +83,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
-    with _folder(scratch) as folder:
+    with mistakes_of_data(), _folder(scratch) as folder:
         source = source_of(config, root, folder)
         found = _reusable(config, source.identity, root)
         if found:
@@ -106,6 +107,20 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+@contextmanager
+def mistakes_of_data() -> Iterator[None]:
+    """Raise what is wrong with a dataset, or with the keys that say it, as a `ConfigError`."""
+    try:
+        yield
+    except TransientError:
+        raise
+    except UserError as error:
+        # Others are of this machine or of the store, as a full disk is.
+        if str(error).startswith("data."):
+            raise ConfigError(str(error)) from error
+        raise
 
 
 def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:

@@ -28,7 +28,7 @@ from trainer.data.listing import Listing
 from trainer.data.source import Part, Source
 from trainer.data.spec import SPLITS
 from trainer.data.splits import TEST, TRAIN, VALIDATION
-from trainer.errors import ConfigError, TransientError, UserError
+from trainer.errors import ConfigError, UserError
 from trainer.preflight.head import few_files
 
 ROWS = 1000
@@ -67,15 +67,8 @@ def sampled(config: DataConfig, scratch: Path) -> Sample:
     """
     if not (config.source or config.map):
         return Sample(by_builder=True)
-    try:
+    with prepare.mistakes_of_data():
         return _of_files(config, scratch) if config.source else _of_builder(config, scratch)
-    except TransientError:
-        raise
-    except UserError as error:
-        # Others are those of this machine, as of a full disk.
-        if str(error).startswith("data."):
-            raise ConfigError(str(error)) from error
-        raise
 
 
 def _of_builder(config: DataConfig, scratch: Path) -> Sample:

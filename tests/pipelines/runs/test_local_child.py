@@ -1,0 +1,77 @@
+"""The trial of the model beside the steps of a run on this machine."""
+
+import os
+import signal
+
+import pytest
+
+from components.records.record import STOPPING
+from pipelines.runs import local_child
+from pipelines.runs.outcome import outcome_of
+from trainer import events
+from trainer.cluster import fitting
+from trainer.config.form import to_local_form
+from trainer.config.load import parse_config
+from trainer.errors import ConfigError
+from trainer.events import StepBegin, StepEnd
+from trainer.run_state import state_of
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    path = tmp_path / local_child.EVENTS
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    monkeypatch.setenv(STOPPING, "")
+    monkeypatch.delenv(STOPPING)
+    events.begin_again(path, "t-1")
+    for event in (StepBegin(step="resolve_config"), StepEnd(step="resolve_config", status="done")):
+        events.append(path, event)
+    return tmp_path
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: found.append((group, number)))
+    return found
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Return what is to be tried, and begin trials in this thread that all find a mistake."""
+    found = []
+
+    def begin(config, dataset, on_mistake):
+        found.append((config, dataset))
+        on_mistake(ConfigError("model.args: mlp has no argument 'x'"))
+
+    monkeypatch.setattr(fitting, "begin", begin)
+    return found
+
+
+FORM = to_local_form(parse_config({"training": {"warm_start": "champion"}}))
+
+
+def test_a_mistake_ends_the_run_as_one_of_its_configuration(folder, killed, tried):
+    local_child._begin_trial(folder, {**FORM, "dataset": "file:///d"}, is_resumed=False)
+    [(config, dataset)] = tried
+    assert (config.training.warm_start, dataset) == ("champion", "file:///d")
+    assert killed == [(os.getpgrp(), signal.SIGTERM)]
+    interrupted = StepEnd(step="train_model", status="interrupted", exit_code=130)
+    events.append(folder / local_child.EVENTS, interrupted)
+    result = outcome_of(state_of(events.read(folder / local_child.EVENTS)), 1, interrupted=False)
+    assert (result.status, result.exit_code) == ("failed", 2)
+    assert result.message == "resolve_config: model.args: mlp has no argument 'x'"
+
+
+def test_a_resumed_run_begins_with_its_own_checkpoints(folder, killed, tried):
+    local_child._begin_trial(folder, FORM, is_resumed=True)
+    assert tried[0][0].training.warm_start == ""
+    assert killed
+
+
+def test_a_run_that_was_asked_to_end_ends_as_it_does(folder, killed, tried, monkeypatch):
+    monkeypatch.setenv(STOPPING, "1")
+    local_child._begin_trial(folder, FORM, is_resumed=False)
+    assert tried
+    assert not killed
