@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster import fitting
+from trainer.cluster.process import require_gpus
 from trainer.config.data import SINCE_CHAMPION, DataConfig
 from trainer.config.schema import Config
 from trainer.data import listing
@@ -52,6 +53,8 @@ def check(
     Raises:
         ConfigError: a mistake; the message says what, where, and what to do.
     """
+    if not is_remote and config.cluster.launcher == "local":
+        require_gpus(config)
     notes = () if dataset else require_source(config.data, is_remote=is_remote)
     if notes:
         return Checked(notes=notes)
