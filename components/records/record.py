@@ -22,7 +22,7 @@ import tenacity
 
 from components.records import run_store, step_record
 from components.records.step_record import PublishedRecord
-from components.table import EXIT_STEP, ends_run, published_by, step_with
+from components.table import EXIT_STEP, ends_run, published_by, step_of, step_with
 from trainer import cores, events, masking, tensorflow_import, variables
 from trainer.background import Loop
 from trainer.cluster import signals
@@ -75,9 +75,13 @@ class Step(SimpleNamespace):
     What a stage gets has `output` as well, a `StepOutput`.
     """
 
+    #: The stage that it began last.
+    last = ""
+
     def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:
         """Return what a stage returns for the arguments of the step and for `more`; see `tried`."""
         given = {**vars(self), **more}
+        self.last = name
         return tried(name, self.at, lambda output: work(Step(**given, output=output)))
 
 
@@ -90,6 +94,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     given = {name: value for name, value in call.items() if not callable(value)}
     name = work.__module__.rpartition(".")[2]
     at = _place_of(given)
+    step = Step(**given, at=at)
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
@@ -97,9 +102,19 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     try:
         with stamps.stamped_output(), following_step(), _interruptible(lambda: None):
             _note_call(name, given, at)
-            return work(Step(**given, at=at))
+            return work(step)
     except RunInterruptedError as error:
+        # Between two stages: the next one says so.
+        for stage in _after(step.last, name)[:1]:
+            with recorded(stage, at):
+                raise
         raise SystemExit(error.exit_code) from None
+
+
+def _after(stage: str, step: str) -> list[str]:
+    """Return the names of the stages of a step after one of them; all where that is empty."""
+    names = [each.name for each in step_of(step).stages]
+    return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:

@@ -216,7 +216,7 @@ app.command("runs", epilog="--json adds `runs`, an object each.")(list_runs)
 app.command(epilog=ENDED)(status)
 app.command()(logs)
 app.command()(cancel)
-app.command(epilog="--json adds `step`, `recorded`, `folder`, `remarks`.")(replay)
+app.command(epilog="--json adds `step`, `stages`, `folder`, `remarks`.")(replay)
 
 
 @app.command(epilog="--json adds `script`.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -226,9 +226,13 @@ def replay(
 
     recorded = find(run, step, settings=assignments or (), workdir=workdir, instance=instance)
     result = replayed(recorded, workdir, debug=pdb, on_line=lambda line: note(f"flotilla: {line}"))
-    before, now, folder = recorded.record, result.replayed, str(result.folder)
-    note(f"flotilla: {before.step} on record: {_in_words(before)}")
-    note(f"flotilla: {before.step} here: {_in_words(now)}")
+    now, folder = result.replayed, str(result.folder)
+    before, here = (
+        {each.step: each for each in found} for found in (recorded.stages, result.stages)
+    )
+    for name in {**before, **here}:
+        note(f"flotilla: {name} on record: {_in_words(before.get(name))}")
+        note(f"flotilla: {name} here: {_in_words(here.get(name))}")
     note(f"flotilla: what it wrote is in {folder}; remove it when you are done")
     return Answer(
         status=now.status if now else "failed",
@@ -237,17 +241,25 @@ def replay(
         metrics=dict(now.metrics) if now else {},
         message=now.error if now else _KILLED,
         more={
-            "step": before.step,
-            "recorded": {each: getattr(before, each) for each in ("status", "error", "metrics")},
+            "step": recorded.step,
+            "stages": {
+                name: {"recorded": _told(before.get(name)), "here": _told(here.get(name))}
+                for name in {**before, **here}
+            },
             "folder": folder,
             "remarks": list(result.remarks),
         },
     )
 
 
+def _told(result: StepResult | None) -> dict[str, Any]:
+    fields = ("status", "error", "metrics") if result else ()
+    return {each: getattr(result, each) for each in fields}
+
+
 def _in_words(result: StepResult | None) -> str:
     if result is None:
-        return _KILLED
+        return "no end"
     found = [result.error] if result.error else result.metrics.get("reasons")
     plain = {name: each for name, each in result.metrics.items() if isinstance(each, str | float)}
     words = found or [f"{name} {each}" for name, each in plain.items()]

@@ -1,4 +1,4 @@
-"""Replay a step: its body, with the arguments on record, in a process of its own.
+"""Replay a step: all its stages, with the arguments on record, in a process of its own.
 
 What it takes is read where it is; what it publishes goes to a root below `<workdir>/replays/`. No
 store of the run, no registry and no tracker is written to. `python -m pipelines.replay.replay
@@ -43,7 +43,8 @@ from pipelines.runs import local, local_status
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import cores, events, storage, user_code
 from trainer.cluster import signals
-from trainer.config.form import SETTINGS, WHOLE, tree_of
+from trainer.config.form import SETTINGS, WHOLE, from_form, tree_of
+from trainer.config.schema import Config
 from trainer.errors import ConfigError, RunInterruptedError, UserError, nearest
 from trainer.events import StepBegin, StepEnd
 from trainer.promotion import lineage, registry
@@ -58,18 +59,26 @@ from trainer.user_code import frames_of
 REPLAYS, CALL, STORAGE = "replays", "replay.json", "storage"
 # So long a step that was asked to end may take.
 _END_SECONDS = 20
-_MOST_SERVERS = 2
+_MOST_SERVERS, _MOST_NAMED = 2, 3
 _WITH_CHAMPION = (PREPARE, EVALUATE, EXPORT)
+# By which the stages of the first step say what data they took.
+_VERSIONS = ("data_version", "version")
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """How a replay ended (None where it was killed), its folder, and what was not as it was."""
+    """How each stage ended here, up to one that was killed; folder, and what was not as it was."""
 
-    replayed: StepEnd | None
+    stages: tuple[StepEnd, ...]
+    is_killed: bool
     folder: Path
     remarks: tuple[str, ...]
+
+    @property
+    def replayed(self) -> StepEnd | None:
+        """How the step ended; None where it was killed."""
+        return None if self.is_killed else self.stages[-1]
 
 
 def replay(
@@ -96,6 +105,8 @@ def replay(
     arguments, remarks = arguments_of(recorded, root, debug=debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks]
     remarks += _looked_up(recorded, arguments, folder / STORAGE)
+    if recorded.stage:
+        on_line(f"{recorded.stage} is a stage of {recorded.step}, which is replayed as a whole")
     on_line(f"replaying {recorded.step} of {recorded.run_id} in {folder}")
     for line in remarks:
         on_line(line)
@@ -103,9 +114,9 @@ def replay(
     call |= {"artifacts": dict(recorded.given.artifacts)}
     with reported(f"write to {folder}"):
         (folder / CALL).write_text(json.dumps(call, indent=2), encoding="utf-8")
-    replayed = _run(recorded, folder, debug=debug)
+    stages, is_killed = _run(recorded, folder, debug=debug)
     shutil.rmtree(folder / "tmp", ignore_errors=True)
-    return ReplayResult(replayed=replayed, folder=folder, remarks=tuple(remarks))
+    return ReplayResult(stages=stages, is_killed=is_killed, folder=folder, remarks=tuple(remarks))
 
 
 def require_arguments(given: Given) -> None:
@@ -115,9 +126,11 @@ def require_arguments(given: Given) -> None:
         made_by = given.version
         if made_by == version("flotilla") and given.commit:
             made_by += f" at commit {given.commit[:12]}"
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UserError(
-            f"{given.step} of Flotilla {version('flotilla')} also takes {', '.join(missing)}, and "
-            f"the run was made by {made_by}: replay it with the version of the run"
+            f"{given.step} of Flotilla {version('flotilla')} also takes "
+            f"{', '.join(missing[:_MOST_NAMED])}{more}, and the run was made by {made_by}: replay "
+            "it with the version of the run"
         )
 
 
@@ -128,7 +141,8 @@ def arguments_of(
     arguments = _as_read_here(recorded)
     remarks = list[str]()
     if recorded.step == PREPARE:
-        arguments |= {"storage_root": root, SETTINGS: _settings_at(arguments[SETTINGS], root)}
+        settings = _settings_at(arguments[SETTINGS], root, recorded.data_version)
+        arguments |= {"storage_root": root, SETTINGS: settings}
     else:
         arguments["root"] = root
     if "config" in arguments:
@@ -140,10 +154,12 @@ def arguments_of(
     return arguments, remarks
 
 
-def _settings_at(settings: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Return the settings of a form without a registry that learns of the replay."""
+def _settings_at(settings: Mapping[str, Any], root: str, data_version: str) -> dict[str, Any]:
+    """Return the settings of a form with the data of the run, and no hub that learns of this."""
     tree = tree_of(settings)
     tree["registry"] = {**tree.get("registry", {}), "hub": ""}
+    if data_version:
+        tree["data"] = {**tree.get("data", {}), "version": data_version}
     if WHOLE not in settings:
         return tree
     tree["storage"] = {**tree["storage"], "root": root}
@@ -217,14 +233,21 @@ def code_remark(given: Given) -> str:
 
 def _looked_up(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
     """Copy what the step looks up below its root; return what is not as it was."""
-    with suppress(KeyError, ValueError, storage.NotPublished):
-        section = arguments.get("data") or json.loads(arguments["config"])["data"]
-        section = json.loads(section) if isinstance(section, str) else section
-        if section["source"] and section["version"]:
-            _copy(recorded.source, folder, "listings", section["version"])
+    try:
+        config = (
+            from_form(arguments)
+            if recorded.step == PREPARE
+            else Config.model_validate_json(arguments["config"])
+        )
+    except (ConfigError, ValueError):
+        # The step itself says so.
+        return []
+    if config.data.source and config.data.version:
+        with suppress(storage.NotPublished):
+            _copy(recorded.source, folder, "listings", config.data.version)
     if recorded.step not in _WITH_CHAMPION:
         return []
-    name = str(arguments.get("name") or json.loads(arguments["config"])["name"])
+    name = config.name
     checkpoint = str(arguments.get("checkpoint", ""))
     try:
         found = (
@@ -270,8 +293,8 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
     return {**left, **here}
 
 
-def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> StepEnd | None:
-    """Run the process of a replay; return how its step ended, None where it was killed."""
+def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> tuple[tuple[StepEnd, ...], bool]:
+    """Run the process of a replay; return how its stages ended, and whether the last was killed."""
     # A debugger needs the terminal, whose Ctrl-C would reach the step as well: it gets none.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
     try:
@@ -298,7 +321,8 @@ def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> StepEnd | None
             f"{recorded.step} could not be started again (exit code {child.returncode}): the lines "
             "above say why"
         )
-    return course[-1] if isinstance(course[-1], StepEnd) else None
+    ends = {each.step: each for each in course if isinstance(each, StepEnd)}
+    return tuple(ends.values()), isinstance(course[-1], StepBegin)
 
 
 def _interrupt() -> NoReturn:
@@ -357,9 +381,7 @@ def _called(
         if said.get("tree") is not None:
             (place / name).write_text(json.dumps(said["tree"]), encoding="utf-8")
     # Of an output path the file is here.
-    given |= {
-        name: str(place / name) for name in given if name in ("decision_uri", "validation_uri")
-    }
+    given |= {name: str(place / name) for name in given if name == "decision_uri"}
     call = getattr(import_module(f"components.{step}"), step).python_func
     taken = inspect.signature(call).parameters
     call(**{name: value for name, value in given.items() if name in taken})
@@ -380,20 +402,34 @@ def post_mortem(error: BaseException) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A step of a run: how it ended, and what it was given.
+    """A step of a run: how its stages ended, and what it was given.
 
     Attributes:
+        stages: the records, in the order of the table.
+        stage: the name by which it was asked for, where that is the name of one of its stages.
         root: the storage root, as the run has known it.
         source: the storage root, as this machine reads it.
         pinned: the file with what a run on this machine has pinned; None where it has none.
     """
 
     run_id: str
-    record: StepRecord
+    stages: tuple[StepRecord, ...]
     given: Given
     root: str
     source: str
     pinned: Path | None = None
+    stage: str = ""
+
+    @property
+    def record(self) -> StepRecord:
+        """The stage that says how the step ended: the first that was not done, or the last."""
+        return next((each for each in self.stages if each.status != "done"), self.stages[-1])
+
+    @property
+    def data_version(self) -> str:
+        """The version of a dataset, or the listing of files, that the step has taken."""
+        said = [each.metrics.get(name) for each in self.stages for name in _VERSIONS]
+        return str(next(filter(None, said), ""))
 
     @property
     def step(self) -> str:
@@ -405,7 +441,14 @@ def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
     """Return a step of a run: of this machine, of `storage.root=URI` in `settings`, or of KFP."""
-    name = _name_of(step)
+    found = _found(_name_of(step), run, settings, workdir, instance)
+    stage = step.replace("-", "_")
+    return replace(found, stage=stage) if stage != found.step else found
+
+
+def _found(
+    name: str, run: str, settings: Sequence[str], workdir: Path, instance: Instance
+) -> RecordedStep:
     root = local.configuration(None, settings).storage.root if settings else ""
     if settings and not root:
         raise ConfigError("--set: a replay takes storage.root=URI alone")
@@ -436,10 +479,12 @@ def find(
 
 def _name_of(step: str) -> str:
     # The exit step reports what is there, and computes nothing.
-    known = [row.name for row in STEPS if not row.is_exit_step]
-    with suppress(LookupError):
-        if (name := step_of(step).name) in known:
-            return name
+    rows = [row for row in STEPS if not row.is_exit_step]
+    asked = step.replace("-", "_")
+    for row in rows:
+        if asked in (row.name, *(each.name for each in row.stages)):
+            return row.name
+    known = [row.name for row in rows]
     raise ConfigError(f"no step {step!r}{nearest(step, known)} (there is {', '.join(known)})")
 
 
@@ -465,9 +510,9 @@ def _published(at: str, run: str, step: str) -> RecordedStep:
 
 
 def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:
-    stages = {each.name for each in step_of(step).stages}
-    found = next((each for each in reversed(records) if each.step in stages), None)
-    if found is None:
+    by_name = {each.step: each for each in records}
+    stages = [by_name[each.name] for each in step_of(step).stages if each.name in by_name]
+    if not stages:
         begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
         raise UserError(f"{step} never began in the run {run}; the steps that did: {begun}")
     given, source = read_given(at, step), storage.parent_of(at)
@@ -476,7 +521,7 @@ def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> Re
     root = source
     with suppress(UserError):
         root = root_of(str(named), next(filter(None, uris), ""), run)
-    return RecordedStep(run_id=run, record=found, given=given, root=root, source=source)
+    return RecordedStep(run_id=run, stages=tuple(stages), given=given, root=root, source=source)
 
 
 if __name__ == "__main__":

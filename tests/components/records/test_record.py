@@ -253,6 +253,37 @@ def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, emitt
     assert emitted()[-1].status == "interrupted"
 
 
+BETWEEN = """
+import os, signal
+from components import prepare_data
+from components.records import record
+
+def begin(step):
+    step.stage("resolve_config", lambda _stage: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True: pass
+
+begin.__module__ = "components.prepare_data"
+record.run(begin, {"root": "", "run_id": ""})
+"""
+
+
+def test_a_request_that_comes_between_two_stages_is_on_record_as_the_end_of_the_next(
+    tmp_path, emitted
+):
+    env = {**os.environ, events.VARIABLE: str(tmp_path / "events.jsonl")}
+    ended = subprocess.run(
+        [sys.executable, "-c", BETWEEN], cwd=ROOT, env=env, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 130
+    assert ended.stderr == "flotilla: prepare_data: interrupted before the step was done\n"
+    ends = [each for each in emitted() if isinstance(each, StepEnd)]
+    assert [(each.step, each.status) for each in ends] == [
+        ("resolve_config", "done"), ("prepare_data", "interrupted"),
+    ]  # fmt: skip
+
+
 def test_the_exit_step_works_all_the_same(start, emitted):
     process = start("finish", "pass", **{STOPPING: "1"})
     out, _ = process.communicate()

@@ -11,24 +11,21 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from trainer.config.run_parameters import run_parameters
-
 from components import contract
 from components.records.step_record import StepRecord, published_records
+from components.table import step_of
 from pipelines.replay.replay import OutputArtifact
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import S3Server
 from tests.trainer.small_run import SmallRun
 from trainer import storage
+from trainer.config.form import FIELDS
 
 OUTPUTS: Mapping[str, tuple[str, ...]] = {
-    "prepare_data": ("dataset",),
-    "validate_data": ("validation", "page"),
+    "prepare_data": ("configuration", "dataset", "validation", "page"),
     "train_model": ("checkpoint", "mlpipeline_ui_metadata"),
-    "evaluate_model": ("evaluation_metrics", "confusion_matrix", "roc_curve"),
-    "check_gate": ("decision",),
-    "export_model": ("model",),
-    "register_model": ("registration",),
+    "evaluate_model": ("evaluation_metrics", "confusion_matrix", "roc_curve", "decision"),
+    "export_model": ("model", "registration"),
 }
 MODULE = "their_code"
 CODE = """
@@ -99,33 +96,24 @@ class ClusterRun:
             )
             for each in OUTPUTS[name]
         }
-        own = {"root": self.root}
-        if name != "prepare_data":
-            own["run_id"] = self.run_id
-        given = {**own, **made, **arguments}
-        if name in ("validate_data", "check_gate"):
-            given[f"{OUTPUTS[name][0]}_uri"] = str(self.folder / uuid4().hex)
-        with suppress(SystemExit):
-            getattr(import_module(f"components.{name}"), name).python_func(**given)
-        return self.record(name)
-
-    def resolved(self, **values: Any) -> StepRecord:
-        """Run the first step with these run parameters."""
-        given = {each.name: each.default for each in run_parameters()}
-        own = {"storage_root": self.root, "kfp_run_id": self.run_id}
-        artifact = OutputArtifact("", self.folder / "configuration")
+        own = {"root": self.root, "run_id": self.run_id}
+        if name == "prepare_data":
+            own = {"storage_root": self.root, "kfp_run_id": self.run_id}
+        if name == "evaluate_model":
+            own["decision_uri"] = str(self.folder / uuid4().hex)
         argv, sys.argv = sys.argv, ["executor", contract.OPTION, contract.mark()]
         try:
             with suppress(SystemExit):
-                call = import_module("components.resolve_config").run_step
-                call({**given, **own, **values, "configuration": artifact})
+                call = getattr(import_module(f"components.{name}"), name).python_func
+                call(**own, **made, **arguments)
         finally:
             sys.argv = argv
-        return self.record("resolve_config")
+        records = [self.record(each.name) for each in step_of(name).stages]
+        return [each for each in records if each][-1]
 
-    def record(self, name: str) -> StepRecord:
+    def record(self, name: str) -> StepRecord | None:
         at = storage.join(self.root, self.run_id)
-        return next(each for each in published_records(at) if each.step == name)
+        return next((each for each in published_records(at) if each.step == name), None)
 
     def evaluated(self, **sections: Mapping[str, Any]) -> StepRecord:
         return self.step(
@@ -135,13 +123,9 @@ class ClusterRun:
             checkpoint=self.checkpoint,
         )
 
-    def gated(self, evaluation: str, **gate: Any) -> StepRecord:
-        config = self.config(gate={"min": {}, "max": {}, **gate})
-        return self.step("check_gate", config=config, evaluation=evaluation)
-
     def exported(self, decision: str, **more: Any) -> StepRecord:
         config = self.config(export={"formats": ["saved_model"]})
-        given = {"dataset": self.dataset, "checkpoint": self.checkpoint, **more}
+        given = {"dataset": self.dataset, "checkpoint": self.checkpoint, "image": "", **more}
         return self.step("export_model", config=config, decision=decision, **given)
 
     def trained(self, **sections: Mapping[str, Any]) -> StepRecord:
@@ -151,11 +135,12 @@ class ClusterRun:
             "train_model", config=self.config(**sections), dataset=self.dataset, **pods
         )
 
-    def prepared(self, text: str, **data: Any) -> StepRecord:
+    def prepared(self, text: str, **more: Any) -> StepRecord:
+        """Run the first step on a file of these rows."""
         self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
-        source = {"dataset": "", "source": f"s3://{self.bucket}/raw/rows.csv", **data}
-        tree = {**json.loads(self.config())["data"], **source}
-        return self.step("prepare_data", data=json.dumps(tree), seal="", data_code="")
+        values = {each.name: each.default for each in FIELDS}
+        values |= {"source": f"s3://{self.bucket}/raw/rows.csv", "label": "label", **more}
+        return self.step("prepare_data", **{**values, "storage_root": self.root})
 
     def damage(self, uri: str, name: str, content: bytes = b"damaged") -> None:
         key = uri.removeprefix(f"s3://{self.bucket}/")
@@ -182,8 +167,8 @@ def _missing_column(run: ClusterRun) -> StepRecord:
 
 
 def _no_schema(run: ClusterRun) -> StepRecord:
-    config = run.config(data={"schema_file": f"s3://{run.bucket}/schema.yaml"})
-    return run.step("validate_data", config=config, dataset=run.dataset)
+    schema = {"schema_file": f"s3://{run.bucket}/schema.yaml"}
+    return run.prepared(ROWS, settings={"data": schema})
 
 
 def _narrow_model(run: ClusterRun) -> StepRecord:
@@ -199,22 +184,16 @@ def _damaged_shard(run: ClusterRun) -> StepRecord:
     return run.evaluated()
 
 
-def _damaged_evaluation(run: ClusterRun) -> StepRecord:
-    evaluation = run.evaluated().uri
-    run.damage(evaluation, "metrics.json")
-    return run.gated(evaluation)
-
-
 def _refused_model(run: ClusterRun) -> StepRecord:
-    return run.gated(run.evaluated().uri, min={"accuracy": 0.99999})
+    return run.evaluated(gate={"min": {"accuracy": 0.99999}, "max": {}})
 
 
 def _refused_export(run: ClusterRun) -> StepRecord:
-    return run.exported(_refused_model(run) and run.record("check_gate").uri)
+    return run.exported(_refused_model(run).uri)
 
 
 def _broken_map(run: ClusterRun) -> StepRecord:
-    return run.prepared(ROWS, label="label", map=f"{MODULE}:broken_map")
+    return run.prepared(ROWS, settings={"data": {"map": f"{MODULE}:broken_map"}})
 
 
 def _broken_model(run: ClusterRun) -> StepRecord:
@@ -222,7 +201,7 @@ def _broken_model(run: ClusterRun) -> StepRecord:
 
 
 def _too_many_workers(run: ClusterRun) -> StepRecord:
-    return run.resolved(cluster_workers=99, data_shards=3)
+    return run.prepared(ROWS, workers=99, settings={"data": {"shards": 3}})
 
 
 PLANTS: Mapping[str, Plant] = {
@@ -231,7 +210,6 @@ PLANTS: Mapping[str, Plant] = {
     "model: too few outputs": _narrow_model,
     "loss: raises": _broken_loss,
     "storage: a shard is damaged": _damaged_shard,
-    "storage: an evaluation is damaged": _damaged_evaluation,
     "gate: refused": _refused_model,
     "export: not blessed": _refused_export,
     "own code: a map": _broken_map,

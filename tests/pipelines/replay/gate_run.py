@@ -1,17 +1,21 @@
-"""A run below a storage root with a judged evaluation, made without TensorFlow."""
+"""A run below a storage root that has refused its data, made without TensorFlow."""
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from components import check_gate
+from components import contract, prepare_data
 from components.records.step_record import StepRecord, published_records
 from pipelines.replay.replay import OutputArtifact
 from trainer import storage
-from trainer.config.load import parse_config
+from trainer.config.form import FIELDS
 
 RUN = "digits-20260301-120000-abcd"
+ROWS = "x,c,y\n" + "".join(f"{number},1,{'ab'[number % 2]}\n" for number in range(60))
+#: A gate that refuses the column `c`.
+REFUSING = {"data": {"gate": {"rules": {"constant": "refuse"}}}}
 
 
 def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields: Any) -> str:
@@ -23,22 +27,23 @@ def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields
     return uri
 
 
-def evaluation_at(folder: Path, root: str, accuracy: float = 0.9, run_id: str = RUN) -> str:
-    metrics = {"metrics": {"accuracy": accuracy}, "global_step": 7}
-    uri = storage.join(root, run_id, "evaluation", "step-7")
-    return published(folder, uri, "evaluation", {"metrics.json": metrics})
-
-
-def gated(
-    folder: Path, root: str, evaluation: str, *, run_id: str = RUN, **gate: Any
-) -> StepRecord:
-    config = parse_config({"gate": {"min": {}, **gate}}).model_dump_json()
-    artifact = OutputArtifact(
-        f"s3://b/v2/flotilla/{run_id}/check-gate/1/decision", folder / "artifact"
-    )
-    with suppress(SystemExit):
-        check_gate.check_gate.python_func(
-            config, root, run_id, evaluation, str(folder / "uri"), artifact
+def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRecord]:
+    """Run the first step as its pod does, to whichever end; return its records by stage."""
+    (folder / "in").mkdir(exist_ok=True)
+    (folder / "in" / "a.csv").write_text(ROWS)
+    given = {each.name: each.default for each in FIELDS}
+    given |= {"source": str(folder / "in" / "*.csv"), "label": "y", "storage_root": root}
+    given |= {"settings": REFUSING, "kfp_run_id": run_id}
+    made = {
+        name: OutputArtifact(
+            f"s3://b/v2/flotilla/{run_id}/prepare-data/1/{name}", folder / f"artifact-{name}"
         )
-    at = storage.join(root, run_id)
-    return next(each for each in published_records(at) if each.step == "check_gate")
+        for name in ("configuration", "dataset", "validation", "page")
+    }
+    argv, sys.argv = sys.argv, ["executor", contract.OPTION, contract.mark()]
+    try:
+        with suppress(SystemExit):
+            prepare_data.prepare_data.python_func(**given, **made)
+    finally:
+        sys.argv = argv
+    return {each.step: each for each in published_records(storage.join(root, run_id))}

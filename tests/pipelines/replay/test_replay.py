@@ -5,11 +5,11 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from trainer.config.run_parameters import run_parameters
 
 from components.records.record import recorded as in_step
 from components.records.run_store import Given, digests
@@ -19,9 +19,10 @@ from pipelines.replay.replay import RecordedStep, find, replay
 from pipelines.runs.kfp_access import Instance
 from tests.pipelines.called import call, setting
 from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code
-from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated, published
+from tests.pipelines.replay.gate_run import RUN, prepared, published
 from tests.trainer.small_run import small_run
 from trainer import storage, user_code
+from trainer.config.form import FIELDS, from_form, to_local_form
 from trainer.config.load import parse_config
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 from trainer.promotion import lineage, registry
@@ -32,7 +33,7 @@ FLOTILLA = Path(sys.executable).with_name("flotilla")
 def step_of(arguments, step="train_model", root="s3://b/r", source="", **given):
     said = Given(step=step, began=1.0, arguments=arguments, **given)
     record = StepRecord(step=step, status="failed", began=1.0)
-    return RecordedStep(run_id=RUN, record=record, given=said, root=root, source=source or root)
+    return RecordedStep(run_id=RUN, stages=(record,), given=said, root=root, source=source or root)
 
 
 def arguments_of(recorded, *, debug=False):
@@ -81,10 +82,26 @@ class TestArguments:
         ]
 
     def test_the_first_step_publishes_below_its_own_root(self):
-        given = {"storage_root": "s3://b/r", "registry_hub": "http://hub:8080", "name": "digits"}
-        arguments, remarks = arguments_of(step_of(given, "resolve_config"))
-        own = {"storage_root": "file:///own", "registry_hub": "", "name": "digits"}
-        assert (arguments, remarks) == (own, [])
+        settings = {"registry": {"hub": "http://hub:8080"}, "data": {"seed": 5}}
+        given = {"storage_root": "s3://b/r", "settings": settings, "name": "digits"}
+        found = step_of(given, "prepare_data")
+        assert arguments_of(found) == (
+            {
+                "storage_root": "file:///own",
+                "settings": {**settings, "registry": {"hub": ""}},
+                "name": "digits",
+            },
+            [],
+        )
+        # The data is that of the run.
+        taken = replace(found.record, metrics={"data_version": "0" * 32})
+        arguments, _ = arguments_of(replace(found, stages=(taken,)))
+        assert arguments["settings"]["data"] == {"seed": 5, "version": "0" * 32}
+
+    def test_of_a_run_on_this_machine_the_whole_configuration_is_changed(self):
+        config = parse_config({"registry": {"hub": "http://hub:8080"}})
+        arguments, _ = arguments_of(step_of(to_local_form(config), "prepare_data"))
+        assert from_form(arguments) == parse_config({"storage": {"root": "file:///own"}})
 
     @pytest.mark.parametrize("query", ["", "?endpoint=http://seaweedfs:9000"])
     def test_a_store_with_another_address_here_is_read_by_it(self, query):
@@ -104,14 +121,13 @@ class TestArguments:
         assert environment["AWS_ENDPOINT_URL"] == "http://localhost:9000"
 
     def test_what_a_run_of_another_version_was_not_given(self):
-        values = {each.name: each.default for each in run_parameters()} | {"kfp_run_id": "1"}
-        artifacts = {"configuration": {"uri": "s3://b/r", "tree": None}}
-        whole = step_of(values, "resolve_config", artifacts=artifacts, version="0.9").given
+        values = {each.name: each.default for each in FIELDS} | {"kfp_run_id": "1"}
+        outputs = ("configuration", "dataset", "validation", "page")
+        artifacts = {name: {"uri": "s3://b/r", "tree": None} for name in outputs}
+        whole = step_of(values, "prepare_data", artifacts=artifacts, version="0.9").given
         replays.require_arguments(whole)
-        del values["training_steps"]
-        line = (
-            r"also takes training_steps, and the run was made by 0\.9: replay it with the version"
-        )
+        del values["steps"]
+        line = r"also takes steps, and the run was made by 0\.9: replay it with the version"
         with pytest.raises(UserError, match=line):
             replays.require_arguments(whole)
 
@@ -299,18 +315,23 @@ def test_training_that_has_succeeded_runs_with_a_cluster_of_its_own(run):
 def test_the_command_says_how_it_ended_and_how_it_had(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = storage.uri_of(tmp_path / "root")
-    gated(tmp_path, root, evaluation_at(tmp_path, root), min={"accuracy": 0.95})
+    prepared(tmp_path, root)
+    # What comes later is not of the run.
+    (tmp_path / "in" / "b.csv").write_text("x,c,y\n1,2,a\n")
     before = {str(each): each.read_bytes() for each in Path("root").rglob("*") if each.is_file()}
-    words = [FLOTILLA, "replay", RUN, "check_gate", "--set", f"storage.root={root}", "--json"]
+    words = [FLOTILLA, "replay", RUN, "validate_data", "--set", f"storage.root={root}", "--json"]
     ended = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout.splitlines()[-1])
-    assert (answer["status"], answer["recorded"]["status"]) == ("done", "done")
-    assert answer["metrics"] == answer["recorded"]["metrics"]
-    said = "done: Accuracy is 0.9; it has to be at least 0.95 (gate.min)."
-    assert f"check_gate on record: {said}" in ended.stderr
-    assert f"check_gate here: {said}" in ended.stderr
-    assert any((tmp_path / answer["folder"] / "storage" / RUN / "decision").iterdir())
+    assert (answer["step"], answer["status"]) == ("prepare_data", "done")
+    assert list(answer["stages"]) == ["resolve_config", "prepare_data", "validate_data"]
+    for each in answer["stages"].values():
+        assert each["recorded"] == each["here"]
+    assert answer["stages"]["validate_data"]["here"]["metrics"]["decision"] == "refused"
+    assert "validate_data is a stage of prepare_data, which is replayed as a whole" in ended.stderr
+    for where in ("on record", "here"):
+        assert re.search(rf"validate_data {where}: done: .*'c'", ended.stderr), ended.stderr
+    assert any((tmp_path / answer["folder"] / "storage" / RUN / "validation").iterdir())
     now = {str(each): each.read_bytes() for each in Path("root").rglob("*") if each.is_file()}
     assert now == before
 

@@ -1,6 +1,7 @@
 """Which step is replayed, of which run, and what is no such step."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pipelines.cli import app
 from pipelines.replay import replay
 from pipelines.runs.kfp_access import Instance
-from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated
+from tests.pipelines.replay.gate_run import RUN, prepared
 from trainer import storage
 from trainer.errors import USAGE, UserError
 from trainer.report import heading
@@ -21,14 +22,14 @@ def root(tmp_path):
 
 @pytest.fixture
 def run(root, tmp_path):
-    return gated(tmp_path, root, evaluation_at(tmp_path, root), min={"accuracy": 0.95})
+    return prepared(tmp_path, root)
 
 
 @pytest.fixture
 def find(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def call(step="check_gate", *, run=RUN, settings=()):
+    def call(step="prepare_data", *, run=RUN, settings=()):
         return replay.find(
             run, step, settings=settings, workdir=tmp_path / "runs", instance=Instance()
         )
@@ -42,24 +43,35 @@ def refused(find, *step, **more):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["check_gate", "check-gate"])
-def test_a_step_below_a_storage_root(run, root, find, name):
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("prepare_data", ""),
+        ("prepare-data", ""),
+        ("validate_data", "validate_data"),
+        ("resolve-config", "resolve_config"),
+    ],
+)
+def test_a_step_below_a_storage_root_by_its_name_or_that_of_a_stage(run, root, find, name, stage):
     found = find(name, settings=[f"storage.root={root}"])
-    assert (found.run_id, found.step, found.root, found.source) == (RUN, "check_gate", root, root)
-    assert found.record == run
-    assert found.given.arguments["evaluation"].endswith("/evaluation/step-7")
-    assert found.given.artifacts["decision"]["uri"].startswith("s3://b/v2/flotilla/")
+    assert (found.run_id, found.root, found.source) == (RUN, root, root)
+    assert (found.step, found.stage) == ("prepare_data", stage)
+    assert [each.step for each in found.stages] == list(run)
+    assert found.data_version == run["resolve_config"].metrics["data_version"]
+    assert found.given.arguments["label"] == "y"
+    assert found.given.artifacts["dataset"]["uri"].startswith("s3://b/v2/flotilla/")
 
 
 @pytest.mark.usefixtures("run")
 def test_what_is_no_step_of_the_run(root, find):
     settings = [f"storage.root={root}"]
-    assert "no step 'check_gates'; did you mean 'check_gate'?" in refused(
-        find, "check_gates", settings=settings
+    assert "no step 'evaluate_mode'; did you mean 'evaluate_model'?" in refused(
+        find, "evaluate_mode", settings=settings
     )
     assert "no step 'finish'" in refused(find, "finish", settings=settings)
     assert refused(find, "export_model", settings=settings) == (
-        f"export_model never began in the run {RUN}; the steps that did: check_gate (done)"
+        f"export_model never began in the run {RUN}; the steps that did: resolve_config (done), "
+        "prepare_data (done), validate_data (done)"
     )
     assert refused(find, run=f"{RUN}1", settings=settings) == (
         f"no run '{RUN}1' below {root}; did you mean '{RUN}'?"
@@ -72,15 +84,25 @@ def test_what_is_no_step_of_the_run(root, find):
 
 @pytest.mark.usefixtures("run")
 def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
-    uri = storage.join(root, RUN, "given", "check_gate.json")
+    uri = storage.join(root, RUN, "given", "prepare_data.json")
     settings = [f"storage.root={root}"]
     tree = json.loads(storage.read_bytes(uri))
     storage.write_bytes(uri, b"{}")
-    assert "given/check_gate.json is damaged" in refused(find, settings=settings)
+    assert "given/prepare_data.json is damaged" in refused(find, settings=settings)
     storage.delete(uri)
     assert "is not on record" in refused(find, settings=settings)
     storage.write_bytes(uri, json.dumps({**tree, "in_pod": True}).encode())
     assert find(settings=settings).given.version
+    # One of nine steps.
+    named = {"data": "{}", "root": root, "seal": "", "dataset": {}}
+    storage.write_bytes(uri, json.dumps({**tree, "arguments": named, "version": "0.1"}).encode())
+    with pytest.raises(UserError) as caught:
+        replay.require_arguments(find(settings=settings).given)
+    assert re.fullmatch(
+        r"prepare_data of Flotilla \S+ also takes batch_size, gpus, kfp_run_id and 12 more, and "
+        r"the run was made by 0\.1: replay it with the version of the run",
+        str(caught.value),
+    )
 
 
 @pytest.mark.parametrize("turn", [0, 2, 4])
@@ -102,13 +124,12 @@ def test_a_bucket_that_is_not_there_is_one_line(s3, find):
 
 @pytest.fixture
 def run_id(uploaded, instance, remote, tmp_path, monkeypatch):  # noqa: ARG001
-    """A run on the instance whose gate has refused, below the instance's own pipeline root."""
+    """A run on the instance that has refused its data, below the instance's own pipeline root."""
     run_id = remote("submit", "--name", "nightly", "--json").json["run_id"]
     workflow = instance.store.workflows[run_id]
-    workflow.begin("check_gate")
-    workflow.stop("check_gate", "SUCCEEDED")
-    evaluation = evaluation_at(tmp_path, workflow.root, run_id=run_id)
-    gated(tmp_path, workflow.root, evaluation, run_id=run_id, min={"accuracy": 0.95})
+    workflow.begin("prepare_data")
+    workflow.stop("prepare_data", "SUCCEEDED")
+    prepared(tmp_path, workflow.root, run_id=run_id)
     # The instance is named by the option alone.
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
     return run_id
@@ -119,16 +140,16 @@ def run_id(uploaded, instance, remote, tmp_path, monkeypatch):  # noqa: ARG001
 def test_it_is_found_by_the_name_of_the_run_and_replayed(instance, remote, run_id):
     root = storage.local_path(instance.store.workflows[run_id].root)
     before = {str(each): each.read_bytes() for each in root.rglob("*") if each.is_file()}
-    ended = remote("replay", "nightly", "check-gate", "--endpoint", instance.url, "--json")
+    ended = remote("replay", "nightly", "validate-data", "--endpoint", instance.url, "--json")
     assert (ended.code, ended.json["status"], ended.json["run_id"]) == (0, "done", run_id)
-    assert ended.json["metrics"]["reasons"] == [
-        "Accuracy is 0.9; it has to be at least 0.95 (gate.min)."
-    ]
+    stage = ended.json["stages"]["validate_data"]
+    assert stage["recorded"] == stage["here"]
+    assert stage["here"]["metrics"]["decision"] == "refused"
     assert before == {str(each): each.read_bytes() for each in root.rglob("*") if each.is_file()}
 
 
 def test_what_the_instance_does_not_know_is_one_line(instance, run_id, tmp_path):
-    def found(run, step="check_gate"):
+    def found(run, step="prepare_data"):
         there = Instance(endpoint=instance.url)
         return replay.find(run, step, settings=(), workdir=tmp_path, instance=there)
 
@@ -151,8 +172,8 @@ def test_a_store_that_has_another_address_here_is_one_line(instance, remote, mon
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     instance.store.pipeline_root = "minio://mlpipeline/v2/artifacts"
     run_id = remote("submit", "--json").json["run_id"]
-    instance.store.workflows[run_id].begin("check_gate")
-    ended = remote("replay", run_id, "check_gate", "--endpoint", instance.url)
+    instance.store.workflows[run_id].begin("prepare_data")
+    ended = remote("replay", run_id, "prepare_data", "--endpoint", instance.url)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
     assert "no credentials" in ended.err
     assert "add --set storage.root=URI, such as minio://BUCKET/FOLDER?endpoint=" in ended.err

@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import keras
@@ -14,15 +15,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from ai_edge_litert.interpreter import Interpreter
-from kfp import dsl
 from sklearn.datasets import load_digits
 
-from components import check_gate, evaluate_model
+from components import evaluate_model
 from components.records import run_store
 from pipelines import models
 from pipelines.cli import app
 from pipelines.runs import local
-from tests.components.called_steps import artifact_in
+from tests.components.called_steps import artifact_in, to_evaluate
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.planted import SECRETS, found_in, plant
 from tests.stores.faults import Fault
@@ -192,13 +192,11 @@ def test_one_that_is_better_by_noise_alone_is_refused(mnist_first, tmp_path, roo
     dataset = mnist_first.answer["artifacts"]["dataset"]
     checkpoint = _noisy(config, dataset, mnist_first.answer["artifacts"]["checkpoint"], tmp_path)
     given = (config.model_dump_json(), root, "noise")
-    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
-    ui_artifacts = [artifact_in(tmp_path, kind) for kind in kinds]
-    evaluation = evaluate_model.evaluate_model.python_func(
-        *given, dataset, checkpoint, *ui_artifacts
-    )
-    given = (*given, evaluation, str(tmp_path / "decision"))
-    assert check_gate.check_gate.python_func(*given, artifact_in(tmp_path)) == "refused"
+    trained = SimpleNamespace(dataset=dataset, checkpoint=checkpoint)
+    made = to_evaluate(trained, tmp_path)
+    own = {"decision_uri": str(tmp_path / "decision"), "decision": artifact_in(tmp_path)}
+    assert evaluate_model.evaluate_model.python_func(*given, **made, **own) == "refused"
+    evaluation = made["evaluation_metrics"].metadata["uri"]
     decision = (tmp_path / "decision").read_text()
     [rule] = json.loads(storage.read_file(decision, "decision.json"))["rules"]
     assert (rule["metric"], rule["passed"]) == ("accuracy_difference", False)
