@@ -19,11 +19,12 @@ ROUNDS = 3
 _STEP = ("kfp.dsl.executor_main", "trainer.tensorflow_import")
 # What a step loads in its body, in every run that finds its dataset prepared.
 _BODIES = {
-    "prepare_data": ("trainer.data.prepare", "trainer.data.embedded.scikit"),
-    "validate_data": ("trainer.data_gate.validate",),
+    "prepare_data": (
+        "trainer.data.prepare", "trainer.data.embedded.scikit", "trainer.data_gate.validate",
+    ),
     "evaluate_model": ("trainer.evaluation.evaluate",),
     "export_model": ("trainer.export.export",),
-}
+}  # fmt: skip
 #: The modules that the process of each step and of each task loads, by its name.
 PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -244,8 +244,9 @@ def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
     with _left_out_if_unreadable():
         if root:
             steps = read(storage.join(root, run_id), well=state in (*_WELL, AGAIN))
-            if state == AGAIN and steps and steps[-1].ended is None:
-                steps[-1] = replace(steps[-1], status="running")
+            last = max((n for n, each in enumerate(steps) if each.status != "skipped"), default=-1)
+            if state == AGAIN and steps and steps[last].ended is None:
+                steps[last] = replace(steps[last], status="running")
             return steps
     return []
 

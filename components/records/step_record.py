@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from components.records.run_store import CONFIG, STEPS, file_of
-from components.table import EXIT_STEP
+from components.table import EXIT_STEP, step_with
 from trainer import storage
 from trainer.config.main_metric import MainMetric
 from trainer.errors import FAILED
@@ -251,10 +251,14 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
     """Return the records of the run at the URI `at`, in order; raises `UserError`.
 
     A last one without an end was killed, unless the run ended `well`. A step that was followed by
-    another one was done: the record of its last try could not be written.
+    another one was done: the record of its last try could not be written. One that an earlier pod
+    of its step has reached, and the last one has not, is skipped.
     """
     records = published_records(at)
-    steps = [each for each in records if each.step != EXIT_STEP.name]
+    found = [each for each in records if each.step != EXIT_STEP.name]
+    began = {each.step: each.began for each in found}
+    missed = [each for each in found if _is_missed(each, began)]
+    steps = [each for each in found if each not in missed]
     ends = [each.began for each in records]
     ended = []
     for record in steps:
@@ -264,7 +268,19 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
             continue
         end = next((began for began in ends if began > record.began), time.time())
         ended.append(_guessed(record, end, error=_KILLED_POD if last and not well else ""))
-    return ended
+    return [
+        *ended,
+        *(StepRecord(step=each.step, status="skipped", began=each.began) for each in missed),
+    ]
+
+
+def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
+    """Say whether the step of a stage has begun again, with an earlier stage, since."""
+    with suppress(LookupError):
+        names = [each.name for each in step_with(record.step).stages]
+        earlier = names[: names.index(record.step)]
+        return any(began.get(name, 0.0) > record.began for name in earlier)
+    return False
 
 
 def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:

@@ -191,6 +191,16 @@ def test_of_a_run_that_ended_well_none_was(disk):
     assert [each.status for each in read(disk, well=True)] == ["done"]
 
 
+def test_what_the_last_pod_of_a_step_has_not_reached_again_is_skipped(disk):
+    put(disk, "resolve_config", began=50.0)
+    put(disk, "prepare_data", began=20.0, ended=30.0)
+    put(disk, "validate_data", began=30.0)
+    found = read(disk, well=False)
+    assert [(each.step, each.status) for each in found] == [
+        ("resolve_config", "failed"), ("prepare_data", "skipped"), ("validate_data", "skipped"),
+    ]  # fmt: skip
+
+
 def test_what_was_killed_ended_when_the_exit_step_began(disk):
     put(disk, "train_model", began=10.0)
     put(disk, "finish", began=25.0)
