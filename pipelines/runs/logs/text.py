@@ -15,6 +15,8 @@ from trainer.output.stamps import parted
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+# By a logger that nobody has set up.
+_PLAIN_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:")
 # What the launcher relays of a training task into the log of its step.
 _TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
 _REDRAWN = re.compile(r"\r|\\u000d")
@@ -36,7 +38,10 @@ _PLUMBING = re.compile("|".join(pattern for _, pattern in PLUMBING))
 # How such a document ends, by how it begins.
 _DOCUMENTS = (
     (re.compile(r"default session config: "), re.compile(r"$")),
-    (re.compile(r"Got executor_input:$|.*[{\[]$"), re.compile(r"[}\]]\S*$")),
+    (
+        re.compile(r"Got executor_input:$|[IWEF]\d{4} .*\.go:\d+\].*[{\[]$"),
+        re.compile(r"[}\]]\S*$"),
+    ),
 )
 # The runner of KFP on this machine indents what a step writes; and of its own the outputs.
 _INDENT, _STREAMED = "    ", "Streamed logs:"
@@ -89,7 +94,8 @@ class LogText:
             line = of_task.take(text[task.end() :])
             self._time = line.time or self._time
             return replace(line, time=self._time)
-        if self._closes:
+        # Of a process that was killed a document may have no end.
+        if self._closes and not (_EXECUTOR.match(text) or parted(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)
         return self._parsed(text)
@@ -104,12 +110,11 @@ class LogText:
         else:
             time, text = parted(text, utc=self._utc)
             begins, self._time = time is not None, time or self._time
-            if begins and (found := _LEVEL.match(text)):
+            if found := (_LEVEL.match(text) if begins else _PLAIN_LEVEL.match(text)):
                 level, text = found[1], text[found.end() :]
         event = events.parse(text) if text.startswith(events.MARK) else None
         noise = is_noise(text) or _PLUMBING.match(text) is not None
-        if noise:
-            self._closes = next((end for begin, end in _DOCUMENTS if begin.match(text)), None)
+        self._closes = next((end for begin, end in _DOCUMENTS if begin.match(text)), None)
         return replace(
             self._line(text, is_noise=noise), begins=begins, level=level, event=event,
         )  # fmt: skip

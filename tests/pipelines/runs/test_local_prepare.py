@@ -105,9 +105,8 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
     assert ended.answer["artifacts"] == {}
     assert ended.statuses()["prepare_data"] == "failed"
     assert "Traceback" not in ended.err + ended.out
-    assert ended.err.splitlines()[-3:] == [
+    assert ended.err.splitlines()[-2:] == [
         f"flotilla: failed: {ended.answer['message']}",
-        f"flotilla: all output is in {ended.folder / 'pipeline.log'}",
         "digits: failed in prepare_data",
     ]
 

@@ -152,10 +152,9 @@ def test_the_code_for_an_instance_runs(instance, here, monkeypatch, capsys):
     found = status(names["submitted"].run_id, instance=Instance(endpoint=instance.url))
     assert found.status == names["result"].status
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    texts = []
-    logs(found.run_id, on_text=lambda *given: texts.append(given), wait=False)
-    [(step, text)] = texts
-    assert (step, text.splitlines()[0]) == ("train_model", "a line of training")
+    lines = []
+    logs(found.run_id, on_line=lines.append)
+    assert (lines[0].label, lines[0].text) == ("train_model", "a line of training")
 
 
 @pytest.mark.cluster

@@ -102,6 +102,19 @@ def test_a_document_that_follows_noise_ends():
     ]  # fmt: skip
 
 
+def test_a_document_that_was_cut_off_hides_nothing_after_it():
+    text = "[KFP Executor 2026-01-02 03:04:05,000 INFO]: Got executor_input:\n{\n"
+    text += "2026-01-02 03:04:06,000 a word\nanother\n"
+    assert [each.text for each in read(LogText(), text) if not each.is_noise] == [
+        "a word", "another",
+    ]  # fmt: skip
+
+
+def test_a_logger_that_nobody_has_set_up_has_a_level():
+    [line] = read(LogText(), "WARNING:mine.module:a column is empty")
+    assert (line.level, line.text) == ("WARNING", "a column is empty")
+
+
 def test_what_comes_before_the_first_time_has_that_time():
     lines = read(LogText(), "one\n2026-01-02 03:04:05,000 two\nthree\n")
     moment = datetime(2026, 1, 2, 3, 4, 5).timestamp()
