@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -158,7 +159,7 @@ def _comparison_table(found: Comparison) -> Table:
         after = f": {spoken(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():
             texts = [(formatted if group == "settings" else rounded)(each) for each in row]
-            if (group, name) == ("training", "seconds"):
+            if name.startswith("seconds"):
                 texts = [duration(each) for each in row]
             if group == "test":
                 texts = _compared(row, found.intervals.get(name))
@@ -168,9 +169,11 @@ def _comparison_table(found: Comparison) -> Table:
                     f"[bold green]{cell} best[/]" if run in found.best else cell
                     for run, cell in zip(found.runs, cells, strict=True)
                 ]
-            head = escape(f"{before}{name}{after}")
+            spelled = re.sub("^seconds", "duration", name)
+            head = escape(f"{before}{spelled}{after}")
             lines.append({"": head, **dict(zip(found.runs, cells, strict=True))})
-    return Table(rows=lines, right=found.runs)
+    numbers = {run: f"run {number}" for number, run in enumerate(found.runs, start=1)}
+    return Table(rows=lines, right=found.runs, short=numbers)
 
 
 def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from components.table import step_with
 from pipelines.cli.exit import discard
-from pipelines.cli.tables import Table
+from pipelines.cli.tables import Table, wrapped
 from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
 from trainer.masking import one_line, printable
@@ -124,6 +124,14 @@ def show_result(console: Console, result: RunResult) -> None:
 
 
 _GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
+
+
+def show_verdict(console: Console, result: RunResult) -> None:
+    """Print how a run ended in sentences, which go on between words on a terminal."""
+    room = console.width if console.file.isatty() else sys.maxsize
+    for line in verdict_lines(result):
+        for part in wrapped(Text.from_markup(line, emoji=False), room):
+            console.print(part)
 
 
 def verdict_lines(result: RunResult) -> list[str]:

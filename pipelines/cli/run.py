@@ -123,8 +123,7 @@ def _run(
         display.show_result(display.Terminal(), result)
     for line in _closing_lines(options, started, result):
         errors.print(f"flotilla: {line}", markup=False)
-    for line in display.verdict_lines(result):
-        errors.print(line)
+    display.show_verdict(errors, result)
     if report := result.artifacts.get("report"):
         errors.print(display.display_path(report), markup=False)
     return answer_of(result)

@@ -87,7 +87,7 @@ def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
 @of_instance
 def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Show the status of a run, on a KFP instance or on this machine."""
-    from pipelines.cli.display import Terminal, show_result, verdict_lines, word
+    from pipelines.cli.display import Terminal, show_result, show_verdict, word
     from pipelines.runs import control
 
     found = control.status(run, workdir=workdir, instance=instance)
@@ -95,8 +95,7 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     state = word(found.state) if is_remote_running else found.status
     with output():
         show_result(Terminal(), found)
-        for line in verdict_lines(found):
-            Terminal().print(line)
+        show_verdict(Terminal(), found)
         Terminal().print(f"run {found.run_id}: {state}")
     if found.message and found.status != "refused":
         note(f"flotilla: {found.message}")

@@ -128,7 +128,7 @@ def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answe
 
 
 def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
-    from pipelines.cli.display import Terminal, verdict_lines
+    from pipelines.cli.display import Terminal, show_verdict
     from pipelines.cli.live import SweepDisplay
     from pipelines.sweeps import local
 
@@ -153,8 +153,8 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
         Terminal().print(_table(begun.sweep))
     for line in _closing_lines(begun.sweep, result, workdir):
         say(f"flotilla: {line}")
-    for line in verdict_lines(result) if result.measured else ():
-        errors.print(line)
+    if result.measured:
+        show_verdict(errors, result)
     return _answer(begun.sweep, result)
 
 

@@ -6,7 +6,7 @@ No cell is cut, and none is wrapped within a word: an id or a URI can be copied 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from rich.console import Console, ConsoleOptions
@@ -29,6 +29,7 @@ class Table:
         right: columns of numbers.
         words: columns whose cells are sentences, which go on in a further line.
         once: columns whose value is drawn again only where it changes.
+        short: shorter heads for a narrow terminal, which are explained above the table.
         has_heads: whether the first line has the heads.
     """
 
@@ -37,6 +38,7 @@ class Table:
     right: Collection[str] = ()
     words: Collection[str] = ()
     once: Collection[str] = ()
+    short: Mapping[str, str] = field(default_factory=dict)
     has_heads: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
@@ -51,6 +53,8 @@ class Table:
         rooms = {title: _room(each) for title, each in columns.items()}
         if width is None:
             return self._block(columns, rooms)
+        if self.short and _taken(rooms.values()) > width:
+            return self._shortened(width)
         for title in self.spare:
             if _taken(rooms.values()) > width:
                 del columns[title], rooms[title]
@@ -62,6 +66,13 @@ class Table:
             part = {title: columns[title] for title in titles}
             lines += self._block(part, self._narrowed(part, rooms, width))
         return lines
+
+    def _shortened(self, width: int) -> list[Text]:
+        """Return the lines of the table with its short heads, below what these are short for."""
+        rows = [{self.short.get(title, title): row[title] for title in row} for row in self.rows]
+        right = [self.short.get(title, title) for title in self.right]
+        table = replace(self, rows=rows, right=right, short={}).lines(width)
+        return [*(Text(f"{new}  {old}") for old, new in self.short.items()), Text(), *table]
 
     def _column(self, title: str, width: int | None) -> list[Text]:
         """Return the head and the cells of a column."""
@@ -99,8 +110,8 @@ class Table:
         lines = []
         for cells in list(zip(*columns.values(), strict=True))[0 if self.has_heads else 1 :]:
             placed = list(zip(cells, rooms.values(), strict=True))
-            wrapped = (_wrapped(cell, room) for cell, room in placed)
-            for parts in zip_longest(*wrapped, fillvalue=Text()):
+            lines_of = (wrapped(cell, room) for cell, room in placed)
+            for parts in zip_longest(*lines_of, fillvalue=Text()):
                 line = Text(" " * _GAP).join(
                     _padded(part, *place) for part, place in zip(parts, placed, strict=True)
                 )
@@ -134,7 +145,8 @@ def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
     yield block
 
 
-def _wrapped(cell: Text, room: int) -> list[Text]:
+def wrapped(cell: Text, room: int) -> list[Text]:
+    """Return a text in lines that are as long as there is room, and never end within a word."""
     lines: list[Text] = []
     for word in cell.split(" "):
         if lines and lines[-1].cell_len + 1 + word.cell_len <= room:

@@ -14,6 +14,7 @@ from pipelines.cli.display import (
     closing_table,
     runs_table,
     show_result,
+    show_verdict,
     verdict_lines,
 )
 from pipelines.runs.outcome import RunResult, outcome_of
@@ -252,3 +253,17 @@ class TestTerminal:
                 timeout=300,
             )
         assert (ended.returncode, ended.stderr) == (3, b"")
+
+
+def test_sentences_of_the_verdict_go_on_between_words_on_a_terminal_alone(monkeypatch):
+    reason = "Accuracy is " + "0.97 " * 9 + "and /a/path/" + "x" * 60
+    result = ended_with(*judged("refused", reason))
+    for is_terminal in (False, True):
+        console = Terminal()
+        console.file = io.StringIO()
+        monkeypatch.setattr(console.file, "isatty", lambda answer=is_terminal: answer)
+        console.width = 40
+        show_verdict(console, result)
+        text = console.file.getvalue()
+        assert " ".join(text.split()).endswith(reason)
+        assert (reason in text) is not is_terminal
