@@ -79,7 +79,13 @@ SCHEDULED = SimpleNamespace(
     name="n", action="created", timing="daily", version=VERSION, existed=False, removed=0,
     schedule_id="s", next="",
 )  # fmt: skip
-REPLAYED = ReplayResult(replayed=ended("train_model"), folder=Path("runs"), remarks=())
+
+
+def replay_of(status: str, code: int) -> ReplayResult:
+    stages = (ended("train_model", status, code),)
+    return ReplayResult(stages=stages, is_killed=False, folder=Path("runs"), remarks=())
+
+
 ROWS = {
     "check": Row(
         mistake=TYPO,
@@ -145,11 +151,11 @@ ROWS = {
         words=f"{RUNS[0]} train_model",
         mistake="absent train_model",
         calls="pipelines.replay.replay.replay",
-        returns=REPLAYED,
+        returns=replay_of("done", DONE),
         also=(
             (
                 "pipelines.replay.replay.find",
-                SimpleNamespace(record=ended("train_model"), run_id=RUNS[0]),
+                SimpleNamespace(step="train_model", stages=(), run_id=RUNS[0]),
             ),
         ),
     ),
@@ -175,9 +181,7 @@ ROWS = {
 # What ends as refused where the data, the model or all trials are.
 JUDGING = {
     **dict.fromkeys(("run", "prepare", "train", "sweep"), result_of("refused", REFUSED)),
-    "replay": ReplayResult(
-        replayed=ended("train_model", "refused", REFUSED), folder=Path("runs"), remarks=()
-    ),
+    "replay": replay_of("refused", REFUSED),
 }
 COMMANDS = [name for name, _ in flat(typer.main.get_command(app.app).commands)]
 
