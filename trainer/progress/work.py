@@ -76,7 +76,7 @@ class Work:
         self._speed, self._share_speed = _Speed(), _Speed()
         self._lock = threading.Lock()
         self._reported: float | None = None
-        self._is_over = False
+        self._is_over = self._is_given_up = False
         self._loop = Loop(self.look, LIVE_SECONDS, name="progress", failing="progress")
 
     def __enter__(self) -> Self:
@@ -84,18 +84,24 @@ class Work:
         self._loop.start()
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        """End; what was reported is reported to be over."""
+    def __exit__(self, error: object = None, *_more: object) -> None:
+        """End; what was reported is reported to be over. After an error the threads end as well."""
         self._loop.stop()
         with self._lock:
-            self._is_over = True
+            self._is_over, self._is_given_up = True, error is not None
             if self._reported is not None:
                 self._report(self._clock())
                 Work._ended_at = self._reported
 
     def add(self, done: int, size: float = 0.0) -> None:
-        """Count what was done, and how much of the other measure that took."""
+        """Count what was done, and how much of the other measure that took.
+
+        Raises:
+            InterruptedError: the work was given up, and nobody waits for the rest.
+        """
         with self._lock:
+            if self._is_given_up:
+                raise InterruptedError("the work was given up")
             self._done += done
             self._sized += size
 

@@ -132,6 +132,19 @@ def test_an_error_ends_the_work(file, clock):
 
 
 @pytest.mark.usefixtures("file")
+def test_threads_of_work_that_is_interrupted_end(clock):
+    work = Work("reading", "rows", clock=clock)
+
+    def interrupted():
+        with work:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with pytest.raises(InterruptedError, match="given up"):
+        work.add(1)
+
+
 def test_the_log_has_a_plain_line_every_half_minute(clock, monkeypatch, caplog):
     monkeypatch.delenv(events.VARIABLE)
     caplog.set_level(logging.INFO)

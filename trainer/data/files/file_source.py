@@ -235,7 +235,8 @@ class FileSource(Source):
         size = sum(each.size for each in files.files)
         # Arrow and Pillow let go of the lock of Python while they parse.
         threads = self._config.runner.processes or cores.usable()
-        with Work(what, "rows", total, size=size) as work, ThreadPoolExecutor(threads) as pool:
+        # The work ends before the pool, so that after an interrupt no thread goes on.
+        with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
     def _scanned(self) -> Scan:
