@@ -131,7 +131,6 @@ def test_an_error_ends_the_work(file, clock):
     assert reported(file)[-1].share == 0.8
 
 
-@pytest.mark.usefixtures("file")
 def test_threads_of_work_that_is_interrupted_end(clock):
     work = Work("reading", "rows", clock=clock)
 
@@ -145,6 +144,7 @@ def test_threads_of_work_that_is_interrupted_end(clock):
         work.add(1)
 
 
+@pytest.mark.usefixtures("file")
 def test_the_log_has_a_plain_line_every_half_minute(clock, monkeypatch, caplog):
     monkeypatch.delenv(events.VARIABLE)
     caplog.set_level(logging.INFO)
