@@ -1,6 +1,6 @@
 """Pipelines of others, made of the components' files: `python -m tests.pipelines.reused NAME ...`.
 
-`one FOLDER ROOT ARGUMENTS` runs `resolve-config.yaml` alone; `all FOLDER ROOT ARGUMENTS` puts all
+`one FOLDER ROOT ARGUMENTS` runs `prepare-data.yaml` alone; `all FOLDER ROOT ARGUMENTS` puts all
 of them into one pipeline.
 """
 
@@ -20,28 +20,23 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Return a pipeline of the components, with the run parameters as they are given."""
+    """Return a pipeline of the components, with the fields of the form as they are given."""
 
     @dsl.pipeline(name="reused")
     def reused() -> None:
         end = steps["finish"](
-            root=given["storage_root"], launcher="local", kubernetes="{}", kfp_run_id=RUN
+            root=given["storage_root"], settings=given["settings"], kfp_run_id=RUN
         )
         with dsl.ExitHandler(end):
-            resolved = steps["resolve-config"](**given, kfp_run_id=RUN).outputs
-            run = {key: resolved[key] for key in ("config", "root", "run_id")}
-            prepared = steps["prepare-data"](
-                **{name: resolved[name] for name in ("data", "root", "seal", "data_code")}
-            )
-            dataset = prepared.outputs["Output"]
+            made = steps["prepare-data"](**given, kfp_run_id=RUN).outputs
+            run = {key: made[key] for key in ("config", "root", "run_id")}
+            dataset = made["dataset_uri"]
             trained = steps["train-model"](**run, dataset=dataset, image="", store_secret="")
             checkpoint = trained.outputs["Output"]
             measured = steps["evaluate-model"](**run, dataset=dataset, checkpoint=checkpoint)
-            gate = steps["check-gate"](**run, evaluation=measured.outputs["Output"])
-            exported = steps["export-model"](
-                **run, dataset=dataset, checkpoint=checkpoint, decision=gate.outputs["decision_uri"]
-            )
-            steps["register-model"](**run, model=exported.outputs["Output"], image="theirs:1")
+            decision = measured.outputs["decision_uri"]
+            made = {"dataset": dataset, "checkpoint": checkpoint, "decision": decision}
+            steps["export-model"](**run, **made, image="theirs:1")
 
     return reused
 
@@ -55,7 +50,7 @@ def main() -> None:
     )
     steps = loaded(Path(folder))
     if name == "one":
-        outputs = steps["resolve-config"](**given, kfp_run_id=RUN).outputs
+        outputs = steps["prepare-data"](**given, kfp_run_id=RUN).outputs
         answer = {key: value for key, value in outputs.items() if isinstance(value, str)}
         Path(root, "outputs.json").write_text(json.dumps(answer), encoding="utf-8")
     else:
