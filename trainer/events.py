@@ -364,7 +364,8 @@ def emit(event: Event, *, in_log: str | None = None) -> None:
         append(Path(path), event)
     except OSError as error:
         # A full disk has to be reported by what cannot go on without it.
-        log.warning("cannot write to %s: %s: %s", path, error.strerror, line)
+        level = logging.DEBUG if isinstance(event, _PROGRESS) else logging.WARNING
+        log.log(level, "cannot write to %s: %s: %s", path, error.strerror, line)
 
 
 @contextmanager

@@ -63,11 +63,14 @@ def map_parts(  # noqa: PLR0913
         return
     stripes = [parts[index::count] for index in range(count)]
 
+    work.say(f"{count} processes start")
+
     def took(answer: Part | int) -> None:
         if isinstance(answer, Part):
             done(folder / answer.folder)
         else:
             work.add(answer)
+            work.say("")
 
     _in_processes(source, stripes, folder, vocabulary, took)
 

@@ -146,6 +146,11 @@ def position(file: Any) -> int:
         return 0
 
 
+def expanded(file: Any) -> int:
+    """Return how many bytes were read of a compressed file, decompressed; 0 of any other."""
+    return int(getattr(getattr(file, "raw", None), "expanded", 0))
+
+
 def _decompressed(stored: IO[bytes], path: Path, compression: str) -> Any:
     if compression == "gzip":
         return gzip.open(stored)
@@ -186,15 +191,15 @@ class _Bounded(io.RawIOBase):
         self._raw, self.position = raw, position
         self._path = path
         self._limit = max(_FREE_BYTES, path.stat().st_size * _MOST_RATIO)
-        self._read = 0
+        self.expanded = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         data = self._raw.read(len(buffer))
-        self._read += len(data)
-        if self._read > self._limit:
+        self.expanded += len(data)
+        if self.expanded > self._limit:
             raise UserError(
                 f"data.source: {self._path} expands to more than {_MOST_RATIO} times its size; "
                 "unpack it if that is right"

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
 from trainer.data.files.formats.csv_layout import CsvLayout, layout_of
-from trainer.data.files.formats.decompression import is_whole, opened_text, position
+from trainer.data.files.formats.decompression import expanded, is_whole, opened_text, position
 from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
 
@@ -185,7 +185,10 @@ def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]
 
 @contextmanager
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
-    """Yield a stream, and what says how many bytes of the file a block of so many takes."""
+    """Yield a stream, and what says how many bytes of the file a block of so many takes.
+
+    What was read is far ahead of what is parsed.
+    """
     start, counted = max(piece.start, begin), 0
 
     def until(here: int) -> int:
@@ -196,11 +199,18 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
     if is_whole(path):
         with opened_text(path) as file:
             file.read(start)
-            yield pa.PythonFile(file, mode="r"), lambda _block: until(position(file))
+            parsed = 0
+
+            def read(block: int) -> int:
+                nonlocal parsed
+                parsed += block
+                ahead = expanded(file)
+                return until(round(position(file) * min(parsed / ahead if ahead else 1.0, 1.0)))
+
+            yield pa.PythonFile(file, mode="r"), read
         return
     size = max(0, (path.stat().st_size if piece.stop == END else piece.stop) - start)
     with pa.OSFile(str(path)) as file:
-        # What was read is far ahead of what is parsed.
         yield file.get_stream(start, size), lambda block: until(min(counted + block, size))
 
 
