@@ -363,10 +363,10 @@ class TestSweep:
     @pytest.mark.parametrize("columns", ["60", "80", "140"])
     def test_on_a_terminal_it_fits(self, display, capsys, monkeypatch, columns):
         monkeypatch.setenv("COLUMNS", columns)
-        shown = SweepDisplay(display._sweep)
-        with shown:
-            shown.trial(trial(1, "done", 0.8), "trial 1 done")
-            shown(trial(2, "running"), work())
+        view = SweepDisplay(display._sweep)
+        with view:
+            view.trial(trial(1, "done", 0.8), "trial 1 done")
+            view(trial(2, "running"), work())
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
         lines = [line.split("\r")[-1] for line in text.splitlines()]
         assert max(map(len, lines)) <= int(columns)

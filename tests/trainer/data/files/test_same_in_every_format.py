@@ -144,7 +144,7 @@ def predicted_inputs(path: Path, selection: Any, columns: Any, size: int) -> Map
         signature=None, names={},
     )  # fmt: skip
     request = Request(model="", inputs=(str(path),), output="-", form="jsonl")
-    batches = list(FileExamples(model, request, path.parent, lambda *_: None).batches(size))
+    batches = list(FileExamples(model, request, path.parent).batches(size))
     return {
         name: np.concatenate([batch.inputs[name] for batch in batches]) for name in selection.inputs
     }
@@ -240,8 +240,7 @@ def exported(folder: Path, path: Path) -> tuple[str, Path]:
 def probabilities(model: str, path: Path) -> list[float]:
     output = path.with_name("answers.jsonl")
     predict(
-        Request(model=model, inputs=(str(path),), output=str(output), form="jsonl", batch_size=7),
-        lambda *_: None,
+        Request(model=model, inputs=(str(path),), output=str(output), form="jsonl", batch_size=7)
     )
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     output.unlink()
