@@ -52,7 +52,7 @@ def test_an_event_is_one_line_of_json_with_its_name_and_time(file):
 
 def test_what_is_written_is_read_as_the_same_type(file):
     written = [
-        StepBegin(step="train_model", inputs={"dataset": "gs://b/d"}),
+        StepBegin(step="train_model"),
         Progress(
             global_step=1, steps=2, loss=0.5, steps_per_second=3, seconds_left=4,
             metrics={"workers": {"worker-0": {"local_steps": 1}}},
@@ -106,8 +106,8 @@ def test_without_a_file_they_go_to_the_log(monkeypatch, caplog):
         f'{LINE}, "steps": true}}\n',
         f'{LINE}, "steps": 1.5}}\n',
         '{"event": "task_failed", "time": 1, "task": "a", "cause": "b", "last_lines": [1]}\n',
-        '{"event": "step_begin", "time": 1, "step": "a", "inputs": ["x"]}\n',
-        '{"event": "step_begin", "time": 1, "step": "a", "inputs": {"x": 1}}\n',
+        '{"event": "stalled", "time": 1, "tasks": "ps-0", "seconds": 1}\n',
+        '{"event": "warm_start", "time": 1, "uri": "a", "left": {"x": "y"}}\n',
         # Torn by a full disk: the next line follows on the same one.
         '{"event": "warm_start", "ti',
     ],
