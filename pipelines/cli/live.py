@@ -42,6 +42,7 @@ _REFRESHES_PER_SECOND = 8
 # How the line of an error begins that a user can mend; what a library wrote before it is noise.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
+_LITTLE = 0.02
 # Of the parts of a piece of work: per cent and time left.
 _FEWEST = 2
 
@@ -307,7 +308,8 @@ class SweepDisplay:
             total=len(trials),
             share=min(share, 0.999),
             seconds=seconds,
-            seconds_left=(1 - share) * seconds / gain if gain > 0 and share < 1 else -1.0,
+            # The first seconds, in which nothing trains yet, say nothing.
+            seconds_left=(1 - share) * seconds / gain if gain > _LITTLE and share < 1 else -1.0,
             detail="  ".join(parts),
         )
 
