@@ -113,7 +113,7 @@ def starting(folder, name):
 def test_a_run_that_has_ended(flotilla):
     answer = flotilla("status", "digits-1", "--json")
     assert (answer.code, answer.json["status"], answer.json["message"]) == (0, "refused", "too low")
-    assert "run digits-1: refused" in answer.out
+    assert "run digits-1: refused" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_a_run_that_goes_on(flotilla, going):
     answer = flotilla("status", "digits-1", "--json")
     assert (answer.code, answer.json["status"]) == (0, "running")
     assert answer.json["global_step"] == 20
-    lines = answer.out.splitlines()
-    assert any(each.startswith("prepare_data  done") for each in lines)
-    [row] = [each for each in lines if each.startswith("train_model   running")]
+    lines = [" ".join(each.split()) for each in answer.err.splitlines()]
+    assert any(each.startswith("prepare_data prepare_data done") for each in lines)
+    [row] = [each for each in lines if each.startswith("train_model train_model running")]
     assert "global_step=20 steps=100" in row
     assert going.poll() is None
 
