@@ -1,34 +1,52 @@
-"""The configuration as run parameters: flat, typed, and the same again when it comes back."""
+"""The form of a run: its fields, and the same configuration when they come back."""
 
 from __future__ import annotations
 
-import inspect
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer.config.run_parameters import from_parameters, run_parameters, to_parameters
 
+from tests.conftest import ROOT
+from trainer.config.form import (
+    FIELDS,
+    SETTINGS,
+    WHOLE,
+    from_form,
+    to_form,
+    to_local_form,
+    tree_of,
+)
 from trainer.config.load import load_config, parse_config
-from trainer.config.schema import STRATEGIES, Config
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
-BY_NAME = {parameter.name: parameter for parameter in run_parameters()}
+BY_NAME = {each.name: each for each in FIELDS}
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+# Python writes an empty text in braces as a placeholder of KFP would begin.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{}"), max_size=12)
 free = st.recursive(
-    st.none() | st.booleans() | numbers | texts,
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.just(0.25) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
 configurations = st.fixed_dictionaries(
     {},
     optional={
-        "data": st.fixed_dictionaries({"version": texts, "manual_dir": texts}),
-        "model": st.fixed_dictionaries({"args": st.dictionaries(texts, free, max_size=3)}),
+        "name": st.sampled_from(["a", "swans-2"]),
+        "data": st.fixed_dictionaries({"label": st.lists(texts.filter(str.strip), max_size=3)}),
+        "task": st.fixed_dictionaries({"name": st.sampled_from(["auto", "regression", "a.b:C"])}),
+        "model": st.fixed_dictionaries(
+            {
+                "name": st.sampled_from(["mlp", "cnn", "own.models:net"]),
+                "args": st.dictionaries(texts, free, max_size=3),
+            }
+        ),
         "training": st.fixed_dictionaries(
             {
+                "strategy": st.sampled_from(["single", "own.strategies:Ring"]),
                 "steps": st.integers(1, 10**9),
                 "optimizer": st.fixed_dictionaries(
                     {"learning_rate": st.floats(1e-300, 1e300), "args": st.just({"beta_1": 0.5})}
@@ -41,174 +59,177 @@ configurations = st.fixed_dictionaries(
 )
 
 
-def refused(**values):
+def form(config=None, /, **values):
+    return {**to_form(config or Config()), **values}
+
+
+def refused(config=None, /, **values):
     with pytest.raises(ConfigError) as caught:
-        from_parameters({**to_parameters(Config()), **values})
+        from_form(form(config, **values))
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     return message
 
 
-def test_every_leaf_is_one_parameter_in_the_order_of_the_file():
-    names = [parameter.name for parameter in run_parameters()]
-    assert len(set(names)) == len(names)
-    assert names[:3] == ["name", "data_dataset", "data_source"]
-    assert names[-1] == "code"
-    assert {"training_optimizer_learning_rate", "training_schedule_name", "gate_min"} < set(names)
-    assert all(name.isidentifier() and name == name.lower() for name in names)
+def as_kfp_passes(values):
+    """Return values as the API keeps them: every number of a mapping is a double."""
+
+    def doubled(value):
+        if isinstance(value, dict):
+            return {key: doubled(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [doubled(each) for each in value]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return float(value) if whole else value
+
+    values = json.loads(json.dumps(values))
+    return {**values, SETTINGS: doubled(values[SETTINGS])}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "default", "is_json"),
-    [
-        ("name", str, "digits", False),
-        ("data_validation", float, 0.1, False),
-        ("data_partition", str, "disjoint", False),
-        ("training_steps", int, 1500, False),
-        ("training_checkpoint_seconds", float, 0.0, False),
-        ("training_mixed_precision", str, "", False),
-        ("cluster_launcher", str, "local", False),
-        ("model_args", str, "{}", True),
-        ("cluster_placement", str, "{}", True),
-        ("evaluation_slices", str, "[]", True),
-        ("gate_min", str, "{}", True),
-        ("export_formats", str, '["saved_model", "keras"]', True),
-    ],
-)
-def test_a_parameter_has_the_type_that_the_pipeline_shows(name, kind, default, is_json):
-    parameter = BY_NAME[name]
-    assert parameter.type is kind
-    assert parameter.default == default
-    assert type(parameter.default) is kind
-    assert parameter.is_json is is_json
-    assert "_".join(parameter.key) == name
+def test_the_fields_are_few_and_in_the_order_of_a_person():
+    assert list(BY_NAME) == [
+        "name", "source", "label", "task", "model", "steps", "batch_size", "learning_rate",
+        "strategy", "workers", "servers", "gpus", "storage_root", "settings",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parameter", run_parameters(), ids=lambda parameter: parameter.name)
-def test_every_default_is_a_value_of_its_type(parameter):
-    assert type(parameter.default) is parameter.type
-    assert parameter.type in (str, int, float, bool)
-    assert type(to_parameters(Config())[parameter.name]) is parameter.type
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_a_field_has_a_default_of_its_type_and_says_what_it_is(field):
+    assert type(field.default) is field.type
+    assert field.description == " ".join(field.description.split())
+    assert len(field.description.split()) > 2
+    # The server refuses every other value, the default included.
+    assert not field.choices or field.default in field.choices
+
+
+def test_a_drop_down_ends_with_the_word_for_a_value_of_ones_own():
+    drawn = {each.name: each.choices for each in FIELDS if each.choices}
+    assert set(drawn) == {"task", "model", "strategy"}
+    assert all(choices[-1] == SETTINGS for choices in drawn.values())
 
 
 def test_the_defaults_are_the_default_configuration():
-    assert from_parameters({name: each.default for name, each in BY_NAME.items()}) == Config()
+    assert from_form({each.name: each.default for each in FIELDS}) == Config()
 
 
-def test_they_make_a_signature():
-    inspect.Signature(
-        inspect.Parameter(p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=p.default)
-        for p in run_parameters()
-    )
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_each_configuration_comes_back(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(path)
+    assert from_form(as_kfp_passes(to_form(config))) == config
+    local = to_local_form(config)
+    # In a mapping KFP's local runner makes floats of whole numbers.
+    assert set(local[SETTINGS]) == {WHOLE}
+    assert from_form(local) == config
 
 
 @settings(deadline=None)
 @given(configurations)
 def test_there_and_back_again(tree):
     config = parse_config(tree)
-    flat = to_parameters(config)
-    assert list(flat) == list(BY_NAME)
-    # What Kubeflow Pipelines keeps of them is JSON.
-    assert from_parameters(json.loads(json.dumps(flat))) == config
+    values = to_form(config)
+    assert list(values) == list(BY_NAME)
+    assert from_form(as_kfp_passes(values)) == config
+    assert from_form(json.loads(json.dumps(to_local_form(config)))) == config
 
 
-def test_json_of_a_person_may_be_yaml():
-    values = {
-        **to_parameters(Config()),
-        "model_args": "{hidden_units: [10, 20]}",
-        "export_formats": "[saved_model]",
-        "gate_max": "{loss: 1e1}",
-    }
-    expected = [
-        "model.args={hidden_units: [10, 20]}",
-        "export.formats=[saved_model]",
-        "gate.max.loss=10",
-    ]
-    assert from_parameters(values) == load_config(None, expected)
+def test_settings_hold_what_has_no_field_and_is_no_default():
+    config = load_config(None, ["training.steps=7", "training.patience=3"])
+    values = to_form(config)
+    assert values["steps"] == 7
+    assert values[SETTINGS] == {"training": {"patience": 3}}
 
 
-def test_a_whole_number_is_a_number():
-    assert from_parameters({**to_parameters(Config()), "data_validation": 100}).data.validation
-    assert "training.steps: 1500.0 is not allowed" in refused(training_steps=1500.0)
+@pytest.mark.parametrize(
+    ("given_", "key"),
+    [
+        ("s3://bucket/rows.csv", "source"),
+        ("gs://bucket/{SPAN}/*.parquet", "source"),
+        ("/data/rows.csv", "source"),
+        ("mnist", "dataset"),
+        ("my.builders:Birds", "dataset"),
+    ],
+)
+def test_one_field_is_files_or_a_dataset_by_name(given_, key):
+    data = from_form(form(source=given_)).data
+    assert {"source": data.source, "dataset": data.dataset}[key] == given_
 
 
-def test_further_values_belong_to_the_step_and_are_left_alone():
-    assert from_parameters({**to_parameters(Config()), "kfp_run_id": "abc"}) == Config()
+def test_a_source_of_this_machine_is_sent_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["data.source=rows.csv"])
+    assert to_form(config)["source"] == os.path.join(tmp_path, "rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [("", ()), ("price", ("price",)), ('["a", "b"]', ("a", "b")), ('["[a"]', ("[a",))],
+)
+def test_a_label_is_a_name_or_a_list(text, labels):
+    config = from_form(form(label=text))
+    assert tuple(config.data.label) == labels
+    assert to_form(config)["label"] == text
+
+
+@pytest.mark.parametrize("name", ["task", "model", "strategy"])
+def test_a_value_of_ones_own_is_in_the_settings(name):
+    key = BY_NAME[name].key
+    config = load_config(None, [f"{'.'.join(key)}=own.module:Part"])
+    values = to_form(config)
+    assert values[name] == SETTINGS
+    assert values[SETTINGS] == {key[0]: {key[1]: "own.module:Part"}}
+    assert from_form(values) == config
+    said = refused(**{name: SETTINGS})
+    assert said == (f"{name}: settings say no {'.'.join(key)}: write it there, or choose another")
+
+
+@pytest.mark.parametrize("field", [each for each in FIELDS if each.key], ids=lambda each: each.name)
+def test_a_key_is_given_in_one_place(field):
+    tree = {}
+    node = tree
+    for part in field.key[:-1]:
+        node = node.setdefault(part, {})
+    node[field.key[-1]] = field.default
+    said = refused(**{SETTINGS: tree})
+    assert said.startswith(
+        f"settings: {'.'.join(field.key)} is the field {field.name} of the form: set it there"
+    )
+    assert ("'settings' chosen there" in said) == bool(field.choices)
+
+
+def test_the_dataset_is_a_field_too():
+    said = refused(settings={"data": {"dataset": "mnist"}})
+    assert "data.dataset is the field source" in said
+
+
+def test_whole_numbers_arrive_as_doubles():
+    tree = {"training": {"patience": 3.0}, "model": {"args": {"hidden_units": [10.0, 20.0]}}}
+    config = from_form(form(settings=tree))
+    assert config.training.patience == 3
+    assert [type(each) for each in config.model.args["hidden_units"]] == [int, int]
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"training_steps": 0}, "training.steps: 0 is not allowed"),
-        ({"training_steps": "5"}, "training.steps: '5' is not allowed"),
-        ({"model_name": "mpl"}, "model.name: 'mpl' is not allowed: no model of this name; did you"),
-        ({"gate_min": '{"accuracy": 1.1}'}, "gate.min: accuracy is a share"),
-        ({"gate_min": "0.9"}, "gate.min: 0.9 is not allowed"),
-        ({"model_args": "{"}, "model.args: '{' is not JSON, such as {}"),
-        ({"export_formats": "[keras"}, "export.formats: '[keras' is not JSON, such as ["),
-        ({"model_args": '{"rate": Infinity}'}, "model.args: inf is not a finite number"),
-        ({"cluster_workers": 9}, "cluster.workers: 9 workers cannot share 8 shards"),
+        ({"steps": 0}, "training.steps: 0 is not allowed"),
+        ({"steps": 3.5}, "training.steps: 3.5 is not allowed"),
+        ({"model": "mpl"}, "model.name: 'mpl' is not allowed: no model of this name; did you"),
+        ({"label": "[a"}, "label: '[a' is not a list such as"),
+        ({"settings": "gate"}, "settings: 'gate' is not a mapping of sections"),
+        ({"settings": {"training": 3}}, "settings.training: 3 is not a section"),
+        ({"settings": {"gates": {}}}, "gates: no such key; did you mean 'gate'?"),
+        ({"settings": {"gate": {"mim": {}}}}, "gate.mim: no such key"),
+        ({"settings": {WHOLE: "{"}}, "settings.json is not the text of a configuration"),
+        ({"workers": 9}, "cluster.workers: 9 workers cannot share 8 shards"),
     ],
 )
-def test_a_wrong_parameter_is_named_by_its_key(values, said):
+def test_what_is_wrong_is_one_line(values, said):
     assert refused(**values).startswith(said)
 
 
-def described():
-    return {parameter.name: parameter.description for parameter in run_parameters()}
-
-
-def test_every_parameter_says_what_it_is_on_one_line():
-    for name, words in described().items():
-        assert words, name
-        assert words == " ".join(words.split()), name
-
-
-def test_a_parameter_says_which_words_it_takes():
-    words = described()
-    assert words["cluster_launcher"].endswith("; one of: local, tfjob, jobset, auto")
-    assert words["export_formats"].endswith(
-        "some of: saved_model, keras, tflite, tflite_int8 (JSON)"
-    )
-    # It says them by itself.
-    assert words["data_partition"].count("reshuffle") == 1
-    for strategy in STRATEGIES:
-        assert strategy in words["training_strategy"]
-
-
-def test_a_parameter_says_that_it_is_json():
-    for parameter in run_parameters():
-        assert parameter.description.endswith("(JSON)") == parameter.is_json, parameter.name
-
-
-def test_a_fraction_for_an_integer_is_one_line():
-    # The API of KFP takes any number for an integer.
-    assert refused(training_steps=3.5).startswith("training.steps: 3.5 is not allowed")
-
-
-@pytest.mark.parametrize(
-    ("value", "flat"),
-    [
-        ("champion", "champion"),
-        (
-            {"from": "champion", "exclude": ["out/*"]},
-            '{"from": "champion", "exclude": ["out/*"]}',
-        ),
-    ],
-)
-def test_a_text_or_a_mapping_is_one_text(value, flat):
-    config = parse_config({"training": {"warm_start": value}})
-    parameters = to_parameters(config)
-    assert parameters["training_warm_start"] == flat
-    assert from_parameters(parameters) == config
-
-
-def test_a_mapping_of_a_person_may_be_yaml():
-    values = {**to_parameters(Config()), "training_warm_start": "{from: champion, include: [a/*]}"}
-    found = from_parameters(values).training.warm_start
-    assert found == {"from": "champion", "include": ["a/*"]}
-    assert "training.warm_start" in refused(training_warm_start="{from: [")
-
-
-def test_a_brace_in_another_text_is_a_text():
-    assert from_parameters({**to_parameters(Config()), "data_version": "{x"}).data.version == "{x"
+def test_a_whole_configuration_takes_the_place_of_all_fields():
+    config = load_config(None, ["training.steps=9"])
+    values = form(settings={WHOLE: config.model_dump_json()}, steps=5)
+    assert from_form(values).training.steps == 9
+    assert tree_of(values[SETTINGS])["training"]["steps"] == 9

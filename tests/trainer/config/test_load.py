@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer.config.run_parameters import run_parameters
 
+from trainer.config import old_parameters
 from trainer.config.load import REMOVED, load_config, parse_config, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
-KEYS = [".".join(parameter.key) for parameter in run_parameters()]
+KEYS = [".".join(key) for key, _ in old_parameters.keys().values()]
 
 lines = st.text(max_size=30)
 PIECES = [

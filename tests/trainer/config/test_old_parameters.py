@@ -1,0 +1,80 @@
+"""Run parameters of before the form: what they were, and how each is spelled now."""
+
+import json
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.config.load import load_config
+from trainer.config.old_parameters import OPTIONS, configuration_of, is_of_before, keys, spelled
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+
+def flat(config):
+    """Return the parameters as a version of before sent them."""
+    found = {}
+    for name, (key, field) in keys().items():
+        value = config
+        for part in key:
+            value = getattr(value, part)
+        is_text = isinstance(field.default, str) and isinstance(value, str)
+        plain = is_text or field.annotation in (int, float, bool)
+        found[name] = (
+            value
+            if plain
+            else json.dumps(
+                value, default=lambda each: each.model_dump(mode="json", exclude_defaults=True)
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_each_configuration_comes_back(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(path)
+    values = flat(config)
+    # What the instance keeps of a whole number may be a double.
+    kept = {name: float(each) if type(each) is int else each for name, each in values.items()}
+    for each in (values, kept):
+        assert configuration_of({**each, "image": "a/b:1", "step_memory": "8Gi"}) == config
+
+
+def test_a_word_or_a_mapping_and_yaml_of_a_person():
+    given = {
+        "training_steps": 5.0,
+        "training_warm_start": '{"from": "champion", "exclude": ["out/*"]}',
+        "model_args": "{hidden_units: [10, 20]}",
+        "gate_min": '{"accuracy": 0.5}',
+    }
+    config = configuration_of(given)
+    assert config.training.warm_start == {"from": "champion", "exclude": ["out/*"]}
+    assert config.model.args == {"hidden_units": [10, 20]}
+    assert configuration_of({"training_warm_start": "champion"}).training.warm_start == "champion"
+
+
+def test_what_is_no_key_any_more_is_named():
+    with pytest.raises(ConfigError, match=r"^training\.cached_rows: removed"):
+        configuration_of({"training_cached_rows": 5})
+
+
+def test_they_are_told_from_the_form():
+    assert is_of_before(flat(Config()))
+    assert not is_of_before({"steps": 5, "settings": {}})
+    assert not is_of_before({})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("training_steps", "now the field steps, or --set training.steps=..."),
+        ("training_patience", "now --set training.patience=..."),
+        ("data_source", "now the field source, or --set data.source=..."),
+        ("step_memory", "now --memory of `flotilla compile` and `flotilla upload`"),
+        ("steps", ""),
+    ],
+)
+def test_each_has_a_spelling_of_now(name, said):
+    assert spelled(name) == said
+    assert all(spelled(each) for each in (*keys(), *OPTIONS))

@@ -1,0 +1,89 @@
+"""The run parameters of before the form: a text or a number for each leaf of the configuration.
+
+`training.steps` was `training_steps`, and a list or a mapping was its JSON. Schedules have them
+still; who gives one by hand is told its spelling of now.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainer.config.base import Section, Whole
+from trainer.config.form import FIELDS
+from trainer.config.load import parse_config, parse_value
+from trainer.config.schema import Config
+
+#: What was one for the pods of the steps, and the option by which it is compiled in.
+OPTIONS = {
+    "step_cpu": "--cpu",
+    "step_memory": "--memory",
+    "step_gpus": "--gpus",
+    "step_node_selector": "--node-selector",
+    "step_tolerations": "--toleration",
+    "store_secret": "--store-secret",
+}
+
+
+@functools.cache
+def keys() -> dict[str, tuple[tuple[str, ...], Any]]:
+    """Return the key of each parameter, and its field in the model, in the order of the file."""
+    return {"_".join(key): (key, field) for key, field in _leaves(Config, ())}
+
+
+def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, field in model.model_fields.items():
+        kind, key = field.annotation, (*path, name)
+        if isinstance(kind, type) and issubclass(kind, Section) and not issubclass(kind, Whole):
+            yield from _leaves(kind, key)
+        else:
+            yield key, field
+
+
+def is_of_before(values: Mapping[str, Any]) -> bool:
+    """Return whether these are run parameters of a pipeline of before the form."""
+    return "training_steps" in values
+
+
+def configuration_of(values: Mapping[str, Any]) -> Config:
+    """Return the configuration that they were; raises `ConfigError`."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in OPTIONS or name == "image":
+            continue
+        key, field = keys().get(name) or (tuple(name.split("_", 1)), None)
+        node = tree
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = _deep(value, field)
+    return parse_config(tree)
+
+
+def _deep(value: Any, field: Any) -> Any:
+    kind = field.annotation if field else str
+    if kind in (int, float) and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind in (str, int, float, bool) or not isinstance(value, str):
+        return value
+    # A key that takes a word or a mapping has a word as its default.
+    if isinstance(field.default, str) and not value.lstrip().startswith("{"):
+        return value
+    with suppress(ValueError):
+        return json.loads(value)
+    return parse_value(value)
+
+
+def spelled(name: str) -> str:
+    """Return how what was this run parameter is set now; empty where none had the name."""
+    if option := OPTIONS.get(name):
+        return f"now {option} of `flotilla compile` and `flotilla upload`"
+    if name not in keys():
+        return ""
+    key = keys()[name][0]
+    fields = (f"the field {each.name}, or " for each in FIELDS if each.key == key)
+    return f"now {next(fields, '')}--set {'.'.join(key)}=..."
