@@ -4,17 +4,14 @@ import json
 
 import pytest
 import yaml
-from components.pod_parameters import step_parameters
-from trainer.config.run_parameters import run_parameters
 
 from components.table import STEPS
 from pipelines.compile import compile_pipeline
-from pipelines.training import PIPELINES, SIGNATURE
+from pipelines.training import IMAGE_FIELD, PIPELINES, SIGNATURE, cluster_pipeline
+from trainer.config.form import FIELDS, to_form
+from trainer.config.load import load_config
 
-KFP_TYPES = {
-    str: "STRING", dict: "STRUCT", list: "LIST", bool: "BOOLEAN",
-    int: "NUMBER_INTEGER", float: "NUMBER_DOUBLE",
-}  # fmt: skip
+KFP_TYPES = {str: "STRING", dict: "STRUCT", int: "NUMBER_INTEGER", float: "NUMBER_DOUBLE"}
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +32,13 @@ def main_tasks(spec):
 
 
 @pytest.fixture(scope="module")
-def news(spec):
+def ready(spec):
+    """The one level of conditions above training."""
     return below(spec, "condition-2")
-
-
-@pytest.fixture(scope="module")
-def accepted(spec):
-    return below(spec, "condition-3")
 
 
 def inputs_of(task):
     return task["inputs"]["parameters"]
-
-
-def own_inputs_of(task):
-    """Return what the code of a step gets, without what KFP keeps for its pod."""
-    of_the_pod = {"base_image", "cpu_limit", "cpu_request", "memory_limit", "memory_request"}
-    return {n for n in inputs_of(task) if not n.startswith("pipelinechannel--")} - of_the_pod
 
 
 def source_of(task, name):
@@ -70,52 +57,47 @@ def all_tasks(spec):
     }
 
 
-def test_the_run_parameters_are_the_leaves_of_the_configuration(spec):
+def test_the_run_parameters_are_the_form_and_the_image(spec):
     given = spec["root"]["inputDefinitions"]["parameters"]
-    every = (*run_parameters(), *step_parameters())
-    assert set(given) == {p.name for p in every}
-    for parameter in every:
-        assert given[parameter.name] == {
-            "parameterType": KFP_TYPES[parameter.type],
-            "defaultValue": parameter.default,
+    assert set(given) == {each.name for each in FIELDS} | {"image"} == set(SIGNATURE.parameters)
+    assert len(given) == 15
+    for field in (*FIELDS, IMAGE_FIELD):
+        assert given[field.name] == {
+            "parameterType": KFP_TYPES[field.type],
+            "defaultValue": SIGNATURE.parameters[field.name].default,
             "isOptional": True,
-            "description": parameter.description,
-            **({"literals": list(choices)} if (choices := choices_of(parameter)) else {}),
+            "description": field.description,
+            **({"literals": list(field.choices)} if field.choices else {}),
         }
-
-
-def choices_of(parameter):
-    return getattr(parameter, "choices", ())
-
-
-def test_what_takes_one_of_a_list_is_a_drop_down_of_the_form(spec):
-    given = spec["root"]["inputDefinitions"]["parameters"]
-    drawn = {name: each["literals"] for name, each in given.items() if "literals" in each}
-    assert drawn["training_schedule_name"] == ["constant", "cosine", "exponential", "piecewise"]
-    assert drawn["gate_champion_better"] == ["", "higher", "lower"]
-    # The server refuses every other value, the default included.
-    assert all(given[name]["defaultValue"] in literals for name, literals in drawn.items())
-    # What also takes a module of the user, and a list, stays free.
-    assert not {"training_strategy", "model_name", "export_formats"} & set(drawn)
     # A step gets what the run was given; only the form and the API look at the list.
     assert "literals" not in json.dumps(spec["components"])
 
 
-def test_a_number_of_the_pods_is_a_text():
-    # Of anything else KFP makes an empty text, where it puts it into a pod.
-    scalars = [p for p in step_parameters() if p.type not in {dict, list}]
-    assert {p.type for p in scalars} == {str}
+def test_the_image_stands_before_where_a_run_publishes():
+    names = list(SIGNATURE.parameters)
+    assert names == [*(each.name for each in FIELDS[:-2]), "image", "storage_root", "settings"]
+
+
+def test_a_configuration_is_the_defaults_of_the_form():
+    config = load_config(None, ["training.steps=7", "model.name=own.nets:wide", "data.shards=4"])
+    spec = cluster_pipeline(config=config).pipeline_spec
+    declared = spec.root.input_definitions.parameters
+    values = to_form(config)
+    assert declared["steps"].default_value.number_value == 7
+    assert declared["model"].default_value.string_value == "settings"
+    assert values["settings"] == {"model": {"name": "own.nets:wide"}, "data": {"shards": 4}}
+    assert "own.nets:wide" in str(declared["settings"].default_value)
 
 
 def test_the_pipeline_says_what_it_does(spec):
     assert spec["pipelineInfo"]["description"].startswith("Train a model that passes its gate")
 
 
-def test_every_run_parameter_reaches_the_first_step(main_tasks):
-    given = inputs_of(main_tasks["resolve-config"])
-    for parameter in run_parameters():
-        channel = given[parameter.name]["componentInputParameter"]
-        assert channel.endswith(f"--{parameter.name}")
+def test_every_field_reaches_the_first_step(main_tasks):
+    given = inputs_of(main_tasks["prepare-data"])
+    for field in FIELDS:
+        channel = given[field.name]["componentInputParameter"]
+        assert channel.endswith(f"--{field.name}")
     assert given["kfp_run_id"]["runtimeValue"]["constant"] == "{{$.pipeline_job_uuid}}"
 
 
@@ -124,29 +106,21 @@ def test_the_exit_step_runs_after_everything(spec):
     assert set(tasks) == {"exit-handler-1", "finish"}
     assert tasks["finish"]["dependentTasks"] == ["exit-handler-1"]
     assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
-    # Of the parameter and not of the first step, which may be the one that failed.
-    assert inputs_of(tasks["finish"])["root"] == {"componentInputParameter": "storage_root"}
-    for name in ("launcher", "kubernetes"):
-        given = {"componentInputParameter": f"cluster_{name}"}
-        assert inputs_of(tasks["finish"])[name] == given
-    assert inputs_of(tasks["finish"])["status"]["taskFinalStatus"] == {
-        "producerTask": "exit-handler-1"
-    }
+    # Of the form and not of the first step, which may be the one that failed.
+    given = inputs_of(tasks["finish"])
+    assert given["root"] == {"componentInputParameter": "storage_root"}
+    assert given["settings"] == {"componentInputParameter": "settings"}
+    assert given["status"]["taskFinalStatus"] == {"producerTask": "exit-handler-1"}
 
 
-FROM_FIRST = "pipelinechannel--resolve-config-"
+FROM_FIRST = "pipelinechannel--prepare-data-"
 
 
-def test_each_step_gets_what_the_one_before_has_published(news, accepted):
-    train, evaluate = accepted["train-model"], accepted["evaluate-model"]
-    data = {"componentInputParameter": f"{FROM_FIRST}data"}
-    assert inputs_of(news["prepare-data"])["data"] == data
-    assert source_of(news["validate-data"], "dataset") == ("prepare-data", "Output")
-    dataset = {"componentInputParameter": "pipelinechannel--prepare-data-Output"}
-    assert inputs_of(train)["dataset"] == dataset
-    assert inputs_of(evaluate)["dataset"] == dataset
-    assert source_of(evaluate, "checkpoint") == ("train-model", "Output")
-    assert source_of(accepted["check-gate"], "evaluation") == ("evaluate-model", "Output")
+def test_each_step_gets_what_the_one_before_has_published(ready):
+    dataset = {"componentInputParameter": f"{FROM_FIRST}dataset_uri"}
+    for name in ("train-model", "evaluate-model"):
+        assert inputs_of(ready[name])["dataset"] == dataset
+    assert source_of(ready["evaluate-model"], "checkpoint") == ("train-model", "Output")
 
 
 def artifacts_of(task):
@@ -164,23 +138,20 @@ def artifacts_of(task):
 def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     dataset, checkpoint = "prepare-data/dataset", "train-model/checkpoint"
     expected = {
-        "validate-data": {"dataset_descriptor": dataset},
         "train-model": {"dataset_descriptor": "dataset"},
         "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
-        "check-gate": {"evaluation_descriptor": "evaluate-model/evaluation_metrics"},
         # They enter a group under the names that its graph shows.
-        "condition-3": {"dataset": dataset},
-        "condition-4": {
-            "dataset": "dataset", "checkpoint": checkpoint, "decision": "check-gate/decision",
+        "condition-2": {"dataset": dataset},
+        "condition-3": {
+            "dataset": "dataset", "checkpoint": checkpoint, "decision": "evaluate-model/decision",
         },
         "export-model": {
             f"{name}_descriptor": name for name in ("dataset", "checkpoint", "decision")
         },
-        "register-model": {"model_descriptor": "export-model/model"},
     }  # fmt: skip
     tasks = all_tasks(spec)
     assert {name: artifacts_of(tasks[name]) for name in expected} == expected
-    for name in ("condition-3", "condition-4"):
+    for name in ("condition-2", "condition-3"):
         group = spec["components"][f"comp-{name}"]["inputDefinitions"]["artifacts"]
         assert set(group) == set(expected.pop(name))
     for name, artifacts in expected.items():
@@ -198,19 +169,21 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
         if "artifacts" in component.get("outputDefinitions", {})
     }
     assert found == {
-        "resolve-config": {"configuration": "Artifact"},
-        "prepare-data": {"dataset": "Dataset"},
-        "validate-data": {"validation": "Artifact", "page": "HTML"},
+        "prepare-data": {
+            "configuration": "Artifact",
+            "dataset": "Dataset",
+            "validation": "Artifact",
+            "page": "HTML",
+        },
         # The second name is KFP's: without it, its UI offers no TensorBoard.
         "train-model": {"checkpoint": "Model", "mlpipeline_ui_metadata": "Artifact"},
         "evaluate-model": {
             "evaluation_metrics": "Metrics",
             "confusion_matrix": "ClassificationMetrics",
             "roc_curve": "ClassificationMetrics",
+            "decision": "Artifact",
         },
-        "check-gate": {"decision": "Artifact"},
-        "export-model": {"model": "Model"},
-        "register-model": {"registration": "Model"},
+        "export-model": {"model": "Model", "registration": "Model"},
         "finish": {"report": "HTML", "summary": "Markdown"},
     }
 
@@ -223,59 +196,43 @@ def test_a_step_needs_no_artifact(spec):
             assert all(each["isOptional"] for each in taken.values())
 
 
-@pytest.mark.parametrize("step", ["train-model", "evaluate-model", "check-gate"])
-def test_each_step_gets_the_run(news, accepted, step):
+@pytest.mark.parametrize("step", ["train-model", "evaluate-model"])
+def test_each_step_gets_the_run(ready, step):
     for name in ("config", "root", "run_id"):
         given = {"componentInputParameter": f"{FROM_FIRST}{name}"}
-        assert inputs_of(news["validate-data"])[name] == given
-        assert inputs_of(accepted[step])[name] == given
+        assert inputs_of(ready[step])[name] == given
 
 
-def test_preparing_data_depends_on_nothing_but_the_data_section(news):
-    assert own_inputs_of(news["prepare-data"]) == {"data", "root", "seal", "data_code"}
+def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, ready):
+    for task in (ready["train-model"], below(spec, "condition-3")["export-model"]):
+        given = inputs_of(task)["image"]["componentInputParameter"]
+        assert given == "pipelinechannel--image"
+    secret = inputs_of(ready["train-model"])["store_secret"]["runtimeValue"]["constant"]
+    assert secret == "mlpipeline-minio-artifact"
 
 
-def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, accepted):
-    for task, names in (
-        (accepted["train-model"], ("image", "store_secret")),
-        (below(spec, "condition-4")["register-model"], ("image",)),
-    ):
-        for name in names:
-            given = inputs_of(task)[name]["componentInputParameter"]
-            assert given == f"pipelinechannel--{name}"
-
-
-def test_where_nothing_is_new_no_step_runs_but_the_first_and_the_last(main_tasks, news):
+def test_a_run_trains_only_where_the_first_step_says_so(main_tasks, ready):
     condition = main_tasks["condition-2"]["triggerPolicy"]["condition"]
-    assert condition == f"inputs.parameter_values['{FROM_FIRST}Output'] == 'new'"
-    assert set(main_tasks) == {"resolve-config", "condition-2"}
-    assert set(news) == {"prepare-data", "validate-data", "condition-3"}
+    assert condition == f"inputs.parameter_values['{FROM_FIRST}Output'] == 'ready'"
+    assert set(main_tasks) == {"prepare-data", "condition-2"}
+    assert set(ready) == {"train-model", "evaluate-model", "condition-3"}
 
 
-def test_only_accepted_data_is_trained_on(news, accepted):
-    condition = news["condition-3"]["triggerPolicy"]["condition"]
-    assert condition.endswith("== 'accepted'")
-    assert "validate-data-Output" in condition
-    assert set(accepted) == {"train-model", "evaluate-model", "check-gate", "condition-4"}
-
-
-def test_only_a_blessed_model_is_exported(spec, accepted):
-    branch = accepted["condition-4"]
-    condition = branch["triggerPolicy"]["condition"]
+def test_only_a_blessed_model_is_exported(spec, ready):
+    condition = ready["condition-3"]["triggerPolicy"]["condition"]
     assert condition.endswith("== 'blessed'")
-    assert "check-gate-Output" in condition
-    steps = below(spec, "condition-4")
-    assert set(steps) == {"export-model", "register-model"}
+    assert "evaluate-model-Output" in condition
+    steps = below(spec, "condition-3")
+    assert set(steps) == {"export-model"}
     decision = inputs_of(steps["export-model"])["decision"]["componentInputParameter"]
-    assert decision.endswith("check-gate-decision_uri")
+    assert decision.endswith("evaluate-model-decision_uri")
 
 
-def test_only_what_the_table_says_may_come_from_a_cache(spec):
+def test_no_step_comes_from_the_cache_of_kfp(spec):
     tasks = all_tasks(spec)
-    cached = [
+    assert not [
         step.name for step in STEPS if tasks[step.kfp_name]["cachingOptions"].get("enableCache")
     ]
-    assert cached == [step.name for step in STEPS if step.is_cached] == ["prepare_data"]
 
 
 def test_every_row_of_the_table_is_wired_once(spec):
@@ -295,9 +252,9 @@ def test_kfp_calls_the_pipeline_by_position():
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("prepare", ["prepare-data", "resolve-config", "validate-data"]),
-        ("train", ["condition-1", "prepare-data", "resolve-config", "validate-data"]),
-        ("train_on", ["resolve-config", "train-model"]),
+        ("prepare", ["prepare-data"]),
+        ("train", ["condition-1", "prepare-data"]),
+        ("train_on", ["prepare-data", "train-model"]),
     ],
 )
 def test_the_short_pipelines(name, steps):
@@ -307,6 +264,6 @@ def test_the_short_pipelines(name, steps):
 
 def test_training_on_a_dataset_takes_its_uri():
     spec = PIPELINES["train_on"].pipeline_spec
-    given = spec.root.dag.tasks["train-model"].inputs.parameters["dataset"]
+    given = spec.root.dag.tasks["prepare-data"].inputs.parameters["published"]
     assert given.component_input_parameter == "dataset"
     assert set(spec.root.input_definitions.parameters) == {*SIGNATURE.parameters, "dataset"}
