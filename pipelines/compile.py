@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,28 +23,39 @@ from components import contract
 from components.image import IMAGE
 from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from pipelines.training import COMPONENTS, cluster_pipeline
+from trainer.config.load import load_config
+from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.promotion import lineage
 
 
 def compile_all(
-    output: Path, image: str, components: Path | None, pods: StepPods = NO_SETTINGS
+    output: Path,
+    image: str,
+    components: Path | None,
+    pods: StepPods = NO_SETTINGS,
+    config: Config | None = None,
 ) -> dict[str, str]:
     """Write the pipeline, for `image`, and its components; raises `ConfigError` or `UserError`."""
     check_image(image)
     if components is not None:
         # Before the first file: what cannot be written whole is not begun.
         _make_folder(components, components)
-    compile_pipeline(output, image or IMAGE, pods)
+    compile_pipeline(output, image or IMAGE, pods, config)
     if components is None:
         return {"pipeline": str(output)}
     compile_components(components, image or IMAGE)
     return {"pipeline": str(output), "components": str(components)}
 
 
-def compile_pipeline(output: Path, image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> None:
+def compile_pipeline(
+    output: Path,
+    image: str = IMAGE,
+    pods: StepPods = NO_SETTINGS,
+    config: Config | None = None,
+) -> None:
     """Write the IR YAML of the whole pipeline to `output`; raises `UserError` if that fails."""
-    write_pipeline(output, cluster_pipeline(image, pods))
+    write_pipeline(output, cluster_pipeline(image, pods, config))
 
 
 def write_pipeline(output: Path, pipeline: object) -> None:
@@ -68,8 +80,8 @@ def image_remark(image: str) -> str:
     return f"no cluster can pull {IMAGE}, which names no registry: {remedy}"
 
 
-def _text_of_pipeline(image: str, pods: StepPods) -> str:
-    return _compiled(cluster_pipeline(image, pods))
+def _text_of_pipeline(image: str, pods: StepPods, config: Config | None) -> str:
+    return _compiled(cluster_pipeline(image, pods, config))
 
 
 def _compiled(source: object) -> str:
@@ -100,6 +112,8 @@ DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
 # Seven times as fast, where PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIXES = (".yaml", ".yml")
+# A key of its own line in the compiled YAML, that no configuration has.
+_OF_PIPELINE = re.compile(r"(pipelineInfo|deploymentSpec|schemaVersion):")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +149,16 @@ class Package:
         return "-".join(filter(None, [self.digest, commit[:COMMIT_LENGTH], dirty]))
 
 
-def package_of(file: Path | None, image: str, pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the pipeline in `file`, or ours, compiled for `image`; raises `ConfigError`."""
-    if file is None:
-        check_image(image)
-        return _package(_text_of_pipeline(image or IMAGE, pods), "the pipeline")
+def own_package(
+    image: str = "", pods: StepPods = NO_SETTINGS, config: Config | None = None
+) -> Package:
+    """Return our pipeline, compiled now; raises `ConfigError`."""
+    check_image(image)
+    return _package(_text_of_pipeline(image or IMAGE, pods, config), "the pipeline")
+
+
+def package_of(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
+    """Return the pipeline that is compiled in `file`; raises `ConfigError`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(
@@ -153,6 +172,25 @@ def package_of(file: Path | None, image: str, pods: StepPods = NO_SETTINGS) -> P
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         return _package("", str(file))
+
+
+def package_to_upload(
+    file: Path | None, settings: Sequence[str], image: str, pods: StepPods
+) -> Package:
+    """Return the pipeline in a compiled `file`, or ours with a configuration; as `package_of`."""
+    if file is None or not _is_compiled(file):
+        return own_package(image, pods, load_config(file, settings, rebases=True))
+    if settings:
+        raise ConfigError(f"--set is for compiling, and {file} is compiled already")
+    return package_of(file, image, pods)
+
+
+def _is_compiled(file: Path) -> bool:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return any(_OF_PIPELINE.match(line) for line in lines)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def compiled_by(spec: Mapping[str, Any] | None) -> str:

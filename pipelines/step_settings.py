@@ -17,6 +17,7 @@ from components.image import SECRET_KEYS
 from components.kubernetes import names
 from components.table import PREPARE, StepSpec
 from trainer.config import pod_fields
+from trainer.config.load import parse_value
 from trainer.errors import ConfigError, UserError
 from trainer.storage.s3_endpoint import KFP_SECRET
 from trainer.storage.uri import scheme_of
@@ -47,19 +48,6 @@ def check_target(pipeline_root: str, service_account: str) -> None:
         raise ConfigError(f"--pipeline-root {error}") from None
     except ValueError as error:
         raise ConfigError(f"--service-account {error}") from None
-
-
-def assigned(texts: Sequence[str]) -> dict[str, str]:
-    """Return the run parameters that are no keys of the configuration, from `NAME=VALUE`."""
-    found = _pairs("--parameter", texts, "=", "NAME=VALUE")
-    if wrong := found.keys() - {"image"}:
-        raise ConfigError(
-            f"--parameter {min(wrong)}: image alone is one; set keys of the configuration by "
-            "--set, and the pods of the steps by options of `flotilla upload`"
-        )
-    if "image" in found:
-        check_image(found["image"])
-    return found
 
 
 _DAY = 24 * 3600
@@ -240,20 +228,39 @@ NO_SETTINGS = StepPods()
 
 def step_pods(
     *,
+    node_selector: Sequence[str] = (),
+    tolerations: Sequence[str] = (),
     pull_secrets: Sequence[str] = (),
     mounts: Sequence[str] = (),
-    scratch: str = "",
     labels: Sequence[str] = (),
     variables: Sequence[str] = (),
+    **texts: str,
 ) -> StepPods:
-    """Return the settings from `CLAIM:FOLDER`, `KEY=VALUE`, `NAME=VALUE`; raises `ConfigError`."""
+    """Return the settings from `CLAIM:FOLDER`, `KEY=VALUE`, `NAME=VALUE`; raises `ConfigError`.
+
+    A toleration is YAML or JSON; `texts` are further fields as they are.
+    """
     return StepPods(
+        node_selector=_pairs("--node-selector", node_selector, "=", "KEY=VALUE"),
+        tolerations=tuple(map(_toleration, tolerations)),
         pull_secrets=tuple(dict.fromkeys(pull_secrets)),
         mounts=_pairs("--mount", mounts, ":", "CLAIM:FOLDER"),
-        scratch=scratch,
         labels=_pairs("--label", labels, "=", "KEY=VALUE"),
         variables=_pairs("--env", variables, "=", "NAME=VALUE"),
+        **texts,
     )
+
+
+def _toleration(text: str) -> dict[str, Any]:
+    try:
+        found = parse_value(text)
+    except ConfigError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"--toleration {text!r} is no toleration, such as '{{key: spot, operator: Exists}}'"
+        )
+    return found
 
 
 def _pairs(option: str, texts: Sequence[str], separator: str, form: str) -> dict[str, str]:

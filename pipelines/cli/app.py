@@ -19,7 +19,15 @@ from pipelines.cli.doctor import check, doctor
 from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import checkpoint, models
-from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
+from pipelines.cli.options import (
+    TRAINED,
+    Assignments,
+    Config,
+    FormConfig,
+    Workdir,
+    local_path,
+    of_pods,
+)
 from pipelines.cli.predict import predict
 from pipelines.cli.retention import COLLECTED, gc
 from pipelines.cli.run import RUNS, prepare, replay, run, train
@@ -46,6 +54,8 @@ ENDED = (
     "ended, `main_metric` and `better` where a model was evaluated."
 )
 COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
+# An option that is gone.
+PARAMETER = "--parameter"
 # Commands that are gone, and what is used in their place.
 REMOVED = {
     "plan": "train for some steps with different numbers of tasks, and see `flotilla compare`"
@@ -101,6 +111,8 @@ app.command(epilog="--json adds `trials`, `best` and `command`.")(sweep)
 @of_pods
 def compile_(
     pods: Any,
+    config: FormConfig = None,
+    assignments: Assignments = None,
     output: Annotated[
         Path,
         typer.Option("-o", "--output", metavar="FILE", parser=local_path, help="File to write."),
@@ -116,8 +128,10 @@ def compile_(
     """Compile the pipeline to the YAML that a KFP instance takes."""
     from components.image import IMAGE
     from pipelines.compile import compile_all, image_remark
+    from trainer.config.load import load_config
 
-    written = compile_all(output, image, components, pods)
+    defaults = load_config(config, assignments or (), rebases=True)
+    written = compile_all(output, image, components, pods, defaults)
     for path in written.values():
         note(f"wrote {path}")
     if remark := image_remark(image or IMAGE):
@@ -245,7 +259,7 @@ def called(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
         # An option of `flotilla` itself, which has no other.
         arguments = ["--version"]
-    if wrong := _argument_with_credentials(arguments) or _removed_command(arguments):
+    if wrong := _argument_with_credentials(arguments) or _removed(arguments):
         return fail(wrong, USAGE, as_json=as_json)
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
@@ -289,7 +303,17 @@ def _argument_with_credentials(arguments: list[str]) -> str:
     return ""
 
 
-def _removed_command(arguments: list[str]) -> str:
+def _removed(arguments: list[str]) -> str:
+    """Return a line that refuses a command or an option of before, or an empty text."""
     command = next((each for each in arguments if not each.startswith("-")), "")
-    remedy = REMOVED.get(command)
-    return f"{command}: removed in 0.2: {remedy}" if remedy else ""
+    if remedy := REMOVED.get(command):
+        return f"{command}: removed in 0.2: {remedy}"
+    if command in ("submit", "schedule"):
+        for each, after in zip(arguments, [*arguments[1:], ""], strict=True):
+            option, _, joined = each.partition("=")
+            if option == PARAMETER:
+                from trainer.config.old_parameters import spelled
+
+                name = (joined or after).partition("=")[0]
+                return f"{PARAMETER} {name}: {spelled(name)}"
+    return ""

@@ -41,17 +41,23 @@ def upload(
     instance: Instance,
     pods: Any,
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Compiled pipeline; ours when left out.")
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG|FILE]",
+            help="YAML file of a run, as the defaults of the form, or a compiled pipeline.",
+        ),
     ] = None,
+    assignments: Assignments = None,
     image: Image = "",
     name: Annotated[str, typer.Option(help="Of the pipeline; its own when left out.")] = "",
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
-    from pipelines.compile import image_remark, package_of
+    from pipelines.compile import image_remark, package_to_upload
     from pipelines.runs.upload import default_of
     from pipelines.runs.upload import upload as upload_package
 
-    access, package = instance.access(), package_of(file, image, pods)
+    access = instance.access()
+    package = package_to_upload(file, assignments or (), image, pods)
     made = upload_package(access, package, name)
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"

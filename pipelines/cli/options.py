@@ -22,6 +22,10 @@ TRAINED = (
 Config = Annotated[
     Path | None, typer.Argument(help="YAML file of the run; configs/digits.yaml when left out.")
 ]
+FormConfig = Annotated[
+    Path | None,
+    typer.Argument(help="YAML file of a run: the defaults of the form; digits when left out."),
+]
 Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated."),
@@ -109,11 +113,22 @@ _TARGET = {
     "experiment": _text("NAME", "Group of runs; created where it does not exist."),
     "pipeline_root": _text("URI", "Where KFP keeps artifacts; its default when empty."),
     "service_account": _text("NAME", "Of the pods; the instance's default when empty."),
-    "parameters": _texts(
-        "--parameter", "NAME=VALUE", "A run parameter of the steps, such as step_memory=16Gi"
-    ),
+    "image": _text("IMAGE", "Of all steps and tasks; that of the pipeline when empty."),
 }
 _PODS = {
+    "cpu": _text("CPUS", "Of each working step, such as 500m or 4; 1 when left out."),
+    "memory": _text("SIZE", "Of each working step, such as 16Gi; 4Gi when left out."),
+    "gpus": _text("N", "Of evaluate-model and export-model; none when left out."),
+    "node_selector": _texts(
+        "--node-selector", "KEY=VALUE", "Label that the nodes of the working steps have"
+    ),
+    "tolerations": _texts(
+        "--toleration", "YAML", "Taint that the working steps tolerate, as Kubernetes writes it"
+    ),
+    "store_secret": _text(
+        "NAME",
+        "Secret with the keys of the object store; mlpipeline-minio-artifact when left out.",
+    ),
     "pull_secrets": _texts("--pull-secret", "NAME", "Secret of the image's registry"),
     "mounts": _texts(
         "--mount", "CLAIM:FOLDER", "Volume claim of prepare-data, for data.manual_dir"
@@ -142,11 +157,7 @@ def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
 
 def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `target` by options; it gets them as fields of a `Submission`."""
-
-    def made(parameters: list[str] | None, **named: str) -> dict[str, Any]:
-        return {**named, "parameters": tuple(parameters or ())}
-
-    return _grouped(command, "target", _TARGET, made)
+    return _grouped(command, "target", _TARGET, dict)
 
 
 def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import Version, newest_version, version_of
-from pipelines.step_settings import assigned
 from trainer.code.bundle import forget_schedule, note_schedule
 from trainer.config.form import SETTINGS
 from trainer.errors import ConfigError, UserError, nearest
@@ -268,9 +267,7 @@ def _wanted(
 ) -> V2beta1RecurringRun:
     what = f"version {version.name} of {version.pipeline}"
     # Parameters first: a refusal leaves no empty experiment.
-    parameters = run_parameters(
-        submission.config, assigned(submission.parameters), version.spec, what
-    )
+    parameters = run_parameters(submission.config, submission.image, version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
     else:

@@ -18,7 +18,7 @@ from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
 from pipelines.runs.upload import Version, equals, version_of
-from pipelines.step_settings import assigned, check_target
+from pipelines.step_settings import check_image, check_target
 from trainer import storage
 from trainer.code.bundle import Bundle
 from trainer.config.form import to_form
@@ -44,16 +44,14 @@ class Submission:
     name: str = ""
     pipeline_root: str = ""
     service_account: str = ""
-    parameters: Sequence[str] = ()
+    image: str = ""
 
     def __post_init__(self) -> None:
         """Refuse wrong values before a request is sent; raises `ConfigError`."""
-        if isinstance(self.parameters, str):
-            raise ConfigError(f"parameters {self.parameters!r} is a text: give a list of texts")
         for option in ("pipeline", "experiment"):
             if not getattr(self, option).strip():
                 raise ConfigError(f"--{option} is empty: name one, or leave the option out")
-        assigned(self.parameters)
+        check_image(self.image)
         check_target(self.pipeline_root, self.service_account)
 
 
@@ -78,7 +76,7 @@ def submit(
     name: str = "",
     pipeline_root: str = "",
     service_account: str = "",
-    parameters: Sequence[str] = (),
+    image: str = "",
     code: str | Path = "",
 ) -> Submitted:
     """Start a run on a KFP instance and return at once; see `follow`.
@@ -94,7 +92,7 @@ def submit(
         name: of the run; from the configuration and the time when empty.
         pipeline_root: where KFP keeps artifacts; the instance's default when empty.
         service_account: of the pods; the instance's default when empty.
-        parameters: run parameters of the steps, as `NAME=VALUE`.
+        image: of all steps and tasks; the one that the pipeline was compiled for when empty.
         code: folder of your own modules, which the steps find; those of the image when empty.
 
     Raises:
@@ -109,7 +107,7 @@ def submit(
         name=name,
         pipeline_root=pipeline_root,
         service_account=service_account,
-        parameters=parameters,
+        image=image,
     )
     access = (instance or Instance()).access()
     if code:
@@ -141,7 +139,7 @@ def package_to_send(file: str | Path | None, version: str) -> Package | None:
     """Return the compiled pipeline in a file, None without one; raises `UserError`."""
     if file and version:
         raise ConfigError("--file and --version name two pipelines: leave one out")
-    return package_of(Path(file), "") if file else None
+    return package_of(Path(file)) if file else None
 
 
 def start(client: Client, submission: Submission) -> Submitted:
@@ -156,10 +154,10 @@ def start(client: Client, submission: Submission) -> Submitted:
 
 
 def run_parameters(
-    config: Config, given: Mapping[str, Any], spec: Mapping[str, Any] | None, what: str
+    config: Config, image: str, spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
-    """Return the run parameters of `config` and of the steps; raises `ConfigError`."""
-    values, known = {**to_form(config), **given}, parameters_of(spec)
+    """Return the values of the form for a pipeline; raises `ConfigError`."""
+    values, known = {**to_form(config), **({"image": image} if image else {})}, parameters_of(spec)
     if known is not None and (unknown := values.keys() - known):
         raise ConfigError(
             f"{what} does not know {', '.join(sorted(unknown))}: upload this pipeline with "
@@ -205,9 +203,8 @@ def _started(client: Client, submission: Submission, version: Version | None) ->
         elif package := submission.package:
             what, spec = f"the pipeline {package.name}", dict(package.spec)
             pipeline = {"pipeline_package_path": stack.enter_context(package.written())}
-        given = assigned(submission.parameters)
         named = {
-            "params": run_parameters(submission.config, given, spec, what),
+            "params": run_parameters(submission.config, submission.image, spec, what),
             "job_name": submission.name or run_name(submission.config),
             "experiment_id": experiment_id(client, submission.experiment),
             "pipeline_root": submission.pipeline_root or None,

@@ -11,10 +11,11 @@ from kfp import client as sdk
 
 from pipelines import compile
 from pipelines.cli import app
-from pipelines.compile import Package, package_of
+from pipelines.compile import Package, own_package
 from pipelines.runs import kfp_watch
 from pipelines.step_settings import StepPods
 from tests.kfp_instance.server import Instance
+from trainer.config.schema import Config
 
 
 class _Tree(dict[str, Any]):
@@ -79,16 +80,16 @@ _COMPILE = compile._text_of_pipeline
 _COMPILED: dict[str, str] = {}
 
 
-def _compiled_before(image: str, pods: StepPods) -> str:
-    asked = repr((image, pods))
+def _compiled_before(image: str, pods: StepPods, config: Config | None) -> str:
+    asked = repr((image, pods, config or Config()))
     if asked not in _COMPILED:
-        _COMPILED[asked] = _COMPILE(image, pods)
+        _COMPILED[asked] = _COMPILE(image, pods, config)
     return _COMPILED[asked]
 
 
 @pytest.fixture(scope="session")
 def compiled() -> Package:
-    return package_of(None, "")
+    return own_package()
 
 
 @pytest.fixture

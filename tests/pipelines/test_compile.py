@@ -11,7 +11,6 @@ import pytest
 import yaml
 from kfp import compiler
 from kfp import components as kfp_components
-from trainer.config.run_parameters import to_parameters
 
 from components import contract
 from components.image import IMAGE, SECRET_KEYS
@@ -22,10 +21,12 @@ from pipelines.training import COMPONENTS
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.pipelines.reused import RUN, loaded, pipeline_of
 from trainer import storage
+from trainer.config.form import to_form, to_local_form
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.promotion import registry
+from trainer.storage.s3_endpoint import KFP_SECRET
 
 ROOT = Path(__file__).parents[2]
 OTHER = "registry.example:5000/team/flotilla_python:1.2-gpu"
@@ -70,7 +71,7 @@ def test_the_sdk_loads_it(compiled):
 
 def test_it_is_small(compiled):
     # A group of steps declares once more all that enters it.
-    assert len(compiled.encode()) < 150_000
+    assert len(compiled.encode()) < 60_000
 
 
 def test_it_is_the_pipeline_and_what_kubernetes_has_to_know_of_it(compiled):
@@ -100,8 +101,7 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
         assert secret["optional"] is True
         keys = {each["envVar"]: each["secretKey"] for each in secret["keyToEnv"]}
         assert keys == {key: key for key in SECRET_KEYS}
-        name = secret["secretNameParameter"]["componentInputParameter"]
-        assert name.removeprefix("pipelinechannel--") == "store_secret"
+        assert secret["secretNameParameter"] == {"runtimeValue": {"constant": KFP_SECRET}}
 
 
 def test_the_pods_of_every_step_are_admitted_by_pod_security_restricted(compiled):
@@ -142,10 +142,8 @@ def test_it_holds_no_source_of_the_trainer(executors):
             f"    from components.{module} import work",
             "    from components.records.record import run",
         ]
-        if module == "resolve_config":
-            expected = [f"    from components.{module} import run_step"]
         assert sorted(re.findall(r"^ +(?:from|import) .*$", body, re.MULTILINE)) == sorted(expected)
-        assert len(re.findall(r"\brun(?:_step)?\(", body)) == 1, name
+        assert len(re.findall(r"\brun\(", body)) == 1, name
 
 
 def test_every_step_has_the_image_of_the_run(compiled):
@@ -261,7 +259,7 @@ def folder(tmp_path_factory):
 
 
 def run(name, folder, root, config):
-    arguments = json.dumps(to_parameters(config))
+    arguments = json.dumps(to_local_form(config))
     command = [sys.executable, "-m", "tests.pipelines.reused", name, folder, root, arguments]
     # KFP starts a step by the word `python3` of the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
@@ -291,12 +289,14 @@ def test_a_file_says_all_that_its_component_does(folder):
         again = loaded(folder)[component.name].component_spec
         assert set(again.inputs) == set(component.component_spec.inputs)
         assert again.outputs == component.component_spec.outputs
-        assert again.description == component.component_spec.description
+        # What a file says of itself is the first paragraph.
+        words = component.component_spec.description.split()
+        assert words[: len(again.description.split())] == again.description.split()
         assert again.implementation.container.image == THEIRS
 
 
 def test_they_compile_into_another_pipeline(folder, tmp_path):
-    given = to_parameters(config_of(tmp_path))
+    given = to_form(config_of(tmp_path))
     path = tmp_path / "reused.yaml"
     compiler.Compiler().compile(pipeline_of(loaded(folder), given), str(path))
     spec = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
@@ -314,28 +314,29 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     answer = json.loads((tmp_path / "outputs.json").read_text(encoding="utf-8"))
     assert Config.model_validate_json(answer["config"]) == config
     # There is no dataset that a cache could know of.
-    assert (answer["root"], answer["run_id"], answer["seal"]) == (config.storage.root, RUN, RUN)
+    assert (answer["root"], answer["run_id"]) == (config.storage.root, RUN)
+    assert answer["Output"] == "ready"
 
 
-LAST = "configuration: dsl.Output[dsl.Artifact]"
+LAST = "is_whole_run: bool = True"
 SOURCES = {
     # One that was compiled before there was a batch size, and before there was a mark.
-    "older": (("training_batch_size: int,", ""), None),
+    "older": (("batch_size: int,", ""), None),
     # One that knows a key more.
-    "newer": ((LAST, f"{LAST}, training_new: int = 5"), "9.9.9 0123456789ab"),
+    "newer": ((LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"),
 }
 
 
 @pytest.mark.parametrize("age", SOURCES)
 def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path, age):
     change, mark = SOURCES[age]
-    tree = yaml.load((folder / "resolve-config.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
-    container = tree["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
+    tree = yaml.load((folder / "prepare-data.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+    container = tree["deploymentSpec"]["executors"]["exec-prepare-data"]["container"]
     *command, source = container["command"]
     assert source.count(change[0]) == 1
     container["command"] = [*command, source.replace(*change)]
     container["args"] = [*container["args"][:-2], *([contract.OPTION, mark] if mark else [])]
-    (tmp_path / "resolve-config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    (tmp_path / "prepare-data.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     ended = run("one", tmp_path, tmp_path, config_of(tmp_path))
     assert ended.returncode != 0
     [line] = [line for line in ended.stdout.splitlines() if "flotilla: resolve_config: " in line]

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from components.pod_parameters import step_parameters
-from trainer.config.run_parameters import to_parameters
 
 from components.kubernetes import names
 from components.table import STEPS
 from components.tfjob.engine import Place, manifest
 from pipelines.compile import compile_pipeline, package_of
-from pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, assigned, step_pods
+from pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, step_pods
 from pipelines.training import PIPELINES
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import s3_server
 from trainer.cluster.launcher import Job
+from trainer.config.form import to_local_form
 from trainer.config.kubernetes import JobConfig
 from trainer.config.load import parse_config
 from trainer.errors import ConfigError
@@ -97,31 +96,12 @@ def test_every_placeholder_of_a_pod_is_an_input_of_its_step(tasks, containers):
         assert "pipelinechannel--image" in wanted
 
 
-def test_a_working_step_gets_what_the_run_asks_for(containers):
-    for step, container in containers.items():
-        found = container["resources"]
-        given = {key: PLACEHOLDER.findall(str(value)) for key, value in found.items()}
-        if ROWS[step].is_light:
-            assert not any(given.values())
-            assert found["resourceMemoryLimit"] == "2Gi"
-            continue
-        for kind in ("Limit", "Request"):
-            assert given[f"resourceCpu{kind}"] == ["pipelinechannel--step_cpu"]
-            assert given[f"resourceMemory{kind}"] == ["pipelinechannel--step_memory"]
-
-
-def test_gpus_are_for_what_computes_with_a_model(containers):
-    with_gpus = {step for step, each in containers.items() if "accelerator" in each["resources"]}
-    assert with_gpus == {name for name, row in ROWS.items() if row.may_use_gpus}
-    assert {p.name: p.default for p in step_parameters()}["step_gpus"] == "0"
-
-
 def test_what_finds_the_same_a_second_time_is_not_tried_again(tasks):
     retries = {
         step: task.get("retryPolicy", {}).get("maxRetryCount", 0) for step, task in tasks.items()
     }
     assert retries == {name: row.retries for name, row in ROWS.items()}
-    assert retries["resolve-config"] == 0
+    assert retries["prepare-data"] == 3
 
 
 def test_a_step_of_hours_is_tried_again_too(tasks, pods):
@@ -147,18 +127,6 @@ def test_every_step_has_a_deadline(pods):
 def test_the_run_ends_and_is_cleaned_away(documents):
     config = documents[1]["platforms"]["kubernetes"]["pipelineConfig"]
     assert config == {"activeDeadlineSeconds": RUN_SECONDS, "resourceTtlOnCompletion": 604_800}
-
-
-def test_where_the_pods_go_is_for_the_run_to_say(pods):
-    for step, pod in pods.items():
-        if ROWS[step].is_light:
-            assert not {"nodeSelector", "tolerations"} & set(pod)
-            continue
-        selector = pod["nodeSelector"]["nodeSelectorJson"]["componentInputParameter"]
-        assert selector.removeprefix("pipelinechannel--") == "step_node_selector"
-        (toleration,) = pod["tolerations"]
-        name = toleration["tolerationJson"]["componentInputParameter"]
-        assert name.removeprefix("pipelinechannel--") == "step_tolerations"
 
 
 def test_every_pod_has_the_labels_that_kubernetes_recommends(pods):
@@ -235,7 +203,7 @@ def variables_of(step, secret, tmp_path):
 
 
 def run(module, name, folder, root, variables):
-    arguments = to_parameters(parse_config({"storage": {"root": root}}))
+    arguments = to_local_form(parse_config({"storage": {"root": root}}))
     if name == "two_steps":
         arguments["path"] = str(folder / "kept.json")
     (folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
@@ -254,7 +222,7 @@ def run(module, name, folder, root, variables):
 @pytest.mark.slow
 @pytest.mark.parametrize("secret", SECRETS)
 def test_the_first_step_reads_the_store(root, secret, tmp_path):
-    given = variables_of("resolve-config", SECRETS[secret], tmp_path)
+    given = variables_of("prepare-data", SECRETS[secret], tmp_path)
     ended = run("tests.pipelines.two_steps", "two_steps", tmp_path, root, given)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
@@ -299,68 +267,40 @@ def test_a_task_of_the_job_gets_the_same_as_a_step(root, secret, tmp_path):
     assert found == variables_of("train-model", held, tmp_path)
 
 
-def test_texts_stay_texts_and_the_rest_is_read():
-    given = ["image=a/b:2", "step_cpu=4", "step_node_selector={pool: gpu}", "step_tolerations=[]"]
-    assert assigned(given) == {
-        "image": "a/b:2",
-        # KFP takes texts alone where it sets up pods.
-        "step_cpu": "4",
-        "step_node_selector": {"pool": "gpu"},
-        "step_tolerations": [],
-    }
-    assert assigned([]) == {}
+def test_a_run_and_a_schedule_get_an_image(instance, remote, uploaded):
+    assert remote("submit", "--image", "a/b:2").code == 0
+    [run] = instance.store.runs.values()
+    assert run["runtime_config"]["parameters"]["image"] == "a/b:2"
+    for image in ("a/b:2", "a/b:2", "a/b:3"):
+        assert remote("schedule", "--every", "6h", "--image", image).code == 0
+    [one] = instance.store.recurring.values()
+    assert one["runtime_config"]["parameters"]["image"] == "a/b:3"
+    assert uploaded
 
 
-def test_each_default_is_taken_back():
-    for each in step_parameters():
-        assert assigned([f"{each.name}={each.default}"]) == {each.name: each.default}
-
-
+@pytest.mark.parametrize("command", ["submit", "schedule"])
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("words", "said"),
     [
-        ("step_memroy=16Gi", "did you mean 'step_memory'?"),
-        ("training_steps=5", "set keys of the configuration by --set"),
-        ("step_memory", "as NAME=VALUE"),
-        ("=5", "as NAME=VALUE"),
-        ("step_tolerations={a: b}", "is not a list of YAML or JSON"),
-        ("step_node_selector=[", "is not a mapping of YAML or JSON"),
-        ("step_cpu=abc", "--parameter step_cpu: 'abc' is not a quantity of Kubernetes"),
-        ("step_memory=16", "--parameter step_memory: '16' is less than 1Mi"),
-        ("step_gpus=-1", "step_gpus: '-1' is not a whole number"),
-        ("step_node_selector={pool: 1}", "step_node_selector: pool: 1 is not a text"),
-        ("step_tolerations=[{keys: a}]", "did you mean 'key'?"),
-        ("image=Our Image", "image: 'Our Image' is not the name of an image"),
-        ("store_secret=", "store_secret: '' is not a name"),
+        (["--parameter", "step_memory=16Gi"], "step_memory: now --memory of `flotilla compile`"),
+        (["--parameter=training_steps=5"], "training_steps: now the field steps, or --set train"),
+        (["--parameter", "image=a/b:2"], "image: now --image IMAGE"),
+        (["--parameter"], ": removed; set a key"),
     ],
 )
-def test_what_is_wrong_is_named(text, words):
-    with pytest.raises(ConfigError, match="--parameter") as error:
-        assigned([text])
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_run_gets_them(instance, remote, uploaded):
-    words = ["--parameter", "step_memory=16Gi", "--parameter", "store_secret=ours"]
-    assert remote("submit", *words).code == 0
-    [run] = instance.store.runs.values()
-    given = run["runtime_config"]["parameters"]
-    assert (given["step_memory"], given["store_secret"]) == ("16Gi", "ours")
-    assert "image" not in given
-    assert uploaded
-
-
-def test_a_schedule_gets_them_and_another_value_replaces_it(instance, remote, uploaded):
-    words = ["schedule", "--every", "6h", "--parameter"]
-    for value in ("16Gi", "16Gi", "8Gi"):
-        assert remote(*words, f"step_memory={value}").code == 0
-    [one] = instance.store.recurring.values()
-    assert one["runtime_config"]["parameters"]["step_memory"] == "8Gi"
-    assert uploaded
+def test_a_run_parameter_of_before_is_refused_with_its_spelling(remote, command, words, said):
+    answer = remote(command, *words)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert f"--parameter {said}" in answer.err
 
 
 GIVEN = {
+    "cpu": "2500m",
+    "memory": "16Gi",
+    "gpus": "1",
+    "node_selector": ["pool=large"],
+    "tolerations": ['{"key": "spot", "operator": "Exists"}', "{key: gpu, effect: NoSchedule}"],
+    "store_secret": "ours",
     "pull_secrets": ["registry", "registry"],
     "mounts": ["official:/data/official", "more:/data/more"],
     "scratch": "50Gi",
@@ -386,6 +326,38 @@ def pods_pods(pods_documents):
 
 def constant(parameter):
     return parameter["runtimeValue"]["constant"]
+
+
+def test_a_working_step_gets_what_is_asked_for(pods_documents, pods_pods):
+    executors = pods_documents[0]["deploymentSpec"]["executors"]
+    for step, pod in pods_pods.items():
+        found = executors[f"exec-{step}"]["container"]["resources"]
+        assert ("accelerator" in found) == ROWS[step].may_use_gpus
+        if ROWS[step].is_light:
+            assert found["resourceMemoryLimit"] == "2Gi"
+            assert not {"nodeSelector", "tolerations"} & set(pod)
+            continue
+        for kind in ("Limit", "Request"):
+            assert found[f"resourceCpu{kind}"] == "2500m"
+            assert found[f"resourceMemory{kind}"] == "16Gi"
+        selector = pod["nodeSelector"]["nodeSelectorJson"]
+        assert constant(selector) == {"pool": "large"}
+        assert pod["tolerations"] == [
+            {"key": "spot", "operator": "Exists"},
+            {"key": "gpu", "effect": "NoSchedule"},
+        ]
+
+
+def test_a_secret_of_ones_own_reaches_the_steps_and_the_job(pods_documents, pods_pods):
+    for pod in pods_pods.values():
+        [secret] = pod["secretAsEnv"]
+        assert constant(secret["secretNameParameter"]) == "ours"
+    [train] = [
+        each["dag"]["tasks"]["train-model"]
+        for each in pods_documents[0]["components"].values()
+        if "train-model" in each.get("dag", {}).get("tasks", {})
+    ]
+    assert constant(train["inputs"]["parameters"]["store_secret"]) == "ours"
 
 
 def test_every_step_gets_pull_secrets_labels_and_variables(pods_documents, pods_pods):
@@ -440,6 +412,14 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"mounts": ["data:/gcs"]}, "--mount '/gcs' is in a folder of the image or of KFP"),
         ({"mounts": ["a:/data", "b:/data"]}, "--mount /data is given twice"),
         ({"mounts": ["a:/data", "a:/more"]}, "--mount a is given twice"),
+        ({"cpu": "abc"}, "--cpu 'abc' is not a quantity of Kubernetes"),
+        ({"memory": "16"}, "--memory '16' is less than 1Mi"),
+        ({"gpus": "-1"}, "--gpus '-1' is not a whole number"),
+        ({"node_selector": ["pool"]}, "--node-selector 'pool' is not of the form KEY=VALUE"),
+        ({"tolerations": ["["]}, "--toleration '[' is no toleration, such as"),
+        ({"tolerations": ["[a]"]}, "--toleration '[a]' is no toleration, such as"),
+        ({"tolerations": ["{keys: a}"]}, "did you mean 'key'?"),
+        ({"store_secret": "My Secret"}, "--store-secret 'My Secret' is not a name"),
         ({"scratch": "50"}, "--scratch '50' is less than 1Mi: write it with its unit"),
         ({"scratch": "big"}, "--scratch 'big' is not a quantity of Kubernetes"),
         ({"labels": ["team"]}, "--label 'team' is not of the form KEY=VALUE"),

@@ -10,12 +10,12 @@ from pipelines.runs import local_child
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def keep(config: str, data: str, root: str, run_id: str, path: str):
+def keep(config: str, root: str, run_id: str, path: str):
     """Write what the first step has passed on to the file `path`."""
     import json  # noqa: PLC0415
     from pathlib import Path  # noqa: PLC0415
 
-    kept = {"config": config, "data": data, "root": root, "run_id": run_id}
+    kept = {"config": config, "root": root, "run_id": run_id}
     Path(path).write_text(json.dumps(kept), encoding="utf-8")
 
 
@@ -23,8 +23,8 @@ def two_steps(place: training.Place, *values: Any) -> None:
     """Resolve the run parameters; the last value is where to keep them."""
     *parameters, path = values
     wiring = training.Wiring(place, tuple(parameters))
-    resolved = wiring.resolved()
-    kept = {**training.run_of(resolved), "data": resolved["data"], "path": path}
+    prepared = wiring.prepared()
+    kept = {**training.run_of(prepared), "path": path}
     keep(**kept).set_caching_options(False)
 
 

@@ -79,11 +79,18 @@ def _deep(value: Any, field: Any) -> Any:
 
 
 def spelled(name: str) -> str:
-    """Return how what was this run parameter is set now; empty where none had the name."""
+    """Return how what was this run parameter, or is a field of the form, is set now."""
+    if name == "image":
+        return "now --image IMAGE"
     if option := OPTIONS.get(name):
         return f"now {option} of `flotilla compile` and `flotilla upload`"
+    by_field = {each.name: each.key for each in FIELDS if each.key}
+    if key := by_field.get(name):
+        return f"now --set {'.'.join(key)}=..."
     if name not in keys():
-        return ""
+        return "removed; set a key of the configuration by --set SECTION.KEY=VALUE"
     key = keys()[name][0]
-    fields = (f"the field {each.name}, or " for each in FIELDS if each.key == key)
+    # A dataset by its name has no field of its own.
+    same = ("data", "source") if key == ("data", "dataset") else key
+    fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
     return f"now {next(fields, '')}--set {'.'.join(key)}=..."

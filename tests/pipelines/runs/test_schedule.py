@@ -35,7 +35,7 @@ def test_a_schedule_as_it_is_by_default(instance, remote):
         "pipeline_id": version["pipeline_id"],
         "pipeline_version_id": version["pipeline_version_id"],
     }
-    assert made["runtime_config"]["parameters"]["training_steps"] == 9
+    assert made["runtime_config"]["parameters"]["steps"] == 9
     assert answer.json["schedule"]["id"] == made["recurring_run_id"]
     assert answer.json["schedule"]["next"].endswith("T02:30:00Z")
     assert (

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import yaml
-from trainer.config.run_parameters import to_parameters
 
 from tests.stores.fixtures import bucket_name
 from tests.trainer.code.referred import referred as noted_below
 from trainer import storage
+from trainer.config.form import to_form
 from trainer.config.schema import Config
 
 pytestmark = pytest.mark.usefixtures("uploaded")
@@ -60,8 +60,8 @@ def test_the_newest_version_runs_with_typed_parameters(instance, remote):
     assert answer.json["status"] == "submitted"
     assert answer.json["artifacts"] == {}
     sent = run["runtime_config"]["parameters"]
-    expected = to_parameters(Config())
-    assert sent == {**expected, "training_steps": 7, "gate_min": '{"accuracy": 0.5}'}
+    expected = to_form(Config())
+    assert sent == {**expected, "steps": 7, "settings": {"gate": {"min": {"accuracy": 0.5}}}}
     assert {name: type(value) for name, value in sent.items()} == {
         name: type(value) for name, value in expected.items()
     }
@@ -214,9 +214,9 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
 STEP = """
 import json, sys
 from trainer.code.bundle import configured
-from trainer.config.run_parameters import from_parameters
+from trainer.config.form import from_form
 from trainer import user_code
-config = configured(from_parameters(json.loads(sys.stdin.read())).model_dump_json())
+config = configured(from_form(json.loads(sys.stdin.read())).model_dump_json())
 print(user_code.import_module(config.model.name.partition(":")[0]).NAME)
 """
 
@@ -245,7 +245,7 @@ def submitted(instance, remote, folder, root):
         answer = remote("submit", *own, "--set", f"storage.root={root}", *words)
         assert answer.code == 0, answer.err
         *_, run = instance.store.runs.values()
-        assert f"code {run['runtime_config']['parameters']['code']} (" in answer.err
+        assert f"code {run['runtime_config']['parameters']['settings']['code']} (" in answer.err
         return run["runtime_config"]["parameters"]
 
     return call
@@ -272,7 +272,7 @@ def test_a_step_runs_what_was_edited_before_the_submission(submitted, folder, tm
     second = submitted()
     (folder / "blocks.py").write_text("NAME = 'third'\n")
     assert [in_a_step(each, cwd).stdout for each in (first, second)] == ["first\n", "second\n"]
-    storage.write_bytes(storage.join(second["code"], "blocks.py"), b"NAME = 'forged'\n")
+    storage.write_bytes(storage.join(second["settings"]["code"], "blocks.py"), b"NAME = 'forged'\n")
     (cwd / "again").mkdir()
     refused = in_a_step(second, cwd / "again")
     assert refused.returncode
@@ -282,7 +282,7 @@ def test_a_step_runs_what_was_edited_before_the_submission(submitted, folder, tm
 def test_without_a_root_it_is_below_the_pipeline_root(instance, remote, folder, root):
     assert remote("submit", "--code", folder, "--pipeline-root", root).code == 0
     [run] = instance.store.runs.values()
-    uri = run["runtime_config"]["parameters"]["code"]
+    uri = run["runtime_config"]["parameters"]["settings"]["code"]
     assert storage.parent_of(uri) == f"{root}/flotilla/code"
     storage.verify(uri)
 
@@ -308,7 +308,7 @@ def test_a_schedule_refers_to_its_bundle_until_it_is_removed(instance, remote, f
     def referred():
         assert remote(*every).code == 0
         [found] = instance.store.recurring.values()
-        uri = found["runtime_config"]["parameters"]["code"]
+        uri = found["runtime_config"]["parameters"]["settings"]["code"]
         assert noted_below(root) == {storage.name_of(uri)}
         return uri
 

@@ -10,7 +10,6 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer.config.run_parameters import run_parameters
 
 from trainer.config import old_parameters
 from trainer.config.load import REMOVED, load_config, parse_config, parse_value

@@ -72,9 +72,13 @@ def test_they_are_told_from_the_form():
         ("training_patience", "now --set training.patience=..."),
         ("data_source", "now the field source, or --set data.source=..."),
         ("step_memory", "now --memory of `flotilla compile` and `flotilla upload`"),
-        ("steps", ""),
+        ("data_dataset", "now the field source, or --set data.dataset=..."),
+        ("image", "now --image IMAGE"),
+        ("batch_size", "now --set training.batch_size=..."),
+        ("name", "now --set name=..."),
+        ("nothing", "removed; set a key of the configuration by --set SECTION.KEY=VALUE"),
     ],
 )
 def test_each_has_a_spelling_of_now(name, said):
     assert spelled(name) == said
-    assert all(spelled(each) for each in (*keys(), *OPTIONS))
+    assert all(spelled(each).startswith("now ") for each in (*keys(), *OPTIONS))

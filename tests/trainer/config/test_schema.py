@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from trainer.config.run_parameters import run_parameters
 
 from trainer.config import old_parameters
 from trainer.config import schema as module
