@@ -219,7 +219,7 @@ def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
 
 
 _IMAGE = (
-    "name one that is there by `flotilla upload --image` or `--parameter image=NAME`, or check "
+    "name one that is there by --image of `flotilla upload` or `flotilla submit`, or check "
     "the pull secret: that of `flotilla upload --pull-secret`, or of the service account"
 )
 _DRIVER = (
