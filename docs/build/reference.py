@@ -214,7 +214,8 @@ into the YAML; those of a configuration of yours where you name one. Each field 
 by their sections. A key that has a field is refused in `settings`; where the field is a drop-down,
 its word `settings` lets you write a value of your own there. The first step,
 `{STEPS[0].name}`, checks all of them together and ends the run with one line when a value is not
-allowed.
+allowed. The UI shows neither the meaning nor this order: it lists the fields by the alphabet, and
+`settings` as JSON.
 """
 
 
@@ -228,7 +229,10 @@ def parameters(declared: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _parameter_row(name: str, declared: Mapping[str, Any], key: tuple[str, ...]) -> tuple[str, ...]:
-    default = json.dumps(declared.get("defaultValue", ""))
+    given = declared.get("defaultValue", "")
+    # In the YAML each number is a double.
+    is_whole = isinstance(given, float) and given.is_integer()
+    default = json.dumps(int(given) if is_whole else given)
     kind, described = str(declared["parameterType"]), str(declared.get("description", ""))
     return code(name), kind, code(default), code(".".join(key)) if key else "", described
 

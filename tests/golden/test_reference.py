@@ -6,13 +6,13 @@ import pytest
 import typer
 import yaml
 from pydantic import BaseModel
-from trainer.config.run_parameters import run_parameters
 
 from docs.build.reference import command_line, components, configuration, flat, parameters
 from pipelines.cli.app import app
 from pipelines.compile import compile_pipeline
 from pipelines.training import COMPONENTS
 from tests.conftest import ROOT
+from trainer.config.form import FIELDS
 from trainer.config.kubernetes import PodConfig
 from trainer.config.schema import Config
 
@@ -100,14 +100,7 @@ def test_every_relation_between_keys_is_documented():
 def test_every_run_parameter_is_named_with_its_key(declared):
     found = {row[0].strip("`"): row for row in rows(parameters(declared))}
     assert set(found) == set(declared)
-    assert found["training_steps"][1:4] == ["NUMBER_INTEGER", "`1500`", "`training.steps`"]
-    assert found["gate_min"][1] == "STRING, JSON"
-
-
-def test_a_parameter_of_the_pipeline_alone_has_the_description_of_the_pipeline(declared):
-    more = {"parameterType": "STRING", "defaultValue": "a", "description": "Of all steps."}
-    page = parameters({**declared, "extra": more})
-    assert "| `extra` | STRING | `a` |  | Of all steps. |\n" in page
+    assert found["steps"][1:4] == ["NUMBER_INTEGER", "`1500`", "`training.steps`"]
 
 
 def test_every_component_has_a_part_with_its_inputs_and_outputs():
@@ -121,7 +114,7 @@ def test_every_component_has_a_part_with_its_inputs_and_outputs():
 
 
 def declared_names():
-    return [each.name for each in run_parameters()]
+    return [each.name for each in FIELDS]
 
 
 def test_every_command_has_a_part_with_all_of_its_options():
