@@ -217,14 +217,19 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     dataset = dataset_of(config, scratch, uri)
     if whole:
         return _fitted(config, dataset, uri)
-    first: ConfigError | None = None
+    errors = []
     for reading in _readings(config, dataset):
         try:
             return _fitted(config, reading, uri)
         except ConfigError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            errors.append(error)
+    raise max(errors, key=_line_reached)
+
+
+def _line_reached(error: ConfigError) -> int:
+    """Return the line of `_fitted` that has raised it: the later one, the more fits before."""
+    below = error.__traceback__ and error.__traceback__.tb_next
+    return below.tb_lineno if below else 0
 
 
 def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:

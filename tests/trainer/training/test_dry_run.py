@@ -711,6 +711,12 @@ def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree,
     assert refused(churn("no", "yes"), tree).startswith(said)
 
 
+def test_of_several_readings_the_one_that_fits_best_says_what_is_wrong(refused):
+    tree = {"gate": {"min": {"accuracy@churn=maybe": 0.1, "recall": 0.1}}}
+    # In the first reading there is no such class.
+    assert refused(churn("no"), tree).startswith("gate.min.recall: classification and the model")
+
+
 @pytest.mark.slow
 def test_what_tensorflow_lite_does_not_have_is_named(refused):
     city = FeatureSpec(shape=(), dtype="string", stored="bytes")
