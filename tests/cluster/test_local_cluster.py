@@ -183,7 +183,7 @@ def test_an_adam_that_has_thrown_its_weights_away_has_diverged_too(dataset, tmp_
 def test_a_model_that_cannot_be_built_ends_the_run_with_its_line(dataset, tmp_path):
     with launched({"model": {"name": "no_such_package:model"}}, dataset, tmp_path) as run:
         code, said = run.end()
-    assert code == 1
+    assert code == 2
     assert said.startswith("model no_such_package:model: cannot import no_such_package")
     assert said.count("\n") == 1
 
@@ -508,7 +508,7 @@ def fail(dataset, tmp_path, monkeypatch):
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 
-    def run(strategy, model, **args):
+    def run(strategy, model, ends=1, **args):
         settings = {
             "model": {"name": f"blocks:{model}", "args": args},
             "training": {"strategy": strategy, "steps": 50, "validate_every": 0},
@@ -524,7 +524,7 @@ def fail(dataset, tmp_path, monkeypatch):
         assert "Traceback (most recent call last):" in log
         assert said.count("\n") == 1
         assert said.startswith(" ".join(failed.error.split()))
-        assert code == 1
+        assert code == ends
         return failed
 
     return run
@@ -532,7 +532,7 @@ def fail(dataset, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_function_that_raises(fail):
-    failed = fail("single", "never")
+    failed = fail("single", "never", ends=2)
     line = line_with("no weights here")
     assert failed.error == f"model blocks:never: ValueError: no weights here (blocks.py:{line})"
     assert 'raise ValueError("no weights here")' in failed.traceback
@@ -564,7 +564,7 @@ def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy)
     }
     with launched(settings, dataset, tmp_path / "run") as run:
         code, said = run.end()
-    assert code == 1
+    assert code == 2
     assert said.startswith(
         "model blocks:frozen: it has nothing to train: all of its variables are frozen, by its "
         "layers or by training.freeze ("
@@ -683,13 +683,13 @@ def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
     config["model"] = {"name": "tests.cluster.exits:model"}
     with launched(config, dataset, tmp_path) as run:
         code, said = run.end()
-    assert code == 1
-    assert re.match(r"the code .* called sys.exit\(0\) \(.*exits.py:\d+\) \(chief-0, log ", said)
+    assert code == 2
+    assert re.match(r"model .*: SystemExit: 0 \(.*exits.py:\d+\) \(chief-0, log ", said)
     assert said.count("\n") == 1
     assert not run.events(Restart)
     (failed,) = run.events(TaskFailed)
-    assert (failed.task, failed.cause) == ("chief-0", "exit code 1")
-    assert failed.last_lines[-1].startswith("flotilla: the code that it was given")
+    assert (failed.task, failed.cause) == ("chief-0", "exit code 2")
+    assert failed.last_lines[-1].startswith("flotilla: model tests.cluster.exits:model: SystemExit")
 
 
 @pytest.mark.slow
