@@ -23,6 +23,7 @@ from components import contract
 from components.image import IMAGE
 from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from pipelines.training import COMPONENTS, cluster_pipeline
+from trainer.config.form import SETTINGS
 from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
@@ -89,7 +90,9 @@ def _compiled(source: object) -> str:
         # The compiler accepts no other suffix.
         path = Path(folder, "compiled.yaml")
         compiler.Compiler().compile(source, str(path))
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+    # A comment of KFP with the sections of a default in an order that no two processes share.
+    return _DEFAULT_MAPPING.sub(r"\1", text)
 
 
 def _make_folder(folder: Path, output: Path) -> None:
@@ -112,6 +115,7 @@ DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
 # Seven times as fast, where PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIXES = (".yaml", ".yml")
+_DEFAULT_MAPPING = re.compile(rf"^(#\s+{SETTINGS}: dict) \[Default: .*\]$", re.MULTILINE)
 # A key of its own line in the compiled YAML, that no configuration has.
 _OF_PIPELINE = re.compile(r"(pipelineInfo|deploymentSpec|schemaVersion):")
 

@@ -247,8 +247,8 @@ The steps of the pipeline, each a KFP component of its own;
 [how to use one alone](../how-to/reuse-components.md). Large data is never an input: a `String` that
 names some holds the URI of a published directory, and an optional artifact `NAME_descriptor` is a
 small file that describes it. On a KFP instance a step has this deadline and these retries; one that
-computes with the model has the GPUs of `flotilla upload --gpus`. Each stage has a record of its
-own in the report and in `flotilla status`.
+computes with the model has the GPUs of the option `--gpus` of `flotilla upload`. Each stage has a
+record of its own in the report and in `flotilla status`.
 """
 
 

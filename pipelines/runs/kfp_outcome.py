@@ -223,8 +223,8 @@ _IMAGE = (
     "the pull secret: that of `flotilla upload --pull-secret`, or of the service account"
 )
 _DRIVER = (
-    "check the service account, the pipeline root and its keys, and the run parameters of the "
-    "steps such as step_cpu"
+    "check the service account, the pipeline root and its keys, and the settings of "
+    "the pods, such as --cpu of `flotilla upload`"
 )
 
 

@@ -73,7 +73,7 @@ def test_the_run_parameters_are_the_form_and_the_image(spec):
     assert "literals" not in json.dumps(spec["components"])
 
 
-def test_the_image_stands_before_where_a_run_publishes():
+def test_the_image_is_before_where_a_run_publishes():
     names = list(SIGNATURE.parameters)
     assert names == [*(each.name for each in FIELDS[:-2]), "image", "storage_root", "settings"]
 

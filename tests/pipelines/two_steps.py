@@ -19,11 +19,9 @@ def keep(config: str, root: str, run_id: str, path: str):
     Path(path).write_text(json.dumps(kept), encoding="utf-8")
 
 
-def two_steps(place: training.Place, *values: Any) -> None:
-    """Resolve the run parameters; the last value is where to keep them."""
-    *parameters, path = values
-    wiring = training.Wiring(place, tuple(parameters))
-    prepared = wiring.prepared()
+def two_steps(wiring: training.Wiring, path: Any) -> None:
+    """Resolve the form; the last value is where to keep what comes of it."""
+    prepared = wiring.prepared(published="file:///nowhere")
     kept = {**training.run_of(prepared), "path": path}
     keep(**kept).set_caching_options(False)
 

@@ -5,18 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 
 import psutil
 import pytest
-from trainer.config.run_parameters import from_parameters, run_parameters, to_parameters
 
 from components.records.record import STOPPING
 from components.records.run_store import RUN_ID
 from pipelines.runs import local, local_status
 from trainer import events, storage
-from trainer.config.data import DataConfig
+from trainer.config.form import from_form, to_local_form
 from trainer.config.load import load_config, parse_config
+from trainer.config.old_parameters import keys
 from trainer.config.schema import Config, StorageConfig
 from trainer.errors import ConfigError
 from trainer.events import AttemptBegin, FromScratch, RunBegin
@@ -148,12 +149,12 @@ class TestExecuting:
         assert (result.status, result.exit_code) == ("interrupted", 130)
         assert local_status.status_of(workdir, run.run_id).status == "interrupted"
 
-    def test_the_pipeline_gets_every_run_parameter(self, workdir):
+    def test_the_pipeline_gets_the_whole_configuration(self, workdir):
         run = local.new_run(CONFIG, workdir)
         local.execute(run, "no_such_pipeline", {"dataset": "file:///d"}, lambda _event: None)
         given = json.loads((run.folder / "arguments.json").read_text(encoding="utf-8"))
         assert given.pop("dataset") == "file:///d"
-        assert from_parameters(given) == run.config
+        assert from_form(given) == run.config
 
     def test_signals_are_as_they_were_afterwards(self, workdir):
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -358,7 +359,7 @@ TREE = {
 
 
 def run(folder, config, **environment):
-    arguments = {**to_parameters(config), "path": str(folder / "kept.json")}
+    arguments = {**to_local_form(config), "path": str(folder / "kept.json")}
     (folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
     command = [sys.executable, "-m", "tests.pipelines.two_steps", "two_steps", str(folder)]
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
@@ -383,8 +384,12 @@ def kept(tmp_path_factory, config):
 
 
 def test_no_value_of_these_is_the_default(config):
-    default = to_parameters(Config())
-    same = {name for name, value in to_parameters(config).items() if value == default[name]}
+    default = Config()
+    same = {
+        name
+        for name, (key, _) in keys().items()
+        if reduce(getattr, key, config) == reduce(getattr, key, default)
+    }
     # Servers are either joined or started in one process; pull_every says how many batches already;
     # data are a dataset by name or files; a bundle and a registry would have to be there, and a
     # port and a profile belong to a cluster that trains.
@@ -399,22 +404,17 @@ def test_no_value_of_these_is_the_default(config):
     }
 
 
-def test_every_run_parameter_arrives(kept, config):
+def test_every_key_arrives(kept, config):
     arrived = Config.model_validate_json(kept["config"])
-    assert to_parameters(arrived) == to_parameters(config)
     assert arrived == config
 
 
 def test_numbers_keep_their_type(kept):
     arrived = Config.model_validate_json(kept["config"])
-    for parameter in run_parameters():
-        value = to_parameters(arrived)[parameter.name]
-        assert type(value) is parameter.type, parameter.name
+    for name, (key, _) in keys().items():
+        before = reduce(getattr, key, parse_config(TREE))
+        assert type(reduce(getattr, key, arrived)) is type(before), name
     assert [type(each) for each in arrived.model.args["units"]] == [int, float, bool, type(None)]
-
-
-def test_the_data_section_is_passed_on_alone(kept, config):
-    assert DataConfig.model_validate_json(kept["data"]) == config.data
 
 
 def test_the_root_and_the_id_of_the_run_are_passed_on(kept):

@@ -59,7 +59,7 @@ def test_what_is_no_key_any_more_is_named():
         configuration_of({"training_cached_rows": 5})
 
 
-def test_they_are_told_from_the_form():
+def test_they_differ_from_the_form():
     assert is_of_before(flat(Config()))
     assert not is_of_before({"steps": 5, "settings": {}})
     assert not is_of_before({})
