@@ -381,7 +381,7 @@ def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
     }
     with launched(config, dataset, tmp_path) as run:
         code, said = run.end()
-    assert code == 1
+    assert code == 2
     assert said.count("\n") == 1
     assert said.startswith(f"training.warm_start: {uri} is the checkpoint of another model: it has")
     assert run.events(Restart) == run.events(Progress) == []
