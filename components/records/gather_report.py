@@ -81,7 +81,7 @@ _LINEAGE = (
 )  # fmt: skip
 # A KFP instance says `COMPLETE` or `SUCCEEDED`, by its version, and `RUNNING` where it lost count;
 # the local runner says `SUCCESS` too.
-_WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE", "CACHED")
+_WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _ILL = ("FAILED", "CANCELED", "CANCELLED")
 #: The state of a run of which steps are tried again after its end.
 AGAIN = "AGAIN"

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _MARKS = {
     "done": "[green]done[/]",
-    "cached": "[green]cached[/]",
     "blessed": "[green]blessed[/]",
     "refused": "[red]refused[/]",
     "failed": "[red]failed[/]",
@@ -114,7 +113,7 @@ def _step_of(stage: str) -> str:
 def show_result(console: Console, result: RunResult) -> None:
     """Print the table of all stages, and below it on a line each what they have published."""
     console.print(closing_table(result))
-    where = [(step.step, text) for step in result.steps if (text := _where(step))]
+    where = [(step.step, text) for step in result.steps if (text := display_path(step.uri))]
     if where:
         console.print()
     width = max((len(name) for name, _ in where), default=0)
@@ -155,12 +154,6 @@ def display_path(uri: str) -> str:
         return uri
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _where(step: StepRecord) -> str:
-    if step.status == "cached" and not step.uri:
-        return "KFP's cache does not say"
-    return display_path(step.uri)
 
 
 def _metrics(metrics: Mapping[str, Any]) -> str:
@@ -204,25 +197,35 @@ class Steps:
     def show(self, run: RemoteRun) -> None:
         """Show what has changed."""
         if self._console.can_redraw:
-            self._live.update(steps_table(run.steps), refresh=True)
+            self._live.update(steps_table(run), refresh=True)
             return
         for step in run.steps:
-            if self._seen.get(step.name) != _word(step):
-                self._seen[step.name] = _word(step)
-                self._console.print(_line(step))
+            line = _line(step, run.doing.get(step.name))
+            if self._seen.get(step.name) != line:
+                self._seen[step.name] = line
+                self._console.print(line)
 
     def say(self, text: str) -> None:
         """Show a line that stays, as it is."""
         self._console.print(text, markup=False)
 
 
-def steps_table(steps: Iterable[Step]) -> Table:
-    """Return the table of the steps of a run on a KFP instance: state and duration."""
-    rows = [
-        {"step": escape(each.name), "status": _word(each), "duration": duration(each.seconds)}
-        for each in steps
-    ]
-    return Table(rows=rows, right=("duration",))
+def steps_table(run: RemoteRun) -> Table:
+    """Return the table of the steps of a run on a KFP instance: state, duration and stage."""
+    rows = []
+    for each in run.steps:
+        at = run.doing.get(each.name) if each.state == "RUNNING" else None
+        cells = {"stage": at.step, "progress": str(at.metrics.get("progress", ""))} if at else {}
+        rows.append(
+            {
+                "step": escape(each.name),
+                "status": word(each.state),
+                "duration": duration(each.seconds),
+                "stage": escape(cells.get("stage", "")),
+                "progress": escape(cells.get("progress", "")),
+            }
+        )
+    return Table(rows=rows, right=("duration",), words=("progress",))
 
 
 def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
@@ -287,13 +290,9 @@ def stamp(moment: datetime | None) -> str:
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
-def _word(step: Step) -> str:
-    return "[green]cached[/]" if step.cached else word(step.state)
-
-
-def _line(step: Step) -> str:
-    if step.state == "RUNNING" and not step.cached:
-        return f"{escape(step.name)} ..."
-    has_run = step.state in ("SUCCEEDED", "FAILED") and not step.cached
-    seconds = f" in {duration(step.seconds)}" if has_run else ""
-    return f"{escape(step.name)} {_word(step)}{seconds}"
+def _line(step: Step, at: StepRecord | None) -> str:
+    if step.state == "RUNNING":
+        stage = f": {escape(at.step)}" if at and at.step != step.name else ""
+        return f"{escape(step.name)}{stage} ..."
+    seconds = f" in {duration(step.seconds)}" if step.state in ("SUCCEEDED", "FAILED") else ""
+    return f"{escape(step.name)} {word(step.state)}{seconds}"

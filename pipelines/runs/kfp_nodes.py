@@ -5,7 +5,7 @@ database, also when its pods are gone. The newer list of nodes (v2beta1) has nei
 names of pods. KFP 3 drops this path: a run has no steps and no log here then.
 A task `x` is a node `x`, and a node `x(0)` is its first try. The name of a node is made of those of
 the tasks around it, joined by dots. A step `train-model` is next to `train-model-driver`, which is
-KFP's own; its pod is the task `executor` in it, which is skipped where the cache has the outputs.
+KFP's own; its pod is the task `executor` in it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run; `state` is KFP's own word, `cached`: none of its code ran."""
+    """One step of a run; `state` is KFP's own word."""
 
     name: str
     state: str
     began: datetime | None
     ended: datetime | None
     pod: str = ""
-    cached: bool = False
 
     @property
     def seconds(self) -> float:
@@ -87,6 +86,7 @@ class Nodes:
     """What the instance knows of the nodes of a run; nothing before Argo has begun.
 
     Attributes:
+        root: where the run publishes, as a step was given it; empty where none was.
         artifact: URI of an output of a step, in which the pipeline root is; empty where none began.
         message: why the workflow failed as a whole, or empty.
         is_pausing: whether Argo waits before it makes a pod that was lost once more.
@@ -94,6 +94,7 @@ class Nodes:
 
     steps: tuple[Step, ...] = ()
     pods: tuple[Pod, ...] = ()
+    root: str = ""
     artifact: str = ""
     message: str = ""
     is_pausing: bool = False
@@ -124,10 +125,11 @@ def _nodes(workflow: Tree) -> Nodes:
         path = tuple(_TRY.sub("", part) for part in str(node["name"]).split("."))
         tasks.setdefault(path, []).append(node)
     failed = _STATES.get(str(status.get("phase") or "")) == "FAILED"
-    inputs = (_executor_input(each) for tries in tasks.values() for each in tries)
+    inputs = [_executor_input(each) for tries in tasks.values() for each in tries]
     return Nodes(
         steps=tuple(_steps(workflow, tasks)),
         pods=tuple(_pods(workflow, tasks)),
+        root=next(filter(None, map(_root, inputs)), ""),
         artifact=next(filter(None, map(_artifact, inputs)), ""),
         message=one_line(status.get("message")) if failed else "",
         is_pausing=any(_is_pausing(each) for tries in tasks.values() for each in tries),
@@ -157,19 +159,16 @@ def _step(workflow: Tree, name: str, whole: Tree, executors: Sequence[Tree]) -> 
     if pods and state == "RUNNING" and _state(pods[-1]) == "PENDING":
         state = "PENDING"
     pod = _pod_name(workflow, pods[-1]) if pods else ""
-    # KFP skips the pod of a step that is not skipped itself only for its cache.
-    cached = bool(executors) and all(each.get("phase") == "Skipped" for each in executors)
-    return _made(name, whole, state, pod, cached=cached)
+    return _made(name, whole, state, pod)
 
 
-def _made(name: str, node: Tree, state: str, pod: str, *, cached: bool = False) -> Step:
+def _made(name: str, node: Tree, state: str, pod: str) -> Step:
     return Step(
         name=name.replace("-", "_"),
         state=state,
         began=_moment(node.get("startedAt")),
         ended=_moment(node.get("finishedAt")),
-        pod="" if cached else pod,
-        cached=cached,
+        pod=pod,
     )
 
 
@@ -248,6 +247,11 @@ def _executor_input(node: Tree) -> Tree:
     if _INPUT not in command[:-1]:
         return {}
     return _mapping(json.loads(command[command.index(_INPUT) + 1]))
+
+
+def _root(executor_input: Tree) -> str:
+    given = _inner(_inner(executor_input, "inputs"), "parameterValues")
+    return str(given.get("root") or given.get("storage_root") or "")
 
 
 def _artifact(executor_input: Tree) -> str:

@@ -1,6 +1,6 @@
-"""The result of a run on a KFP instance: from the records of its steps, else from its nodes.
+"""The result of a run on a KFP instance: from the records of its stages, else from its nodes.
 
-KFP says whether a run has ended; the records below its root say how its steps ended. They are read
+KFP says whether a run has ended; the records below its root say how its stages ended. They are read
 with the keys of this machine, else by way of the user interface. Without them the states of the
 nodes show which step failed, but not whether the model was promoted. Argo's messages say why a pod
 failed or does not start.
@@ -9,22 +9,36 @@ failed or does not start.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from components.records.run_store import STEPS as FOLDER
+from components.records.run_store import file_of
 from components.records.step_record import StepRecord, published_records
-from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of
+from components.table import (
+    EXIT_STEP,
+    STAGES,
+    STEPS,
+    SWEEP_STEPS,
+    StageSpec,
+    ends_run,
+    ends_well,
+    maker_of,
+    step_of,
+    step_with,
+)
 from pipelines.runs.kfp_client import Client, InstanceError, one_line
 from pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
 from pipelines.runs.kfp_run import RemoteRun
 from pipelines.runs.outcome import RunResult, joined
-from trainer import storage
-from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, UserError
+from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
 from trainer.json_records import record_in
 from trainer.storage.retry import shorter_retry
 
 DATA, TRAINER = maker_of("validation"), maker_of("checkpoint")
 GATE, REGISTRY = maker_of("decision"), maker_of("registration")
+_OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
 # So long a store may fail; there is an answer without it.
 STORE_SECONDS = 10.0
 _ABSENT = 404
@@ -52,12 +66,11 @@ class _Published:
 
 def result_of(client: Client, run: RemoteRun) -> RunResult:
     """Return the result of a run, or how far it has come."""
+    published = _published(client, run.at) if run.steps or run.has_ended else _Published()
+    rows = _rows(run, published)
     if run.has_ended:
-        published = _published(client, run.at)
-        records = _records(run, published)
-        status, code, message = _ended(client, run, published)
+        status, code, message = _ended(client, run, published, rows)
     else:
-        records = tuple(map(_record, run.steps))
         status, code, message = "running", DONE, _obstacle(run)
         if run.impasse:
             status, code, message = "failed", FAILED, run.impasse
@@ -66,11 +79,21 @@ def result_of(client: Client, run: RemoteRun) -> RunResult:
         status=status,
         exit_code=code,
         message=message,
-        steps=records,
+        steps=tuple(each for of_step in rows.values() for each in of_step),
         state=run.state,
         states={step.name: step.state for step in run.steps},
         page=client.page(f"runs/details/{run.run_id}"),
     )
+
+
+def doing_of(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
+    """Return the stage that each running step is at; None where no record can be read."""
+    published = _published(client, run.at)
+    if published.unread:
+        return None
+    rows = _rows(run, published)
+    at = {step.name: rows[step.name][-1] for step in run.steps if step.state == "RUNNING"}
+    return {name: record for name, record in at.items() if published.of(record.step)}
 
 
 def _obstacle(run: RemoteRun) -> str:
@@ -96,9 +119,9 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
     found: list[StepRecord] = []
     if not client.page(""):
         return found
-    for row in STEPS:
+    for row in (*STAGES, *SWEEP_STEPS):
         try:
-            data = object_at(client, storage.join(at, "steps", f"{row.name}.json"))
+            data = object_at(client, file_of(at, FOLDER, row.name))
         except InstanceError as error:
             if error.status != _ABSENT:
                 return []
@@ -108,45 +131,92 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
     return sorted(found, key=lambda record: record.began)
 
 
-def _record(step: Step) -> StepRecord:
-    """Return the record of a step as far as its state tells it."""
+def _rows(run: RemoteRun, published: _Published) -> dict[str, list[StepRecord]]:
+    """Return what is known of the stages of each step; KFP decides how the step ended."""
+    if not run.steps:
+        # An instance without nodes.
+        return {name: [record] for name, record in published.records.items()}
+    is_old = _has_old_steps(run)
+    return {
+        step.name: _rows_of(step, (step.name,) if is_old else _stages_of(step.name), published)
+        for step in run.steps
+    }
+
+
+def _has_old_steps(run: RemoteRun) -> bool:
+    """Return whether each stage is a step of its own, as it was before."""
+    return any(step.name in _OLD_STEPS for step in run.steps)
+
+
+def _stages_of(step: str) -> tuple[str, ...]:
+    try:
+        return tuple(stage.name for stage in step_of(step).stages)
+    except LookupError:
+        # Of another pipeline.
+        return (step,)
+
+
+def _rows_of(step: Step, stages: Sequence[str], published: _Published) -> list[StepRecord]:
+    """Return the stages of a step up to the one it is at, or one row for the step itself.
+
+    A pod that was made again begins with the first stage: the records of later ones are of an
+    earlier try until they are written again.
+    """
+    found = [record for name in stages if (record := published.of(name))]
+    if not found or step.state not in ("RUNNING", "SUCCEEDED", "FAILED"):
+        return [_row(step, step.name)]
+    at = max(found, key=lambda each: (each.began, stages.index(each.step)))
+    done = stages[: stages.index(at.step)]
+    rows = [_done(step, name, published) for name in done]
+    later = stages[len(done) + 1 :]
+    if not later or ends_run(at.step, at.metrics.get("decision")):
+        later = ()
+    if step.state == "SUCCEEDED":
+        return [*rows, *(_done(step, name, published) for name in (at.step, *later))]
+    if at.ended is None:
+        status = "running" if step.state == "RUNNING" else "failed"
+        until = step.ended.timestamp() if step.ended else time.time()
+        return [*rows, replace(at, status=status, seconds=round(max(until - at.began, 0.0), 2))]
+    if step.state == "RUNNING" or at.status != "done":
+        return [*rows, at]
+    if later:
+        return [*rows, at, _row(step, later[0])]
+    return [*rows, replace(at, status="failed")]
+
+
+def _done(step: Step, stage: str, published: _Published) -> StepRecord:
+    """Return the record of a stage that is done; without its words where it is of another try."""
+    said = published.of(stage)
+    if said and said.ended is not None and said.status == "done":
+        return said
+    return replace(_row(step, stage), status="done")
+
+
+def _row(step: Step, name: str) -> StepRecord:
+    """Return what the state of a step tells of it, or of one of its stages."""
     return StepRecord(
-        step=step.name,
-        status="cached" if step.cached else _STATUS.get(step.state, "skipped"),
+        step=name,
+        status=_STATUS.get(step.state, "skipped"),
         began=step.began.timestamp() if step.began else 0.0,
         seconds=step.seconds,
     )
 
 
-def _records(run: RemoteRun, published: _Published) -> tuple[StepRecord, ...]:
-    if not run.steps:
-        # An instance without nodes.
-        return tuple(published.records.values())
-    return tuple(_known(step, published) for step in run.steps)
-
-
-def _known(step: Step, published: _Published) -> StepRecord:
-    """Return what is known of a step. KFP decides how it ended."""
-    record, said = _record(step), published.of(step.name)
-    if said is None or said.ended is None:
-        return record
-    if record.status == "done" and said.status != "done":
-        # The record is that of an earlier try.
-        return record
-    return replace(said, status=record.status)
-
-
-def _ended(client: Client, run: RemoteRun, published: _Published) -> tuple[str, int, str]:
+def _ended(
+    client: Client,
+    run: RemoteRun,
+    published: _Published,
+    rows: Mapping[str, Sequence[StepRecord]],
+) -> tuple[str, int, str]:
     if run.state == "CANCELED":
         return "canceled", INTERRUPTED, "the run was cancelled"
     if run.state != "SUCCEEDED":
-        return "failed", FAILED, _failure(client, run, published)
-    states = {step.name: step.state for step in run.steps}
-    # Without nodes, a step of a run that succeeded has succeeded where it has a record.
-    states = states or dict.fromkeys(published.records, "SUCCEEDED")
-    if states.get(GATE.name, "SKIPPED") == "SKIPPED":
-        return _without_gate(states, published)
-    if states.get(REGISTRY.name) == "SUCCEEDED":
+        return "failed", *_failure(client, run, published, rows)
+    if not run.steps and published.unread:
+        return _unknown("what its steps decided", DATA, published)
+    if not _has_run(run, published, GATE):
+        return _without_gate(run, published)
+    if _has_run(run, published, REGISTRY):
         return _judged(published)
     gate = published.of(GATE.name)
     if gate and gate.metrics.get("decision") == GATE.accepts:
@@ -155,19 +225,28 @@ def _ended(client: Client, run: RemoteRun, published: _Published) -> tuple[str, 
     return "refused", REFUSED, reasons or _and("the gate refused the model", published.unread)
 
 
-def _without_gate(states: Mapping[str, str], published: _Published) -> tuple[str, int, str]:
-    first = published.of(STEPS[0].name)
-    is_unchanged = first and first.metrics.get("decision") == UNCHANGED
-    if states.get(DATA.name) == "SKIPPED" or (is_unchanged and DATA.name not in states):
-        return UNCHANGED, DONE, _reasons(first)
-    if DATA.name not in states or states.get(TRAINER.name, "SKIPPED") != "SKIPPED":
+def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
+    """Return whether a run that succeeded has come to a stage, or to the step that it is of."""
+    if not run.steps:
+        return published.of(stage.name) is not None
+    name = stage.name if _has_old_steps(run) else step_with(stage.name).name
+    return any((step.name, step.state) == (name, "SUCCEEDED") for step in run.steps)
+
+
+def _without_gate(run: RemoteRun, published: _Published) -> tuple[str, int, str]:
+    for row in STAGES:
+        said = published.of(row.name)
+        if said and ends_well(row.name, said.metrics.get("decision")):
+            return row.completes, DONE, _reasons(said)
+    if _has_run(run, published, TRAINER) or not _has_run(run, published, DATA):
         return "done", DONE, ""
     said = published.of(DATA.name)
     if said and said.metrics.get("decision") == DATA.accepts:
         message = f"the data was {DATA.accepts}, but {TRAINER.name} was not run"
         return "failed", FAILED, message
-    reasons = _reasons(said)
-    return "refused", REFUSED, reasons or _and("the data was refused", published.unread)
+    if said:
+        return "refused", REFUSED, _reasons(said) or "the data was refused"
+    return _unknown("why the run has not trained", DATA, published)
 
 
 def _judged(published: _Published) -> tuple[str, int, str]:
@@ -177,9 +256,12 @@ def _judged(published: _Published) -> tuple[str, int, str]:
         return "blessed", DONE, ""
     if decision == "refused":
         return "refused", REFUSED, _reasons(registry) or "the registry refused the model"
-    why = published.unread or f"{REGISTRY.name} has left no record of its decision"
-    message = f"the run is done, but what the registry decided cannot be read: {why}"
-    return "unknown", FAILED, message
+    return _unknown("what the registry decided", REGISTRY, published)
+
+
+def _unknown(what: str, row: StageSpec, published: _Published) -> tuple[str, int, str]:
+    why = published.unread or f"{row.name} has left no record of its decision"
+    return "unknown", FAILED, f"the run is done, but {what} cannot be read: {why}"
 
 
 def _reasons(record: StepRecord | None) -> str:
@@ -190,23 +272,34 @@ def _and(message: str, more: str) -> str:
     return f"{message}; {more}" if more else message
 
 
-def _failure(client: Client, run: RemoteRun, published: _Published) -> str:
-    """Return the cause of a failure: what the first step that failed says, else what KFP says."""
+def _failure(
+    client: Client,
+    run: RemoteRun,
+    published: _Published,
+    rows: Mapping[str, Sequence[StepRecord]],
+) -> tuple[int, str]:
+    """Return exit code and cause: what the first step that failed says, else what KFP says."""
     pods = failed_pods(run.nodes)
     # The exit step runs after the failure and may fail because of it.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
     if first is None:
-        said = (each for each in published.records.values() if each.error)
-        own = next((f"{each.step}: {each.error}" for each in said), "")
-        return own or _and(run.error or "KFP does not say why it failed", published.unread)
-    record = published.of(first.step)
-    if record and record.error and not first.is_driver:
-        # KFP's words add to what a step says of being stopped, and to nothing else.
-        more = first.message if record.exit_code == INTERRUPTED else ""
-        return _and(f"{first.step}: {record.error}", more)
+        said = next((each for each in published.records.values() if each.error), None)
+        if said:
+            return _code_of(said), f"{said.step}: {said.error}"
+        return FAILED, _and(run.error or "KFP does not say why it failed", published.unread)
     if first.is_driver:
-        return explained(first, _last_words(client, run, first))
-    return _and(explained(first), published.unread)
+        return FAILED, explained(first, _last_words(client, run, first))
+    at = next(reversed(rows.get(first.step, ())), None)
+    if at and at.error:
+        # KFP's words add to what a step says of being stopped, and to nothing else.
+        more = first.message if at.exit_code == INTERRUPTED else ""
+        return _code_of(at), _and(f"{at.step}: {at.error}", more)
+    pod = replace(first, step=at.step) if at else first
+    return FAILED, _and(explained(pod), published.unread)
+
+
+def _code_of(record: StepRecord) -> int:
+    return USAGE if record.exit_code == USAGE else FAILED
 
 
 def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from components.records.run_store import root_of
+from components.records.step_record import StepRecord
 from pipelines.runs.kfp_client import Client, ask, is_id, pages
 from pipelines.runs.kfp_nodes import Nodes, Step, nodes_of
 from pipelines.runs.upload import NEWEST, equals
@@ -29,6 +30,7 @@ class RemoteRun:
         state: KFP's own word; CANCELED also of a run that was terminated, which KFP calls FAILED.
         at: URI below which its steps publish; empty where that is not known.
         impasse: why it cannot continue although it has not ended, or empty.
+        doing: the stage that a step is at, by the step, as far as its record is known.
     """
 
     run_id: str
@@ -40,6 +42,7 @@ class RemoteRun:
     at: str = ""
     nodes: Nodes = field(default_factory=Nodes)
     impasse: str = ""
+    doing: Mapping[str, StepRecord] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -101,7 +104,8 @@ def _published_at(run: Any, nodes: Nodes) -> str:
     """Return the URI below which a run publishes, as its steps find it; empty where unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
-    root = str(given.get("storage_root") or "")
+    # What a version has as its default is not among the parameters of the run.
+    root = str(given.get("storage_root") or nodes.root)
     pipeline_root = str((config.pipeline_root if config else None) or "")
     with suppress(UserError):
         if not root and nodes.artifact:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from components.records.step_record import StepRecord
 from pipelines.runs.kfp_access import Access, Instance
 from pipelines.runs.kfp_client import Client, InstanceError, connect
 from pipelines.runs.kfp_outcome import (
     cause_of,
+    doing_of,
     explained,
     failed_pods,
     is_busy,
@@ -21,6 +24,8 @@ from pipelines.runs.outcome import RunResult
 from trainer.errors import UserError
 
 LOOK_SECONDS = 3.0
+# Between two looks at the records of the stages.
+STAGE_SECONDS = 10.0
 # An instance may be upgraded while a run lasts for hours; the run continues meanwhile.
 RETRY_SECONDS = 120.0
 # A registry may be away for a moment, and an image may be pushed while its pod waits.
@@ -62,12 +67,12 @@ def follow(
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
     """Return the run once it has ended or cannot go on, as `follow` does; raises `UserError`."""
     failing: float | None = None
-    obstacles = _Obstacles(on_note)
+    obstacles, stages = _Obstacles(on_note), _Stages(client)
     while True:
         try:
             run = seen(client, run_id)
             failing = None
-            on_change(run)
+            on_change(stages.look(run))
             if run.has_ended:
                 return run
             if words := obstacles.look(run):
@@ -84,6 +89,25 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
                 again = command(client.access, "status", run_id)
                 raise UserError(f"{error}; the run continues without us, see: {again}") from None
         time.sleep(LOOK_SECONDS)
+
+
+class _Stages:
+    """Finds out now and then at which stages the running steps are."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._next = 0.0
+        self._doing: Mapping[str, StepRecord] = {}
+
+    def look(self, run: RemoteRun) -> RemoteRun:
+        """Return the run with the stages that are known."""
+        is_running = any(step.state == "RUNNING" for step in run.steps)
+        if is_running and time.monotonic() >= self._next:
+            found = doing_of(self._client, run)
+            # A store that this machine cannot read is not asked again.
+            self._next = time.monotonic() + STAGE_SECONDS if found is not None else math.inf
+            self._doing = found or {}
+        return replace(run, doing=self._doing)
 
 
 class _Obstacles:

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
@@ -16,6 +17,7 @@ from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
 from components.records.step_record import published_records
+from components.table import WORKING
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.upload import containing
@@ -431,7 +433,7 @@ def test_the_log_of_an_absent_pod_is_200_with_an_error_in_json(get, run_id, work
 def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
     workflow.begin("train_model")
     [node] = [each for each in nodes(get, run_id).values() if each["displayName"] == "executor(0)"]
-    assert node["name"].endswith(".exit-handler-1(0).train-model(0).executor(0)")
+    assert node["name"].endswith(".condition-2(0).train-model(0).executor(0)")
     assert node["id"] == f"flotilla-training-x7z2p-{fnv(node['name'])}"
     assert workflow.pod("train_model") == (
         f"flotilla-training-x7z2p-{IMPLEMENTATION}-{fnv(node['name'])}"
@@ -440,16 +442,58 @@ def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
     assert (fnv(""), fnv("a"), fnv("foobar")) == (0x811C9DC5, 0xE40C292C, 0xBF9CF968)
 
 
-def test_a_step_from_the_cache_has_no_pod(get, run_id, workflow):
-    workflow.take_from_cache("prepare_data")
-    phases = {each["displayName"]: each["phase"] for each in nodes(get, run_id).values()}
-    assert (phases["prepare-data"], phases["executor"]) == ("Succeeded", "Skipped")
-    assert "executor(0)" not in phases
-    assert not workflow.logs
+def played(*stages):
+    """Return the nodes of a run in which these stages were done, and then the exit step."""
+    workflow = Workflow("some-run")
+    for stage in (*stages, *(() if "register_model" in stages else [None]), "finish"):
+        if stage is None:
+            workflow.skip()
+            continue
+        workflow.begin(stage)
+        decision = {"check_gate": "blessed"}.get(stage)
+        workflow.end(stage, metrics={"decision": decision} if decision else {})
+    return workflow.nodes
+
+
+def pods(nodes):
+    """Return how many pods there are of each kind."""
+    return Counter(each["templateName"] for each in nodes if each["type"] == "Pod")
+
+
+def compiled_pods(spec):
+    """Return how many pods a run of a compiled pipeline has, of each kind."""
+    found = Counter({"system-dag-driver": 1})
+    dags = [spec["root"]["dag"]]
+    while dags:
+        for task in dags.pop()["tasks"].values():
+            component = spec["components"][task["componentRef"]["name"]]
+            if inner := component.get("dag"):
+                found["system-dag-driver"] += 1
+                dags.append(inner)
+            else:
+                found += Counter(["system-container-driver", IMPLEMENTATION])
+    return found
+
+
+def test_a_whole_run_has_the_pods_of_the_compiled_pipeline(compiled):
+    found = pods(played(*(stage.name for stage in WORKING)))
+    assert found == compiled_pods(compiled.spec.get("pipeline_spec", compiled.spec))
+    # Of the root, of the exit handler, and of the groups of training and of the export.
+    expected = {"system-dag-driver": 4, "system-container-driver": 5, IMPLEMENTATION: 5}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("last", "count"), [("validate_data", 7), ("train_model", 10), ("check_gate", 12)]
+)
+def test_a_run_that_ends_before_has_less_pods(last, count):
+    names = [stage.name for stage in WORKING]
+    nodes = played(*names[: names.index(last) + 1])
+    assert pods(nodes).total() == count
 
 
 def test_messages_are_in_the_workflow(get, run_id, workflow):
-    workflow.wait("resolve_config", "ImagePullBackOff")
+    workflow.wait("prepare_data", "ImagePullBackOff")
     [node] = [each for each in nodes(get, run_id).values() if each["displayName"] == "executor(0)"]
     assert (node["phase"], node["message"]) == ("Pending", "ImagePullBackOff")
 

@@ -6,8 +6,11 @@ and a node `x(0)` for its first try. A step is a task `x-driver` and a task `x` 
 workflow with the FNV-1a hash of the node's name, and the pod's name has the template in between.
 The API's own list of nodes names no pod.
 
-A step's code publishes its record below the root of the run. An hour after the end the pods are
-gone; the logs are in the archive then, and the nodes in the database.
+Each group of steps, the root included, has a driver too. The graph is that of our pipeline: the
+steps after the first one are in a group with a condition, the export in one more within it.
+
+The code of a step publishes the records of its stages below the root of the run. An hour after the
+end the pods are gone; the logs are in the archive then, and the nodes in the database.
 """
 
 import itertools
@@ -17,6 +20,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from components.records.step_record import PublishedRecord
+from components.table import EXPORT, PREPARE, ends_run, step_with
 from trainer import events, storage
 from trainer.events import Event, StepBegin, StepEnd
 
@@ -26,6 +30,8 @@ BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 EXECUTOR = "metadata-0-6-retry-system-container-executor"
 IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
+# As the SDK names the groups with a condition: one in the other.
+CONDITIONS = ("condition-2", "condition-3")
 Node = dict[str, Any]
 
 
@@ -43,7 +49,10 @@ def fnv(name: str) -> int:
 class Workflow:
     """The nodes of one run; each change is a second later than the one before.
 
+    What happens to a step may be said of any of its stages.
+
     Attributes:
+        has_old_steps: whether each stage is a step, as in pipelines of before.
         logs: of the pods that are there; `archive`: of those that are gone.
         disk: URI of the folder with the buckets of a store that only the instance can read.
     """
@@ -57,6 +66,7 @@ class Workflow:
         self.archive: dict[str, str] = {}
         self.active_deadline: int | None = None
         self.pods_go = False
+        self.has_old_steps = False
         self._pipeline_root = pipeline_root or "minio://mlpipeline/v2/artifacts"
         self._storage_root = storage_root
         self.disk = disk
@@ -66,13 +76,13 @@ class Workflow:
         self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
         self._pod_of(f"{self._outer}.root-driver", "system-dag-driver", "Succeeded")
         self._outer = self._tried(f"{self._outer}.root", "root", "DAG")
-        driver = f"{self._outer}.exit-handler-1-driver"
-        self._pod_of(driver, "system-dag-driver", "Succeeded")
         self._handler = f"{self._outer}.exit-handler-1"
-        self._outer = self._tried(self._handler, "comp-exit-handler-1", "DAG")
+        self._outer = self._enter(self._handler)
 
     def begin(self, step: str, *, image: str = IMAGE) -> None:
-        """Start a step; its code has not said anything yet."""
+        """Start the step of a stage where it has not begun; its code has not said anything yet."""
+        if self._has(step):
+            return
         self._drive(step)
         executor = f"{self._group(step)}(0).executor"
         self._pod_of(executor, IMPLEMENTATION, "Running")
@@ -85,43 +95,37 @@ class Workflow:
             del self.logs[self.pod(step)]
         self._last(step).update(phase="Pending", message=message)
 
-    def take_from_cache(self, step: str) -> None:
-        self._drive(step)
-        name = f"{self._group(step)}(0).executor"
-        self._node(name, IMPLEMENTATION, "Skipped", "Skipped")
-        self._close(self._group(step), "Succeeded")
-
     def write(self, step: str, text: str) -> None:
         self.logs[self.pod(step)] += text
 
-    def say_begin(self, step: str, inputs: dict[str, str] | None = None) -> None:
-        """Let a step's code say that it begins: in its log and in its record."""
-        self.write(step, log_of(StepBegin(step=step, inputs=inputs or {})))
+    def say_begin(self, stage: str) -> None:
+        """Let a stage say that it begins: in the log of its step and in its record."""
+        self.write(stage, log_of(StepBegin(step=stage)))
         folder = self.root
         if not folder.startswith("file://"):
             folder = f"{self.disk}/{self.root.partition('://')[2]}" if self.disk else ""
         if not folder:
             return
         at = storage.join(folder, self.run_id)
-        self._records[step] = PublishedRecord(step, at, inputs or {})
-        self._records[step].begin()
+        self._records[stage] = PublishedRecord(stage, at)
+        self._records[stage].begin()
 
-    def end(
-        self,
-        step: str,
-        state: str = "SUCCEEDED",
-        inputs: dict[str, str] | None = None,
-        **record: Any,
-    ) -> None:
-        """End a step, whose code says how: in its log and in its record."""
+    def say_progress(self, stage: str, **metrics: Any) -> None:
+        """Let a stage that goes on say how far it is."""
+        self._records[stage].progress(metrics)
+
+    def end(self, stage: str, state: str = "SUCCEEDED", **record: Any) -> None:
+        """End a stage, which says how; the step ends with its last one, or after a failure."""
         status = "done" if state == "SUCCEEDED" else "failed"
         whole = {"status": status, "exit_code": 0 if status == "done" else 1, "seconds": 1.5}
-        self.say_begin(step, inputs)
-        ended = StepEnd(step=step, **{**whole, **record})
-        self.write(step, log_of(ended))
-        if step in self._records:
-            self._records[step].end(ended)
-        self.stop(step, state)
+        self.say_begin(stage)
+        ended = StepEnd(step=stage, **{**whole, **record})
+        self.write(stage, log_of(ended))
+        if stage in self._records:
+            self._records[stage].end(ended)
+        last = self.has_old_steps or stage == step_with(stage).stages[-1].name
+        if last or status == "failed" or ends_run(stage, ended.metrics.get("decision")):
+            self.stop(stage, state)
 
     def stop(self, step: str, state: str, message: str = "") -> None:
         """End a step without a word; KFP has the message of its pod."""
@@ -149,6 +153,7 @@ class Workflow:
         if step == "root":
             self.nodes, self.logs, self._outer = [], {}, ""
             self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
+        self._enter_conditions(step)
         kind = "dag" if step == "root" else "container"
         phase = "Failed" if message.startswith("main: ") else "Error"
         driver = f"{self._group(step)}-driver"
@@ -162,10 +167,17 @@ class Workflow:
         """Leave a step out because one before it failed."""
         self._node(self._group(step), EXECUTOR, "Skipped", "Omitted")
 
-    def skip(self, name: str = "condition-2") -> None:
-        self._pod_of(f"{self._outer}.{name}-driver", "system-dag-driver", "Succeeded")
-        node = self._node(f"{self._outer}.{name}", "comp-condition-2", "Skipped", "Skipped")
-        node["message"] = "when 'false != false' evaluated false"
+    def skip(self) -> None:
+        """Leave out the next group with a condition."""
+        outer = self._outer
+        for name in CONDITIONS:
+            group = f"{outer}.{name}"
+            if not self._is_there(group):
+                self._pod_of(f"{group}-driver", "system-dag-driver", "Succeeded")
+                node = self._node(group, f"comp-{name}", "Skipped", "Skipped")
+                node["message"] = "when 'false != false' evaluated false"
+                return
+            outer = f"{group}(0)"
 
     def terminate(self) -> None:
         """Do what Argo does when the limit of the workflow is set to 0 seconds."""
@@ -202,7 +214,20 @@ class Workflow:
             }
         )
 
+    def _enter(self, group: str) -> str:
+        """Add a group of steps, and its driver; return the name of its try."""
+        self._pod_of(f"{group}-driver", "system-dag-driver", "Succeeded")
+        return self._tried(group, f"comp-{group.rpartition('.')[2]}", "DAG")
+
+    def _enter_conditions(self, step: str) -> None:
+        outer = self._outer
+        for name in self._conditions(step):
+            if not self._is_there(f"{outer}.{name}"):
+                self._enter(f"{outer}.{name}")
+            outer = f"{outer}.{name}(0)"
+
     def _drive(self, step: str) -> None:
+        self._enter_conditions(step)
         self._pod_of(f"{self._group(step)}-driver", "system-container-driver", "Succeeded")
         self._tried(self._group(step), EXECUTOR, "DAG")
 
@@ -243,7 +268,7 @@ class Workflow:
 
     def _pod_spec(self, step: str, image: str) -> dict[str, Any]:
         """Return what KFP's driver has made of a step for the launcher in its pod."""
-        name = _kfp(step)
+        name = self._kfp_name(step)
         place = f"{self._pipeline_root}/flotilla-training/{self.run_id}/{name}/77/place"
         given = {
             "inputs": {"parameterValues": {"storage_root": self._storage_root}},
@@ -256,14 +281,28 @@ class Workflow:
     def _group(self, step: str) -> str:
         """Return the name of the node of a step; the exit step is in a hook of the steps."""
         if step != "finish":
-            return f"{self._outer}.{_kfp(step)}"
+            groups = (f"{name}(0)" for name in self._conditions(step))
+            return ".".join((self._outer, *groups, self._kfp_name(step)))
         hook = f"{self._handler}.onExit"
-        if not any(each["name"] == hook for each in self.nodes):
+        if not self._is_there(hook):
             self._tried(hook, "exit-hook-root-finish", "DAG")
         return f"{hook}(0).finish"
 
+    def _conditions(self, step: str) -> tuple[str, ...]:
+        """Return the groups with a condition that a step is in, the outer one first."""
+        if self.has_old_steps or step in ("root", "finish"):
+            return ()
+        return CONDITIONS[: {PREPARE: 0, EXPORT: 2}.get(step_with(step).name, 1)]
+
+    def _kfp_name(self, step: str) -> str:
+        known = not self.has_old_steps and step != "root"
+        return step_with(step).kfp_name if known else step.replace("_", "-")
+
     def _has(self, step: str) -> bool:
-        return any(each["name"] == self._group(step) for each in self.nodes)
+        return self._is_there(self._group(step))
+
+    def _is_there(self, name: str) -> bool:
+        return any(each["name"] == name for each in self.nodes)
 
     def _named(self, name: str) -> Node:
         return next(each for each in self.nodes if each["name"] == name)
@@ -287,10 +326,6 @@ class Workflow:
 
 def pod_name(node: Node) -> str:
     return f"{WORKFLOW}-{node['templateName']}-{fnv(node['name'])}"
-
-
-def _kfp(step: str) -> str:
-    return step.replace("_", "-")
 
 
 def log_of(event: Event) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from components.records.run_store import STEPS
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_nodes import Step, log_of
 from pipelines.runs.kfp_run import ENDED, RemoteRun
@@ -43,14 +44,7 @@ class LogFollower:
             wanted = self._only in ("", step.name)
             if not wanted or step.name in self._done:
                 continue
-            if step.cached:
-                self._done.add(step.name)
-                # It was looked for while the instance had not skipped its pod yet.
-                self.refused.pop(step.name, None)
-                self._on_note(
-                    f"{step.name} was taken from KFP's cache: it did not run and has no log"
-                )
-            elif step.state in _BEGUN:
+            if step.state in _BEGUN:
                 over = step.state in ENDED or run.has_ended
                 self._read(run, step, over)
                 if over:
@@ -104,6 +98,8 @@ def follow_logs(
     `on_note` is called with a line on what has no log. Raises `UserError`.
     """
     names = [step.name for step in run.steps]
+    # Before, each stage was a step of its own.
+    only = stages[0] if len(stages) == 1 and stages[0] in names else only
     if only and only not in names and (run.has_ended or not follow):
         known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
         raise UserError(f"the run {run.run_id} has no step {only!r}{known}")
@@ -134,7 +130,7 @@ def _instead(client: Client, run: RemoteRun, step: Step) -> str:
     """Return where a person finds what a log that the instance does not return would say."""
     namespace = client.access.namespace or "kubeflow"
     if run.has_ended:
-        record = storage.join(run.at, "steps", f"{step.name}.json") if run.at else ""
-        where = f"what the step reported is in {record}" if record else "see `flotilla status`"
+        records = storage.join(run.at, STEPS) if run.at else ""
+        where = f"what the step reported is below {records}" if records else "see `flotilla status`"
         return f"KFP removes pods with their logs an hour after the end; {where}"
     return f"read it by `kubectl logs -n {namespace} {step.pod or '-'} -c main`"
