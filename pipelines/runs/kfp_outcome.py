@@ -38,6 +38,10 @@ from trainer.storage.retry import shorter_retry
 
 DATA, TRAINER = maker_of("validation"), maker_of("checkpoint")
 GATE, REGISTRY = maker_of("decision"), maker_of("registration")
+_Rows = Mapping[str, Sequence[StepRecord]]
+# Status, exit code and message.
+_Verdict = tuple[str, int, str]
+# What is a stage now.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
 # So long a store may fail; there is an answer without it.
 STORE_SECONDS = 10.0
@@ -119,9 +123,9 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
     found: list[StepRecord] = []
     if not client.page(""):
         return found
-    for row in (*STAGES, *SWEEP_STEPS):
+    for name in (each.name for row in (*STEPS, *SWEEP_STEPS) for each in row.stages):
         try:
-            data = object_at(client, file_of(at, FOLDER, row.name))
+            data = object_at(client, file_of(at, FOLDER, name))
         except InstanceError as error:
             if error.status != _ABSENT:
                 return []
@@ -131,7 +135,7 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
     return sorted(found, key=lambda record: record.began)
 
 
-def _rows(run: RemoteRun, published: _Published) -> dict[str, list[StepRecord]]:
+def _rows(run: RemoteRun, published: _Published) -> _Rows:
     """Return what is known of the stages of each step; KFP decides how the step ended."""
     if not run.steps:
         # An instance without nodes.
@@ -202,16 +206,16 @@ def _row(step: Step, name: str) -> StepRecord:
     )
 
 
-def _ended(
-    client: Client,
-    run: RemoteRun,
-    published: _Published,
-    rows: Mapping[str, Sequence[StepRecord]],
-) -> tuple[str, int, str]:
+def _ended(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> _Verdict:
     if run.state == "CANCELED":
         return "canceled", INTERRUPTED, "the run was cancelled"
     if run.state != "SUCCEEDED":
         return "failed", *_failure(client, run, published, rows)
+    return _decided(run, published)
+
+
+def _decided(run: RemoteRun, published: _Published) -> _Verdict:
+    """Judge a run that succeeded by the words of its stages."""
     if not run.steps and published.unread:
         return _unknown("what its steps decided", DATA, published)
     if not _has_run(run, published, GATE):
@@ -233,10 +237,9 @@ def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
     return any((step.name, step.state) == (name, "SUCCEEDED") for step in run.steps)
 
 
-def _without_gate(run: RemoteRun, published: _Published) -> tuple[str, int, str]:
+def _without_gate(run: RemoteRun, published: _Published) -> _Verdict:
     for row in STAGES:
-        said = published.of(row.name)
-        if said and ends_well(row.name, said.metrics.get("decision")):
+        if (said := published.of(row.name)) and ends_well(row.name, said.metrics.get("decision")):
             return row.completes, DONE, _reasons(said)
     if _has_run(run, published, TRAINER) or not _has_run(run, published, DATA):
         return "done", DONE, ""
@@ -249,7 +252,7 @@ def _without_gate(run: RemoteRun, published: _Published) -> tuple[str, int, str]
     return _unknown("why the run has not trained", DATA, published)
 
 
-def _judged(published: _Published) -> tuple[str, int, str]:
+def _judged(published: _Published) -> _Verdict:
     registry = published.of(REGISTRY.name)
     decision = registry.metrics.get("decision") if registry else None
     if decision == REGISTRY.accepts:
@@ -259,7 +262,7 @@ def _judged(published: _Published) -> tuple[str, int, str]:
     return _unknown("what the registry decided", REGISTRY, published)
 
 
-def _unknown(what: str, row: StageSpec, published: _Published) -> tuple[str, int, str]:
+def _unknown(what: str, row: StageSpec, published: _Published) -> _Verdict:
     why = published.unread or f"{row.name} has left no record of its decision"
     return "unknown", FAILED, f"the run is done, but {what} cannot be read: {why}"
 
@@ -272,12 +275,7 @@ def _and(message: str, more: str) -> str:
     return f"{message}; {more}" if more else message
 
 
-def _failure(
-    client: Client,
-    run: RemoteRun,
-    published: _Published,
-    rows: Mapping[str, Sequence[StepRecord]],
-) -> tuple[int, str]:
+def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
     """Return exit code and cause: what the first step that failed says, else what KFP says."""
     pods = failed_pods(run.nodes)
     # The exit step runs after the failure and may fail because of it.

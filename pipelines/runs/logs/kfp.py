@@ -99,7 +99,7 @@ def follow_logs(
     """
     names = [step.name for step in run.steps]
     # Before, each stage was a step of its own.
-    only = stages[0] if len(stages) == 1 and stages[0] in names else only
+    only = next((each for each in view.stages if view.stages == (each,) and each in names), only)
     if only and only not in names and (run.has_ended or not follow):
         known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
         raise UserError(f"the run {run.run_id} has no step {only!r}{known}")

@@ -55,7 +55,7 @@ class LogView:
         self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False
     ) -> None:
         """Show these stages, or all, one training task or all; with `verbose` every line."""
-        self._stages, self.task, self._verbose = stages, task, verbose
+        self.stages, self.task, self._verbose = tuple(stages), task, verbose
         # The task that events of training are of, where they do not say so.
         self.leader = ""
         self._stage = self._pod = ""
@@ -193,7 +193,7 @@ class LogView:
     def _is_asked_for(self, label: str) -> bool:
         if self.task:
             return label == self.task
-        return not self._stages or (TRAIN if _is_task(label) else label) in self._stages
+        return not self.stages or (TRAIN if _is_task(label) else label) in self.stages
 
 
 def _is_task(label: str) -> bool:

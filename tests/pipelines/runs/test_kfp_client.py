@@ -260,8 +260,9 @@ def test_a_token_that_is_renewed_meanwhile_is_taken(instance, remote, tmp_path, 
         run["state"] = "SUCCEEDED"
 
     instance.store.play = [renew, over]
-    assert remote("submit", "--wait", "--token-file", file).code == 0
-    assert uploaded
+    root = f"storage.root={tmp_path.as_uri()}"
+    answer = remote("submit", "--wait", "--token-file", file, "--set", root)
+    assert (answer.code, bool(uploaded)) == (0, True), answer.err
 
 
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
