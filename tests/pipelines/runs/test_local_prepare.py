@@ -131,7 +131,7 @@ def test_a_second_run_reuses_the_dataset(prepared):
 
 def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     monkeypatch.delenv(run_store.RUN_FOLDER, raising=False)
-    (tmp_path / "s-1.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "s-1.csv").write_text("a,label\n1,2\n")
     source, workdir = tmp_path / "s-{SPAN}.csv", tmp_path / "runs"
     root = storage.uri_of(workdir)
     config = resolve_config.with_listing(load_config(None, [f"data.source={source}"]), root)
