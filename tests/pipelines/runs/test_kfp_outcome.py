@@ -394,7 +394,7 @@ def test_a_driver_that_failed_is_its_step_with_the_end_of_its_log(
     assert answer.json["message"] == (
         "train_model: KFP's own driver of it failed (main: Error (exit code 1)"
         f"{more if has_logs else ''}): check the service account, the pipeline root and its keys, "
-        "and the run parameters of the steps such as step_cpu"
+        "and the settings of the pods, such as --cpu of `flotilla upload`"
     )
 
 
