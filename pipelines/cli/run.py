@@ -242,7 +242,7 @@ def replay(
         more={
             "step": recorded.step,
             "stages": {
-                name: {"recorded": _told(before.get(name)), "here": _told(here.get(name))}
+                name: {"recorded": _reported(before.get(name)), "here": _reported(here.get(name))}
                 for name in {**before, **here}
             },
             "folder": folder,
@@ -251,7 +251,7 @@ def replay(
     )
 
 
-def _told(result: StepResult | None) -> dict[str, Any]:
+def _reported(result: StepResult | None) -> dict[str, Any]:
     fields = ("status", "error", "metrics") if result else ()
     return {each: getattr(result, each) for each in fields}
 
