@@ -12,7 +12,7 @@ from pipelines.runs.logs.text import RUNNER_FAILED, Line
 from trainer import events
 from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of
 from trainer.events import Event, Progress, StepBegin, StepEnd
-from trainer.masking import one_line
+from trainer.masking import masked, one_line
 from trainer.progress.durations import duration
 from trainer.report.wording import rounded
 
@@ -68,6 +68,7 @@ class LogView:
         self._tracebacks: set[str] = set()
         # Text and label.
         self._recent: deque[tuple[str, str]] = deque(maxlen=_RECENT)
+        self._by_library = ""
         self.labels: set[str] = set()
 
     def enter(self, step: str) -> None:
@@ -103,6 +104,10 @@ class LogView:
             return
         if line.level in ("WARNING", "ERROR", "CRITICAL"):
             text = f"{line.level.lower()}: {text}"
+            # TensorFlow's logger writes a line itself, and hands it to that of the process.
+            if line.begins and self._by_library == text and not self._verbose:
+                return
+            self._by_library = "" if line.begins else text
         yield from self._written(line, text)
 
     def _was_said(self, label: str, text: str) -> bool:
@@ -188,7 +193,7 @@ class LogView:
         yield from self._began()
         self._recent.append((text, label))
         if self._is_asked_for(label):
-            yield LogLine(time=line.time, label=label, text=text)
+            yield LogLine(time=line.time, label=label, text=masked(text))
 
     def _is_asked_for(self, label: str) -> bool:
         if self.task:

@@ -144,6 +144,19 @@ def test_what_a_launcher_relays_again_is_left_out_and_what_two_tasks_say_is_not(
     assert written(*lines, again) == [("chief-0", "words"), ("worker-0", "words")]
 
 
+def test_a_warning_that_two_handlers_write_comes_once():
+    own = of_text("retracing", level="WARNING")
+    handed_on = of_text("retracing", level="WARNING", begins=True)
+    assert written(own, handed_on) == [("", "warning: retracing")]
+    assert len(written(handed_on, handed_on)) == 2
+
+
+def test_what_the_user_prints_is_without_credentials():
+    assert written(of_text("reading minio://ann:secret@bucket/x")) == [
+        ("", "reading minio://***@bucket/x")
+    ]
+
+
 def test_warnings_and_errors_say_so():
     assert written(of_text("low", level="WARNING"), of_text("bad", level="ERROR")) == [
         ("", "warning: low"), ("", "error: bad"),
