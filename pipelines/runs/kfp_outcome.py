@@ -372,7 +372,7 @@ CAUSES = (
     ),
     Cause(
         pattern=r"^Unschedulable",
-        remedy="no node has the room: lower step_cpu, step_memory or step_gpus, or add a node",
+        remedy="no node has the room: upload with less --cpu, --memory or --gpus, or add a node",
     ),
     Cause(
         pattern=r"serviceaccount \S+ not found",
@@ -380,10 +380,10 @@ CAUSES = (
     ),
     Cause(
         pattern=r"exceeded quota",
-        remedy="ask for a larger quota of the namespace, or lower step_cpu and step_memory",
+        remedy="ask for a larger quota of the namespace, or upload with less --cpu and --memory",
     ),
     Cause(pattern=r"is forbidden", remedy="ask the owner of the namespace for the permission"),
-    Cause(pattern=r"OOMKilled", remedy="its memory was not enough: raise step_memory"),
+    Cause(pattern=r"OOMKilled", remedy="its memory was not enough: upload with more --memory"),
     Cause(
         pattern=r"longer than (the )?specified deadline|exceeded its deadline",
         remedy="it took longer than the deadline of the step",

@@ -161,7 +161,7 @@ def test_killed_is_1_with_what_kfp_said(waited):
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == (
         "train_model: its pod failed (main: OOMKilled (exit code 137)): "
-        "its memory was not enough: raise step_memory"
+        "its memory was not enough: upload with more --memory"
     )
 
 
@@ -688,7 +688,7 @@ def pod(message, state="FAILED", **more):
             False,
         ),
         ("is forbidden: exceeded quota: compute", "a larger quota", False),
-        ("main: OOMKilled (exit code 137)", "raise step_memory", False),
+        ("main: OOMKilled (exit code 137)", "upload with more --memory", False),
         (
             "Pod was active on the node longer than the specified deadline",
             "longer than the deadline of the step",
