@@ -80,6 +80,7 @@ def work(step: Step) -> Prepared:
     resolved = step.stage("resolve_config", resolve_config.work)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
+        _say_unchanged(step)
         return Prepared(**run, dataset_uri="", Output=UNCHANGED)
     if step.published:
         return Prepared(**run, dataset_uri=step.published, Output=READY)
@@ -87,6 +88,13 @@ def work(step: Step) -> Prepared:
         uri = step.stage("prepare_data", prepare, **run)
         word = step.stage("validate_data", validate, **run, dataset_uri=uri)
     return Prepared(**run, dataset_uri=uri, Output=READY if word == "accepted" else REFUSED)
+
+
+def _say_unchanged(step: Step) -> None:
+    """Write what KFP lists as outputs all the same, and its UI would look for in vain."""
+    for artifact in (step.dataset, step.validation):
+        descriptor.write(artifact, {"decision": UNCHANGED})
+    Path(step.page.path).write_text("<p>An earlier run has done what this one would do.</p>\n")
 
 
 @contextmanager
