@@ -81,7 +81,9 @@ def _text(sweep: Sweep) -> str:
 
 def _sweeping(wiring: Wiring, sweep: Sweep, parallel: int, text: Any) -> None:
     at_exit = wiring.at_exit(finish_sweep, sweep=text)
-    with dsl.ExitHandler(at_exit, name="sweep"), wiring.ready() as (run, dataset):
+    # The trials are new, whatever a run on the same files has done.
+    ready = wiring.ready(is_whole_run=False)
+    with dsl.ExitHandler(at_exit, name="sweep"), ready as (run, dataset):
         chosen = _trained(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
         best = {**run, "config": chosen.outputs["config"]}
         promoted(wiring, best, {**dataset, "checkpoint": chosen.outputs["checkpoint"]})

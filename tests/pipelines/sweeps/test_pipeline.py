@@ -54,10 +54,13 @@ def test_one_loop_trains_one_trial_is_promoted_and_parameters_have_their_default
     assert [each["iteratorPolicy"]["parallelismLimit"] for each in loops] == [2]
     places = json.loads(loops[0]["parameterIterator"]["items"]["raw"])
     assert places == [str(place) for place in range(9)]
-    for name in ("prepare-data", "choose-trial", "check-gate", "export-model", "register-model"):
+    for name in ("prepare-data", "choose-trial", "evaluate-model", "export-model"):
         assert count_of(spec, name) == 1, name
+    # A run on the same files leaves the trials to be made.
+    (prepare,) = (task for task in tasks_of(spec) if "is_whole_run" in task["inputs"]["parameters"])
+    assert prepare["inputs"]["parameters"]["is_whole_run"]["runtimeValue"] == {"constant": False}
     given = spec["root"]["inputDefinitions"]["parameters"]
-    assert given["training_steps"]["defaultValue"] == 900
+    assert given["steps"]["defaultValue"] == 900
     assert given["image"]["defaultValue"] == "host/name:tag"
     trials = json.loads(given["sweep"]["defaultValue"])["trials"]
     assert trials[2]["settings"] == {"training.batch_size": "32"}
