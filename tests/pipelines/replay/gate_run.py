@@ -5,11 +5,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from components import contract, prepare_data
 from components.records.step_record import StepRecord, published_records
 from pipelines.replay.replay import OutputArtifact
 from trainer import storage
+from trainer.cluster import fitting
 from trainer.config.form import FIELDS
 
 RUN = "digits-20260301-120000-abcd"
@@ -40,10 +42,9 @@ def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRec
         )
         for name in ("configuration", "dataset", "validation", "page")
     }
-    argv, sys.argv = sys.argv, ["executor", contract.OPTION, contract.mark()]
-    try:
-        with suppress(SystemExit):
-            prepare_data.prepare_data.python_func(**given, **made)
-    finally:
-        sys.argv = argv
+    compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
+    # The trial of the model takes seconds, and has its own tests.
+    untried = mock.patch.object(fitting, "tried", return_value={})
+    with compiled, untried, suppress(SystemExit):
+        prepare_data.prepare_data.python_func(**given, **made)
     return {each.step: each for each in published_records(storage.join(root, run_id))}
