@@ -63,7 +63,7 @@ def refuse(compiled_by: str) -> NoReturn:
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
         "differ; upload the pipeline again with the version of the image (`flotilla upload`), and "
-        "make a schedule of it again (`flotilla schedule`), or set the run parameter image to "
+        "make a schedule of it again (`flotilla reschedule`), or set the run parameter image to "
         "the image that it was compiled for"
     )
 

@@ -17,7 +17,7 @@ from typer.completion import (  # type: ignore[attr-defined]
 
 from pipelines.cli.doctor import check, doctor
 from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, output
-from pipelines.cli.kfp import schedule, submit, unschedule, upload
+from pipelines.cli.kfp import reschedule, schedule, submit, unschedule, upload
 from pipelines.cli.models import checkpoint, models
 from pipelines.cli.options import (
     TRAINED,
@@ -228,6 +228,7 @@ app.command(epilog="--json adds `version`; `newest` in it: whether `submit` take
 )
 app.command(epilog=f"{TRAINED} All only when the run was waited for.")(submit)
 app.command(epilog="--json adds `schedule`.")(schedule)
+app.command(epilog="--json adds `schedule`.")(reschedule)
 app.command(epilog="--json adds `schedule`.")(unschedule)
 app.command("runs", epilog="--json adds `runs`, an object each.")(list_runs)
 app.command(epilog=ENDED)(status)

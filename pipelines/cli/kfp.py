@@ -1,4 +1,4 @@
-"""`flotilla upload`, `submit`, `schedule` and `unschedule`: pipelines on a KFP instance."""
+"""`flotilla upload`, `submit`, `schedule`, `reschedule`, `unschedule`: pipelines on an instance."""
 
 from __future__ import annotations
 
@@ -224,6 +224,8 @@ def schedule(
 def _scheduled(made: Scheduled) -> Answer:
     note(f"schedule {made.name} {made.action}: {made.timing}")
     _say(made.version)
+    for remark in made.remarks:
+        note(f"flotilla: {remark}")
     if made.existed and made.removed:
         note(f"removed {made.removed} more of this name")
     found = {
@@ -235,6 +237,24 @@ def _scheduled(made: Scheduled) -> Answer:
         "version": _named(made.version),
     }
     return Answer(more={"schedule": found})
+
+
+@answers
+@of_instance
+def reschedule(
+    instance: Instance,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
+    pipeline: Annotated[
+        str, typer.Option(metavar="NAME", help="The uploaded pipeline.")
+    ] = "flotilla-training",
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="That of the pipeline when empty.")
+    ] = "",
+) -> Answer:
+    """Make a schedule again, with its time and configuration, for the newest version of ours."""
+    from pipelines.runs import schedule as scheduling
+
+    return _scheduled(scheduling.reschedule(instance.access(), name, pipeline, image))
 
 
 @answers

@@ -27,8 +27,10 @@ from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import Version, newest_version, version_of
+from pipelines.step_settings import check_image
 from trainer.code.bundle import forget_schedule, note_schedule
-from trainer.config.form import SETTINGS
+from trainer.config.form import SETTINGS, from_form
+from trainer.config.old_parameters import configuration_of, is_of_before, remarks_of
 from trainer.errors import ConfigError, UserError, nearest
 
 _EVERY = {
@@ -177,6 +179,7 @@ class Scheduled:
         next: the next time in UTC; empty for an interval.
         removed: how many others of this name were removed.
         version: the one of all its runs; with `Timing.latest` the newest as it is now.
+        remarks: what was not taken over, and where it is set now.
     """
 
     name: str
@@ -187,6 +190,7 @@ class Scheduled:
     removed: int
     existed: bool
     version: Version
+    remarks: tuple[str, ...] = ()
 
 
 def schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
@@ -211,10 +215,7 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
             action = "was disabled, and is enabled again"
     else:
         # The new one first: nothing is lost if the instance refuses it.
-        made = ask(
-            client.recurring_runs.recurring_run_service_create_recurring_run, recurring_run=wanted
-        )
-        schedule_id = str(made.recurring_run_id)
+        schedule_id = str(_created(client, wanted).recurring_run_id)
         action = "was changed" if others else "was created"
     return Scheduled(
         name=submission.name,
@@ -228,15 +229,84 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
     )
 
 
+def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
+    """Make a schedule again for the newest version with the steps of this code.
+
+    All stays that is not the version, and the configuration, which may be that of before the form.
+    Only the image is that of the version, or `image`: another one has other steps.
+    """
+    check_image(image)
+    client = connect(access)
+    old, *others = sorted(_named(client, name), key=_enabled, reverse=True)
+    version = version_of(client, pipeline, "")
+    reference = old.pipeline_version_reference
+    if reference is None or reference.pipeline_id != version.pipeline_id:
+        raise ConfigError(f"the schedule {name!r} is of another pipeline: name it by --pipeline")
+    if not version.is_of_this_code:
+        raise ConfigError(f"{version.name} {version.origin}: first upload by `flotilla upload`")
+    values = _meaning(old)["parameters"]
+    config = configuration_of(values) if is_of_before(values) else from_form(values)
+    what = f"version {version.name} of {version.pipeline}"
+    wanted = _again(old, version, run_parameters(config, image, version.spec, what))
+    is_same, known_as = _meaning(old) == _meaning(wanted), _known_as(access, name)
+    if config.code:
+        note_schedule(config.code, known_as)
+    made = old if is_same else _created(client, wanted)
+    when = _meaning(wanted)
+    return Scheduled(
+        name=name,
+        schedule_id=str(made.recurring_run_id),
+        action="is there already" if is_same else "was made again",
+        timing=f"cron {when['cron']!r}" if when["cron"] else f"every {when['interval']} s",
+        next="",
+        removed=_delete(client, others if is_same else [old, *others], known_as, config.code),
+        existed=is_same,
+        version=version,
+        remarks=remarks_of(values),
+    )
+
+
+def _again(old: Any, version: Version, parameters: dict[str, Any]) -> V2beta1RecurringRun:
+    pinned = old.pipeline_version_reference.pipeline_version_id
+    return V2beta1RecurringRun(
+        display_name=old.display_name,
+        description=old.description,
+        experiment_id=old.experiment_id,
+        namespace=old.namespace,
+        pipeline_version_reference=V2beta1PipelineVersionReference(
+            pipeline_id=version.pipeline_id,
+            pipeline_version_id=version.version_id if pinned else None,
+        ),
+        runtime_config=V2beta1RuntimeConfig(
+            parameters=parameters, pipeline_root=_meaning(old)["pipeline_root"] or None
+        ),
+        service_account=old.service_account,
+        trigger=old.trigger,
+        mode="ENABLE" if _enabled(old) else "DISABLE",
+        no_catchup=old.no_catchup,
+        max_concurrency=old.max_concurrency,
+    )
+
+
+def _created(client: Client, wanted: V2beta1RecurringRun) -> Any:
+    create = client.recurring_runs.recurring_run_service_create_recurring_run
+    return ask(create, recurring_run=wanted)
+
+
 def unschedule(access: Access, name: str) -> int:
     """Remove every schedule of this name, and return how many; raises `ConfigError` without one."""
     client = connect(access)
-    found = [each for each in _all(client) if each.display_name == name]
+    return _delete(client, _named(client, name), _known_as(access, name))
+
+
+def _named(client: Client, name: str) -> list[Any]:
+    every = _all(client)
+    found = [each for each in every if each.display_name == name]
     if not found:
-        known = sorted({str(each.display_name) for each in _all(client)})
+        known = sorted({str(each.display_name) for each in every})
         hint = nearest(name, known) or (f"; there are {', '.join(known[:5])}" if known else "")
-        raise ConfigError(f"{access.endpoint} has no schedule {name!r}{hint}")
-    return _delete(client, found, _known_as(access, name))
+        raise ConfigError(f"{client.access.endpoint} has no schedule {name!r}{hint}")
+    return found
 
 
 def _known_as(access: Access, name: str) -> str:
@@ -352,7 +422,9 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
             # Someone else has removed it.
             if error.status != _ABSENT:
                 raise
-        bundle = _meaning(each)["parameters"].get(SETTINGS, {}).get("code", "")
+        given = _meaning(each)["parameters"]
+        # A schedule of before the form has the bundle as a parameter of its own.
+        bundle = given.get(SETTINGS, {}).get("code") or given.get("code", "")
         if bundle and bundle != kept:
             forget_schedule(str(bundle), known_as)
     return len(schedules)

@@ -18,15 +18,16 @@ from trainer.config.base import Section, Whole
 from trainer.config.form import FIELDS
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Config
+from trainer.storage.s3_endpoint import KFP_SECRET
 
-#: What was one for the pods of the steps, and the option by which it is compiled in.
-OPTIONS = {
-    "step_cpu": "--cpu",
-    "step_memory": "--memory",
-    "step_gpus": "--gpus",
-    "step_node_selector": "--node-selector",
-    "step_tolerations": "--toleration",
-    "store_secret": "--store-secret",
+#: What was one for the pods of the steps, the option by which it is compiled in, and its default.
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "step_cpu": ("--cpu", "1"),
+    "step_memory": ("--memory", "4Gi"),
+    "step_gpus": ("--gpus", "0"),
+    "step_node_selector": ("--node-selector", {}),
+    "step_tolerations": ("--toleration", []),
+    "store_secret": ("--store-secret", KFP_SECRET),
 }
 
 
@@ -64,6 +65,15 @@ def configuration_of(values: Mapping[str, Any]) -> Config:
     return parse_config(tree)
 
 
+def remarks_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a line for each parameter of the pods that had another value than its default."""
+    return tuple(
+        f"{name}={values[name]} is no run parameter any more: {spelled(name)}"
+        for name, (_, default) in OPTIONS.items()
+        if values.get(name, default) != default
+    )
+
+
 def _deep(value: Any, field: Any) -> Any:
     kind = field.annotation if field else str
     if kind in (int, float) and isinstance(value, float) and value.is_integer():
@@ -82,8 +92,8 @@ def spelled(name: str) -> str:
     """Return how what was this run parameter, or is a field of the form, is set now."""
     if name == "image":
         return "now --image IMAGE"
-    if option := OPTIONS.get(name):
-        return f"now {option} of `flotilla compile` and `flotilla upload`"
+    if name in OPTIONS:
+        return f"now {OPTIONS[name][0]} of `flotilla compile` and `flotilla upload`"
     by_field = {each.name: each.key for each in FIELDS if each.key}
     if key := by_field.get(name):
         return f"now --set {'.'.join(key)}=..."

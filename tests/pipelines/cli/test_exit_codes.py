@@ -76,6 +76,7 @@ LOCAL = {
     "also": (("pipelines.runs.local.start", LOCAL_RUN),),
 }
 SCHEDULED = SimpleNamespace(
+    remarks=(),
     name="n", action="created", timing="daily", version=VERSION, existed=False, removed=0,
     schedule_id="s", next="",
 )  # fmt: skip
@@ -135,6 +136,12 @@ ROWS = {
         words=f"{ENDPOINT} --every 6h",
         mistake=f"{ENDPOINT} --every soon",
         calls="pipelines.runs.schedule.schedule",
+        returns=SCHEDULED,
+    ),
+    "reschedule": Row(
+        words=f"nightly {ENDPOINT}",
+        mistake=f"nightly {ENDPOINT} --image 'a b'",
+        calls="pipelines.runs.schedule.reschedule",
         returns=SCHEDULED,
     ),
     "unschedule": Row(

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 import pytest
 
 from pipelines.runs.schedule import parsed
+from tests.trainer.config.test_old_parameters import flat
+from trainer.config.load import load_config
 from trainer.errors import ConfigError
 
 
@@ -165,6 +167,50 @@ def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
     answer = remote("unschedule", "digits", "--json")
     assert (answer.code, answer.json["schedule"]) == (0, {"name": "digits", "removed": 2})
     assert the_schedule(instance)["display_name"] == "other"
+
+
+def before(instance, **more):
+    """Turn the schedule into one of before the form, for an older version of the pipeline."""
+    made = the_schedule(instance)
+    config = load_config(None, ["training.steps=9", "gate.min.accuracy=0.5"])
+    made["runtime_config"] = {"parameters": {**flat(config), **more}, "pipeline_root": "gs://b/r"}
+    made["pipeline_version_reference"]["pipeline_version_id"] = "of-before"
+    return copy.deepcopy(made)
+
+
+def test_a_schedule_of_before_is_made_again(instance, remote):
+    remote(*NIGHTLY, "--experiment", "nights", "--catch-up", "--service-account", "trainer")
+    old = before(instance, step_memory="16Gi", image="a/old:1")
+    answer = remote("reschedule", "digits", "--json")
+    assert answer.code == 0, answer.err
+    assert "schedule digits was made again: cron '0 30 2 * * *'" in answer.err
+    assert "step_memory=16Gi is no run parameter any more: now --memory of" in answer.err
+    made = the_schedule(instance)
+    assert made["recurring_run_id"] != old["recurring_run_id"]
+    for kept in ("trigger", "experiment_id", "no_catchup", "max_concurrency", "service_account"):
+        assert made[kept] == old[kept]
+    assert made["runtime_config"]["pipeline_root"] == "gs://b/r"
+    sent = made["runtime_config"]["parameters"]
+    assert (sent["steps"], sent["settings"]) == (9, {"gate": {"min": {"accuracy": 0.5}}})
+    # Its own image has the steps of its own version.
+    assert "image" not in sent
+    [version] = instance.store.versions
+    assert made["pipeline_version_reference"]["pipeline_version_id"] == version
+    assert "is there already" in remote("reschedule", "digits").err
+    assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
+
+
+def test_what_cannot_be_made_again_stays(instance, remote):
+    remote(*NIGHTLY)
+    old = before(instance, training_cached_rows=5)
+    answer = remote("reschedule", "digits")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "training.cached_rows: removed in 0.2" in answer.err
+    before(instance)
+    instance.faults.add("POST .*recurringruns", 403)
+    assert remote("reschedule", "digits").code == 1
+    assert the_schedule(instance)["recurring_run_id"] == old["recurring_run_id"]
+    assert "has no schedule 'digit'; did you mean" in remote("reschedule", "digit").err
 
 
 def test_unschedule_of_what_is_not_there(instance, remote):
