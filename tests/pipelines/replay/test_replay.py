@@ -369,7 +369,7 @@ def test_a_run_with_a_bundle_is_debugged_with_its_modules_and_not_those_of_the_f
         text=True,
         check=False,
     )
-    assert ended.returncode == 1, ended.stderr
+    assert ended.returncode == 2, ended.stderr
     answer = json.loads(ended.stdout.splitlines()[-1])
     assert answer["status"] == "failed"
     assert "ZeroDivisionError: float division by zero (rows.py:4)" in answer["message"]
