@@ -77,9 +77,13 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
 _clear_environment()
 
-# A busy machine is no reason to fail.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+# A busy machine is no reason to fail, and one commit has one result: `--hypothesis-profile=random`
+# tries other examples.
+settings.register_profile(
+    "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile("random", settings.get_profile("same"), derandomize=False)
+settings.load_profile("same")
 
 
 @pytest.fixture

@@ -122,3 +122,9 @@ def nothing(_start: int) -> Problem:
         chance_loss=CHANCE_LOSS,
         batches=unused,
     )
+
+
+def stop_after(looks):
+    """An end that is asked for before the look at the world after so many."""
+    asked = iter([False] * looks)
+    return lambda: next(asked, True)

@@ -36,7 +36,9 @@ def headline(facts: Facts) -> str:
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    return one_line(f"{subject}: {'; '.join(filter(None, [found, _ending(facts)]))}")
+    # Part by part: a run called `authorization` would hide what follows its colon.
+    parts = filter(None, map(one_line, [found, _ending(facts)]))
+    return f"{one_line(subject)}: {'; '.join(parts)}"
 
 
 def measured(evaluation: Facts) -> dict[str, Any]:

@@ -102,23 +102,25 @@ def main(arguments: list[str]) -> int:
     environment = dict(os.environ)
     config = environment.pop(CONFIG_VARIABLE, "")
     cluster, task = _parse_tf_config(environment.get("TF_CONFIG", ""))
+    settings = _parse_config(config)
+    process = TaskProcess(
+        arguments[1:],
+        environment,
+        name=str(task or "the task"),
+        rule=RestartRule(_restart_limit(settings, task)),
+    )
+    guard = Guard(process, _grace_seconds(settings, task))
+    leads = cluster is not None and task == leader(cluster)
+    # Before the task: a signal that nothing handles would end the guard alone.
+    _handle_signals(guard, cluster, task)
     try:
         if config:
             Path(CONFIG_FILE).write_text(config, encoding="utf-8")
-        settings = _parse_config(config)
-        process = TaskProcess(
-            arguments[1:],
-            environment,
-            name=str(task or "the task"),
-            rule=RestartRule(_restart_limit(settings, task)),
-        )
+        process.start()
     except OSError as error:
         what = error.filename or arguments[1]
         sys.stderr.write(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}\n")
         return FAILED
-    guard = Guard(process, _grace_seconds(settings, task))
-    leads = cluster is not None and task == leader(cluster)
-    _handle_signals(guard, cluster, task)
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
         launcher_watch.start(guard, watched)

@@ -100,7 +100,7 @@ class TaskProcess:
     def __init__(
         self, command: list[str], environment: Mapping[str, str], *, name: str, rule: RestartRule
     ) -> None:
-        """Start the first attempt of the task `name`; raises `OSError`."""
+        """Take the command of the task `name`, which `start` runs."""
         self._name, self._rule = name, rule
         self._command = command
         # Outside of a container nothing else ends the task where the guard is killed.
@@ -110,7 +110,6 @@ class TaskProcess:
         self._woken, self._waker = os.pipe()
         self._process: subprocess.Popen[bytes] | None = None
         self._began = 0.0
-        self._start()
 
     def send_signal(self, number: int) -> None:
         """Forward a signal to the task, which does not begin again after it."""
@@ -140,12 +139,13 @@ class TaskProcess:
                 return code
             termination.remove(Path.cwd())
             try:
-                self._start()
+                self.start()
             except OSError as error:
                 log.warning("%s cannot be started again: %s", self._name, error)
                 return code
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start an attempt; one that was asked to end before it began ends. Raises `OSError`."""
         with self._lock:
             self._began = time.monotonic()
             self._process = subprocess.Popen(

@@ -72,6 +72,7 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
         ({"verdict": "done", "measured": {"metric": "cost@k", "value": None}},
          "churn: cost not defined; done"),
         ({"name": "", "verdict": None}, "run: unknown"),
+        ({"name": "authorization", "verdict": "done"}, "authorization: done"),
     ],
 )  # fmt: skip
 def test_a_run_is_one_sentence(facts: dict[str, Any], text: str) -> None:

@@ -82,3 +82,8 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         cwd=REPOSITORY,
     )
+
+
+@pytest.fixture
+def uri(place: Place) -> str:
+    return storage.join(place.root, "a b")

@@ -214,6 +214,33 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
+# The signal comes at the moment at which the task has begun.
+ASKED_AT_ONCE = """
+import os, signal, subprocess, sys
+from components.kubernetes.pods import guard, task_process
+begin = subprocess.Popen
+def begin_and_ask(*command, **options):
+    process = begin(*command, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+task_process.subprocess.Popen = begin_and_ask
+sys.exit(guard.main(["--", sys.executable, "-c", "import time; time.sleep(600)"]))
+"""
+
+
+@pytest.mark.parametrize("role", ["chief", "ps"])
+def test_a_signal_at_the_start_of_the_task_ends_it(tmp_path, role, port):
+    variables = {"TF_CONFIG": tf_config(role), "FLOTILLA_GUARD_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_AT_ONCE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port):
     server = ShutdownServer(1, port)
     server.announce()

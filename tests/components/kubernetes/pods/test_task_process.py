@@ -33,6 +33,7 @@ process = task_process.TaskProcess(
 )
 signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
 signal.signal(signal.SIGUSR1, lambda *_: process.begin_no_more())
+process.start()
 {also}
 sys.exit(process.wait())
 """

@@ -1,0 +1,334 @@
+"""What a cluster survives: tasks at new addresses, and connections that are cut off."""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.pods import CHIEF, pods, why_not
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.cluster import liveness, signals
+from trainer.errors import BEGIN_AGAIN
+from trainer.events import AttemptBegin, Progress
+from trainer.strategies.turns import TURN
+from trainer.topology import Cluster, Task
+
+pytestmark = pytest.mark.cluster
+
+NAME = "pod.fleet.test"
+# gRPC's own interval between two resolutions is 30 s, and an attempt to connect at most 20 s.
+CEILING = 25
+MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+REJOIN_EVERY = 500
+CONFIG = {
+    "training": {"steps": 10**7, "checkpoint_every": REJOIN_EVERY, "validate_every": 0},
+    "cluster": {"parameter_servers": 1, "workers": 2},
+}
+ROLES = {"ps": 1, "worker": 2, "chief": 1}
+PS, WORKER = Task(role="ps", index=0), Task(role="worker", index=1)
+
+
+class Relay:
+    """Listens at one address, and passes connections on to a port of 127.0.0.1."""
+
+    def __init__(self, address: str, port: int, target: int) -> None:
+        self._target = target
+        self._sockets = [socket.create_server((address, port))]
+        self.port = self._sockets[0].getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close it and all connections, as the end of a process does."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = self._sockets[0].accept()
+                self._sockets.append(caller)
+                try:
+                    called = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    # Not there yet: the caller tries again.
+                    caller.close()
+                    continue
+                self._sockets.append(called)
+                for pair in ((caller, called), (called, caller)):
+                    threading.Thread(
+                        target=_pass_on, args=(*pair, self._passing()), daemon=True
+                    ).start()
+
+    def _passing(self) -> Callable[[], bool]:
+        """Return what says whether data of a connection that begins now is passed on."""
+        return lambda: True
+
+
+def _pass_on(source: socket.socket, target: socket.socket, is_passed: Callable[[], bool]) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            if is_passed():
+                target.sendall(data)
+
+
+def _can_mount() -> bool:
+    """Say whether a process may have a file of hosts of its own."""
+    if sys.platform != "linux" or not shutil.which("unshare"):
+        return False
+    tried = subprocess.run(
+        [*MOUNTED, "mount --bind /etc/hosts /etc/hosts"], capture_output=True, check=False
+    )
+    return tried.returncode == 0
+
+
+def _said(
+    process: subprocess.Popen[str], log: Path, ceiling: float | None = None
+) -> dict[str, int]:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], ceiling)
+    line = process.stdout.readline() if ready else ""
+    assert line, log.read_text(encoding="utf-8")[-3000:]
+    found: dict[str, int] = json.loads(line)
+    return found
+
+
+@pytest.fixture
+def server(tmp_path, port):
+    alone = Cluster(addresses={"worker": (f"127.0.0.1:{port}",)})
+    settings = {
+        **os.environ,
+        **signals.parent_environment(),
+        "TF_CONFIG": alone.tf_config(Task(role="worker", index=0)),
+    }
+    with (tmp_path / "server.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.server"], env=settings, stdout=log, stderr=log
+        )
+    yield port
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _can_mount(), reason="this user may not mount a file of hosts")
+def test_a_channel_finds_a_task_at_its_new_address(server, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.2 {NAME}\n", encoding="utf-8")
+    relays = [Relay("127.0.0.2", 0, server)]
+    asks = f"{sys.executable} -m tests.cluster.asks grpc://{NAME}:{relays[0].port}"
+    log = tmp_path / "log.txt"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*MOUNTED, f"mount --bind '{hosts}' /etc/hosts && exec {asks}"],
+            env={**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert _said(process, log)["devices"] > 0
+        relays[0].close()
+        relays.append(Relay("127.0.0.3", relays[0].port, server))
+        hosts.write_text(f"127.0.0.3 {NAME}\n", encoding="utf-8")
+        assert process.stdin is not None
+        process.stdin.write("again\n")
+        process.stdin.flush()
+        assert _said(process, log, CEILING)["devices"] > 0
+    finally:
+        process.kill()
+        process.communicate()
+        for each in relays:
+            each.close()
+
+
+def _local_steps(event: object) -> int:
+    found = event.metrics.get("workers", {}) if isinstance(event, Progress) else {}
+    return int(found.get(str(WORKER), {}).get("local_steps", 0))
+
+
+@pytest.fixture
+def running_of_rejoin(dataset, tmp_path):
+    """Return a run whose tasks are pods, which has a checkpoint."""
+    if why := why_not():
+        pytest.skip(why)
+    with pods(tmp_path, dataset, CONFIG, ROLES) as run:
+        run.wait_for(lambda e: isinstance(e, Progress) and e.global_step > REJOIN_EVERY + 50)
+        yield run
+
+
+def _end(run) -> int:
+    """Stop the run as a launcher does; return the step of its last checkpoint."""
+    run.pods[CHIEF].process.send_signal(signal.SIGTERM)
+    assert run.pods[CHIEF].process.wait() == 130, run.log(CHIEF)
+    uri, step = newest_checkpoint(run.checkpoints)
+    counted = storage.verify(uri).fields["metrics"]["workers"]
+    run.attempt_steps = sum(each["local_steps"] for each in counted.values())
+    return step
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rejoin):
+    before = running_of_rejoin.pods[WORKER].address
+    gone = running_of_rejoin.lose(WORKER)
+    # All that it had begun before is over.
+    _, other = running_of_rejoin.wait_for(lambda e: isinstance(e, Progress), after=gone)
+    _, other = running_of_rejoin.wait_for(
+        lambda e: isinstance(e, Progress) and e.global_step > other.global_step + 10 * TURN,
+        after=gone,
+    )
+    running_of_rejoin.wait_for(lambda e: _local_steps(e) > _local_steps(other), after=gone)
+    assert running_of_rejoin.pods[WORKER].address != before
+    step = _end(running_of_rejoin)
+    assert len([e for _, e in running_of_rejoin.seen if isinstance(e, AttemptBegin)]) == 1
+    # What was applied of a turn that was under way has no worker.
+    assert 0 <= step - running_of_rejoin.attempt_steps <= TURN
+
+
+@pytest.mark.long
+def test_after_a_server_has_come_back_at_another_address_an_attempt_begins(running_of_rejoin):
+    before = running_of_rejoin.pods[PS].address
+    gone = running_of_rejoin.lose(PS)
+    _, attempt = running_of_rejoin.wait_for(lambda e: isinstance(e, AttemptBegin), after=gone)
+    assert attempt.global_step % REJOIN_EVERY == 0
+    running_of_rejoin.wait_for(lambda e: isinstance(e, Progress), after=gone + 1)
+    assert running_of_rejoin.pods[PS].address != before
+    assert _end(running_of_rejoin) == attempt.global_step + running_of_rejoin.attempt_steps
+
+
+CUT_OFF_EVERY, STALL = 500, 10
+TIME, TIMEOUT = "grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms"
+# A call that nothing ends would be waited for until a test's own limit.
+CUT_OFF_CEILING = 120
+
+
+def options(seconds: int) -> str:
+    """Return our options for channels, which ask for a sign after so many seconds."""
+    ours = {**liveness.CHANNEL_OPTIONS, TIME: 1000 * seconds, TIMEOUT: 1000 * seconds}
+    assert ours.keys() == liveness.CHANNEL_OPTIONS.keys()
+    return ",".join(f"{name}={value}" for name, value in ours.items())
+
+
+class Swallowing(Relay):
+    """Passes connections on to a port, until all that comes from those that are there is lost."""
+
+    def __init__(self, target: int) -> None:
+        self._lost = threading.Event()
+        super().__init__("127.0.0.1", 0, target)
+
+    def lose(self) -> None:
+        """Pass nothing on that comes from the connections so far; later ones are as ever."""
+        self._lost.set()
+        self._lost = threading.Event()
+
+    def _passing(self) -> Callable[[], bool]:
+        lost = self._lost
+        return lambda: not lost.is_set()
+
+
+@pytest.fixture
+def relay(server):
+    made = Swallowing(server)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answered(
+    relay, tmp_path
+):
+    with (tmp_path / "log.txt").open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.asks", f"grpc://127.0.0.1:{relay.port}"],
+            env={
+                **os.environ,
+                **signals.parent_environment(),
+                "GRPC_FAIL_FAST": "use_caller",
+                # Without gRPC's measure of a connection, which is such a question too: it would end
+                # the call where one is under way, on which nobody can rely.
+                liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert json.loads(process.stdout.readline())["devices"] > 0
+        relay.lose()
+        process.stdin.write("again\n")
+        process.stdin.flush()
+        assert select.select([process.stdout], [], [], CUT_OFF_CEILING)[0], "the call does not end"
+        assert json.loads(process.stdout.readline())["devices"] > 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def settings_of_cut_off(strategy: str) -> dict[str, object]:
+    training = {
+        "strategy": strategy,
+        "steps": 10**7,
+        "checkpoint_every": CUT_OFF_EVERY,
+        "validate_every": 0,
+        "stall_timeout": STALL,
+    }
+    return {"training": training, "cluster": {"parameter_servers": 1, "workers": 2}}
+
+
+@pytest.fixture
+def may_cut():
+    if why := why_not():
+        pytest.skip(why)
+
+
+def reached(step):
+    return lambda event: isinstance(event, Progress) and event.global_step > step
+
+
+@pytest.mark.usefixtures("may_cut")
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
+    # Short stretches: an idle channel that asks this often would be closed.
+    own = {liveness.CHANNELS: options(15)}
+    with pods(
+        tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
+    ) as run:
+        run.wait_for(reached(CUT_OFF_EVERY + 50))
+        run.cut_off(WORKER)
+        _, at = run.seen[-1]
+        # Over a boundary, at which all workers rest.
+        run.wait_for(reached(at.global_step + 3 * CUT_OFF_EVERY))
+        assert len([e for _, e in run.seen if isinstance(e, AttemptBegin)]) == 1
+
+
+@pytest.mark.usefixtures("may_cut")
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_path):
+    # Of a worker that all others reach: only what it sends to the server is lost.
+    with pods(tmp_path, dataset, settings_of_cut_off("sync_parameter_server"), ROLES) as run:
+        run.wait_for(reached(CUT_OFF_EVERY + 50))
+        connect = run.cut_off(WORKER, PS)
+        while not run.lost:
+            # The end of the chief, which is started again.
+            assert run.pods[CHIEF].process.wait() == BEGIN_AGAIN, run.log(CHIEF)
+        connect()
+        _, attempt = run.wait_for(lambda e: isinstance(e, AttemptBegin), after=run.lost[0])
+        assert attempt.global_step % CUT_OFF_EVERY == 0
+        run.wait_for(reached(attempt.global_step + CUT_OFF_EVERY), after=run.lost[0])
+    assert "no progress for" in run.log(CHIEF)

@@ -1,0 +1,436 @@
+"""Publishers, readers and fetches that are killed, or work at once."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trainer import storage
+
+from .conftest import FILES, REPOSITORY, WARNINGS, Make, content, left_over, path_of, start
+from .places import BucketPlace, Place, fetched, fill
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from trainer import storage
+storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x", fields={"n": sys.argv[3]})
+"""
+
+
+# `ru_maxrss` would begin with what the process that starts this one has taken.
+WITHIN_MEMORY = """
+import re, sys
+from pathlib import Path
+from trainer import storage
+def most():
+    return re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
+storage.is_published(sys.argv[2])
+before = most()
+storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x")
+storage.fetch(sys.argv[2], Path(sys.argv[3]))
+print(most(), before)
+"""
+
+
+def kill_at_random(bucket: BucketPlace, source: Path, uri: str, seed: int) -> None:
+    """Publish in a process that is killed before a random one of its requests is answered."""
+    left = [random.Random(seed).randrange(1, 14)]
+    process: list[subprocess.Popen[str]] = []
+    begun, lock = threading.Event(), threading.Lock()
+
+    def kill(_request: str) -> None:
+        begun.wait()
+        with lock:
+            left[0] -= 1
+            if left[0] == 0:
+                process[0].kill()
+
+    bucket.plan.before = kill
+    try:
+        process.append(start(PUBLISH, str(source), uri, str(seed)))
+        begun.set()
+        process[0].communicate()
+    finally:
+        begun.set()
+        bucket.plan.before = None
+
+
+def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
+    """Kill publications of other content to the same URIs; readers see the old or the new."""
+    for number in range(kills):
+        uri = storage.join(bucket.root, f"step-{number // 2}")
+        files = {f"{n}/f {n}.bin": b"%d of %d" % (n, number) for n in range(10)}
+        source = make(f"source-{number}", files)
+        was = storage.is_published(uri) and storage.read_manifest(uri)
+        kill_at_random(bucket, source, uri, number)
+        if storage.is_published(uri):
+            manifest = storage.verify(uri)
+            assert manifest == was or manifest.fields == {"n": str(number)}
+            assert was or fetched(uri, folder) == files
+    for step in range((kills + 1) // 2):
+        uri = storage.join(bucket.root, f"step-{step}")
+        if not storage.is_published(uri) and step % 2:
+            storage.publish(make("last", FILES), uri, kind="x")
+            assert fetched(uri, folder) == FILES
+    storage.collect_garbage(bucket.root)
+    named = set()
+    for uri, manifest in storage.published(bucket.root):
+        storage.verify(uri)
+        name = storage.name_of(uri)
+        named |= {f"{name}/{entry.stored_at}" for entry in manifest.files}
+        named.add(f"{name}/MANIFEST.json")
+    assert set(bucket.content(bucket.root)) == named
+
+
+@pytest.mark.slow
+def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(
+    bucket: BucketPlace, make: Make, tmp_path: Path
+) -> None:
+    attacked(bucket, make, tmp_path, kills=4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_fifty_publishers_that_are_killed(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
+    attacked(bucket, make, tmp_path, kills=50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [False, True])
+def test_publishers_at_once_have_one_winner_and_all_know(
+    bucket: BucketPlace, make: Make, tmp_path: Path, same: bool
+) -> None:
+    sources = [make(f"s-{n}", {"a": b"%d" % (n * (not same)), f"b{n * (not same)}": b""})
+               for n in range(4)]  # fmt: skip
+    for number in range(3):
+        uri = storage.join(bucket.root, f"step-{number}")
+        if number == 1:
+            fill(bucket, uri, {"a": b"half", "left": b""})
+        barrier = threading.Barrier(len(sources))
+
+        def act(source: Path, uri: str = uri, barrier: threading.Barrier = barrier) -> str:
+            barrier.wait()
+            try:
+                storage.publish(source, uri, kind="x")
+            except storage.Conflict:
+                return "conflict"
+            return "done"
+
+        with ThreadPoolExecutor(len(sources)) as pool:
+            ends = list(pool.map(act, sources))
+        expected = ["done"] * 4 if same else ["conflict"] * 3 + ["done"]
+        assert sorted(ends) == expected
+        winner = sources[ends.index("done")]
+        assert fetched(uri, tmp_path) == {p.name: p.read_bytes() for p in winner.iterdir()}
+        assert len(bucket.content(uri)) == 3
+
+
+def test_a_concurrent_upload_harms_nobody(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
+    uri = storage.join(bucket.root, "a")
+    slow, quick = make("slow", {"x": b"slow", "y": b"1"}), make("quick", {"x": b"quick"})
+    uploaded, once = threading.Event(), threading.Event()
+
+    def opponent(request: str) -> None:
+        if once.is_set():
+            return
+        if request.startswith(("POST", "PUT")):
+            uploaded.set()
+        elif uploaded.is_set() and "MANIFEST.json" in request:
+            once.set()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(storage.publish, quick, uri, kind="x").result()
+
+    bucket.plan.before = opponent
+    try:
+        with pytest.raises(storage.Conflict):
+            storage.publish(slow, uri, kind="x")
+    finally:
+        bucket.plan.before = None
+    assert once.is_set()
+    storage.verify(uri)
+    assert fetched(uri, tmp_path) == {"x": b"quick"}
+    assert len(bucket.content(uri)) == 2
+
+
+def test_garbage_of_the_dead_goes_and_that_of_the_living_stays(
+    bucket: BucketPlace, make: Make
+) -> None:
+    uri = storage.join(bucket.root, "dead")
+    source = make()
+    kill_before_the_manifest(bucket, source, uri)
+    storage.write_bytes(storage.join(bucket.root, "history.jsonl"), b"mine")
+    fill(bucket, storage.join(bucket.root, "not ours"), {"a": b""})
+    left = bucket.content(uri)
+    assert left
+    assert "MANIFEST.json" not in left
+    removed = storage.collect_garbage(bucket.root)
+    assert sorted(removed) == sorted(storage.join(uri, name) for name in left)
+    assert set(bucket.content(bucket.root)) == {"history.jsonl", "not ours/a"}
+    assert storage.collect_garbage(bucket.root) == []
+
+
+def kill_before_the_manifest(bucket: BucketPlace, source: Path, uri: str) -> None:
+    process: list[subprocess.Popen[str]] = []
+    begun, uploaded = threading.Event(), threading.Event()
+
+    def kill(request: str) -> None:
+        begun.wait()
+        if request.startswith(("POST", "PUT")):
+            uploaded.set()
+        if uploaded.is_set() and "MANIFEST" in request:
+            process[0].kill()
+
+    bucket.plan.before = kill
+    process.append(start(PUBLISH, str(source), uri, "1"))
+    begun.set()
+    process[0].communicate()
+    bucket.plan.before = None
+
+
+def test_what_a_living_process_writes_is_no_garbage(
+    bucket: BucketPlace, make: Make, tmp_path: Path
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    collected: list[str] = []
+    busy = threading.Event()
+
+    def collect(request: str) -> None:
+        if request.startswith(("POST", "PUT")) and len(bucket.content(uri)) and not busy.is_set():
+            busy.set()
+            with ThreadPoolExecutor(1) as pool:
+                collected.extend(pool.submit(storage.collect_garbage, bucket.root).result())
+
+    bucket.plan.before = collect
+    try:
+        storage.publish(make(files={f"{n}": b"%d" % n for n in range(40)}), uri, kind="x")
+    finally:
+        bucket.plan.before = None
+    assert busy.is_set()
+    assert collected == []
+    assert len(fetched(uri, tmp_path)) == 40
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+# The client of `minio` is that of `s3`.
+@pytest.mark.parametrize(
+    "place",
+    [
+        "file",
+        pytest.param("gs", marks=pytest.mark.long),
+        "s3",
+        pytest.param("minio", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
+def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    with (source / "large").open("wb") as file:
+        for _ in range(64):
+            file.write(os.urandom(1 << 24))
+    uri = storage.join(place.root, "a")
+    command = [sys.executable, *WARNINGS, "-c", WITHIN_MEMORY, source, uri, target]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True)
+    most, before = (int(kib) for kib in done.stdout.split())
+    assert most < 200 << 10, f"{most >> 10} MB, {before >> 10} MB of them before"
+    assert storage.read_manifest(uri).total_bytes == 1 << 30
+    assert (target / "large").stat().st_size == 1 << 30
+
+
+# The n-th time that Python is about to touch the file system, the process is gone.
+DIE_AT_EVERY_TOUCH = """
+import os, signal, sys
+from pathlib import Path
+from trainer import storage
+
+action, source, root = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+TOUCHES = ("open", "os.", "shutil.", "fcntl.")
+
+def act(uri):
+    if action == "publish":
+        storage.publish(source, uri, kind="x", fields={"n": 1})
+    elif action == "delete":
+        storage.delete(uri)
+    elif action == "write":
+        storage.write_bytes(uri, b"new" * 1000)
+    elif action == "fetch":
+        storage.fetch(root + "/published", storage.local_path(uri))
+
+def die_after(touches):
+    left = [touches]
+    def hook(event, _):
+        if event.startswith(TOUCHES):
+            left[0] -= 1
+            if left[0] == -1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+
+for number in range(500):
+    uri = f"{root}/{number:03d}/it"
+    child = os.fork()
+    if not child:
+        die_after(number)
+        act(uri)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    print(uri, flush=True)
+    if not status:
+        break
+else:
+    sys.exit("it never came to its end")
+"""
+PUBLISH_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+from trainer import storage
+for number in itertools.count():
+    uri = f"{sys.argv[2]}/step-{number:05d}"
+    print(uri, flush=True)
+    storage.publish(Path(sys.argv[1]), uri, kind="x", fields={"n": number})
+"""
+REWRITE_FOR_EVER = """
+import itertools, sys
+from trainer import storage
+print("ready", flush=True)
+for number in itertools.count():
+    storage.write_bytes(sys.argv[1], b"%07d\\n" % number * 50_000)
+"""
+FEW = {"a": b"first", "deep/b": b"second"}
+DEAD = ".it.0123456789ab.part/half"
+
+
+def die(action: str, source: Path, root: str) -> list[str]:
+    process = start(DIE_AT_EVERY_TOUCH, action, str(source), root)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    uris = output.splitlines()
+    assert len(uris) > 10
+    return uris
+
+
+def test_a_publisher_may_die_before_any_touch_of_the_disk(make: Make, root: str) -> None:
+    source = make(files=FEW)
+    uris = die("publish", source, root)
+    seen = [storage.is_published(uri) for uri in uris]
+    assert seen == sorted(seen), "published only from the rename on"
+    assert seen[-1]
+    assert not seen[0]
+    for uri, there in zip(uris, seen, strict=True):
+        if there:
+            storage.verify(uri)
+        else:
+            assert not path_of(uri).exists()
+        assert storage.publish(source, uri, kind="x", fields={"n": 1}).fields == {"n": 1}
+        storage.verify(uri)
+    assert left_over(path_of(root)) == []
+
+
+def test_a_publisher_may_die_while_it_replaces_what_another_left(make: Make, root: str) -> None:
+    source = make(files=FEW)
+    for number in range(200):
+        make(str(path_of(f"{root}/{number:03d}")), {"it/left": b"half", DEAD: b""})
+    uris = die("publish", source, root)
+    assert len(uris) < 200
+    for uri in uris:
+        if storage.is_published(uri):
+            storage.verify(uri)
+            assert "left" not in content(path_of(uri))
+        storage.publish(source, uri, kind="x", fields={"n": 1})
+        storage.verify(uri)
+        # A publication that finds all done clears nothing; the next writer does.
+        storage.write_bytes(f"{uri}-next", b"")
+        assert left_over(path_of(uri).parent) == []
+
+
+def test_a_deletion_may_die_at_any_touch(make: Make, root: str) -> None:
+    source = make(files=FEW)
+    for number in range(60):
+        storage.publish(source, f"{root}/{number:03d}/it", kind="x", fields={"n": 1})
+    uris = die("delete", source, root)
+    assert len(uris) < 60
+    seen = [storage.is_published(uri) for uri in uris]
+    assert seen[0]
+    assert not seen[-1]
+    for uri, there in zip(uris, seen, strict=True):
+        if there:
+            storage.verify(uri)
+        else:
+            assert not path_of(uri).exists()
+        storage.delete(uri)
+        storage.publish(make("other", {"b": b"1"}), uri, kind="y")
+    assert left_over(path_of(root)) == []
+
+
+def test_a_fetch_may_die_at_any_touch(make: Make, root: str) -> None:
+    source = make(files=FEW)
+    storage.publish(source, f"{root}/published", kind="x")
+    uris = die("fetch", source, root)
+    seen = [path_of(uri).exists() for uri in uris]
+    assert seen == sorted(seen), "there only from the rename on"
+    assert seen[-1]
+    assert not seen[0]
+    for uri, there in zip(uris, seen, strict=True):
+        if there:
+            assert content(path_of(uri)) == FEW
+        storage.fetch(f"{root}/published", path_of(uri))
+        assert content(path_of(uri)) == FEW
+    assert left_over(path_of(root)) == []
+
+
+def test_a_writer_of_a_file_may_die_at_any_touch(make: Make, root: str) -> None:
+    for number in range(60):
+        storage.write_bytes(f"{root}/{number:03d}/it", b"old")
+    uris = die("write", make(), root)
+    assert len(uris) < 60
+    found = [storage.read_bytes(uri) for uri in uris]
+    assert set(found) == {b"old", b"new" * 1000}
+    assert found == sorted(found, reverse=True), "new only from the rename on"
+    for uri in uris:
+        storage.write_bytes(uri, b"newer")
+        assert storage.read_bytes(uri) == b"newer"
+    assert left_over(path_of(root)) == []
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 8, 13])
+def test_a_publisher_that_is_killed_from_outside(make: Make, root: str, after: int) -> None:
+    source = make(files={f"{n:02d}": bytes([n]) * 100_000 for n in range(20)})
+    process = start(PUBLISH_FOR_EVER, str(source), root)
+    assert process.stdout
+    begun = [process.stdout.readline().rstrip("\n") for _ in range(after)]
+    process.kill()
+    begun += process.communicate()[0].splitlines()
+    there = storage.published(root)
+    assert [uri for uri, _ in there] == begun[: len(there)]
+    assert len(begun) - len(there) <= 1
+    for uri, manifest in there:
+        assert storage.verify(uri) == manifest
+    storage.publish(source, begun[-1], kind="x", fields={"n": len(begun) - 1})
+    assert left_over(path_of(root)) == []
+
+
+def test_a_reader_never_sees_half_a_file(root: str) -> None:
+    uri = storage.join(root, "history.jsonl")
+    storage.write_bytes(uri, b"0000000\n")
+    process = start(REWRITE_FOR_EVER, uri)
+    assert process.stdout
+    process.stdout.readline()
+    try:
+        sizes: set[int] = set()
+        while len(sizes) < 2:
+            data = storage.read_bytes(uri)
+            sizes.add(len(data))
+        for _ in range(50):
+            lines = storage.read_bytes(uri).splitlines()
+            assert len(lines) == 50_000
+            assert len(set(lines)) == 1
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(set(storage.read_bytes(uri).splitlines())) == 1

@@ -1,0 +1,218 @@
+"""Fetching a published directory into a folder."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.storage.local import FileStore
+from trainer.storage.object_store import ObjectStore
+
+from .conftest import FILES, Make, content, left_over
+from .places import BucketPlace, FilePlace, Place
+
+
+@pytest.fixture
+def uri_published(make: Make, place: Place) -> str:
+    uri_published = storage.join(place.root, "published")
+    storage.publish(make(), uri_published, kind="x", fields={"n": 1})
+    return uri_published
+
+
+def test_it_brings_all_files_and_nothing_else(uri_published: str, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "ö ö"
+    assert storage.fetch(uri_published, target) == storage.read_manifest(uri_published)
+    assert content(target) == FILES
+    assert left_over(tmp_path) == []
+
+
+def test_only_picks_by_path(uri_published: str, tmp_path: Path) -> None:
+    manifest = storage.fetch(
+        uri_published, tmp_path / "a", only=lambda path: path.endswith((".bin", "é"))
+    )
+    assert content(tmp_path / "a").keys() == {"a.bin", "ü/é"}
+    assert len(manifest.files) == len(FILES)
+    storage.fetch(uri_published, tmp_path / "a", only=lambda path: path == "b.txt")
+    assert content(tmp_path / "a").keys() == {"a.bin", "b.txt", "ü/é"}
+    storage.fetch(uri_published, tmp_path / "none", only=lambda _: False)
+    assert (tmp_path / "none").is_dir()
+
+
+def test_a_relative_folder(
+    uri_published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage.fetch(uri_published, Path("here"))
+    assert content(tmp_path / "here") == FILES
+
+
+def test_an_empty_folder_is_filled_and_an_empty_one_published(
+    uri_published: str, make: Make, place: Place, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    storage.fetch(uri_published, tmp_path / "empty")
+    assert content(tmp_path / "empty") == FILES
+    nothing = storage.join(place.root, "nothing")
+    storage.publish(make("none", {}), nothing, kind="x")
+    storage.fetch(nothing, tmp_path / "of nothing")
+    assert (tmp_path / "of nothing").is_dir()
+
+
+def test_what_is_right_is_kept_and_the_rest_is_mended(
+    uri_published: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore if isinstance(place, FilePlace) else ObjectStore
+    target = tmp_path / "a"
+    storage.fetch(uri_published, target)
+    (target / "b.txt").write_bytes(b"broken")
+    (target / "deep/er/c d.txt").unlink()
+    (target / "mine").write_bytes(b"not theirs")
+    before = (target / "a.bin").stat()
+    brought = []
+    real = store.download
+
+    def download(self: Any, source: str, to: Path) -> None:
+        brought.append(source)
+        real(self, source, to)
+
+    monkeypatch.setattr(store, "download", download)
+    storage.fetch(uri_published, target)
+    assert content(target) == {**FILES, "mine": b"not theirs"}
+    assert (target / "a.bin").stat() == before
+    wanted = [storage.join(uri_published, name) for name in ("b.txt", "deep/er/c d.txt")]
+    assert sorted(brought) == sorted(wanted)
+    storage.fetch(uri_published, target)
+    assert len(brought) == 2
+
+
+@pytest.mark.slow
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=20,
+)
+@given(st.tuples(st.sampled_from(["a.bin", "ü/é"]), st.integers(0, 2**16), st.integers(0, 7)))
+def test_a_flipped_bit_at_the_source_never_arrives(
+    uri_published: str, place: Place, tmp_path: Path, flip: tuple[str, int, int]
+) -> None:
+    name, position, bit = flip
+    data = bytearray(FILES[name])
+    data[position % len(data)] ^= 1 << bit
+    place.put(storage.join(uri_published, name), bytes(data))
+    with pytest.raises(storage.Corrupt, match=name):
+        storage.fetch(uri_published, tmp_path / "fresh")
+    assert not (tmp_path / "fresh").exists()
+    place.put(storage.join(uri_published, name), FILES[name])
+
+
+def test_a_failure_leaves_the_folder_as_it_was(
+    uri_published: str, place: Place, tmp_path: Path
+) -> None:
+    target = tmp_path / "a"
+    target.mkdir()
+    (target / "mine").write_bytes(b"x")
+    place.remove(storage.join(uri_published, "ü/é"))
+    with pytest.raises(storage.Corrupt, match="ü/é is missing"):
+        storage.fetch(uri_published, target)
+    assert content(target) == {"mine": b"x"}
+    assert left_over(tmp_path) == []
+
+
+def test_a_copy_that_goes_wrong_on_the_way_is_found(
+    uri_published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def truncate(_: object, __: str, target: Path) -> None:
+        target.write_bytes(b"")
+
+    for store in (FileStore, ObjectStore):
+        monkeypatch.setattr(store, "download", truncate)
+    with pytest.raises(storage.Corrupt, match=r"has 0 bytes \(expected \d+\)"):
+        storage.fetch(uri_published, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_nothing_published(place: Place, tmp_path: Path) -> None:
+    with pytest.raises(storage.NotPublished):
+        storage.fetch(place.root, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_manifest_that_leads_out_of_the_folder_writes_nothing(
+    uri_published: str, place: Place, tmp_path: Path
+) -> None:
+    manifest = storage.join(uri_published, "MANIFEST.json")
+    place.put(manifest, place.get(manifest).replace(b'"b.txt"', b'"../escaped"'))
+    with pytest.raises(storage.Corrupt, match=r"'\.\./escaped' is not a path below"):
+        storage.fetch(uri_published, tmp_path / "in" / "a")
+    assert not (tmp_path / "in").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "reason"),
+    [("a", "Not a directory"), ("parent", "there is a file where a folder is needed")],
+)
+def test_a_file_in_the_way(
+    uri_published: str, tmp_path: Path, in_the_way: str, reason: str
+) -> None:
+    (tmp_path / in_the_way).write_bytes(b"mine")
+    target = tmp_path / "parent" / "a" if in_the_way == "parent" else tmp_path / "a"
+    with pytest.raises(UserError, match=f"cannot fetch .*{reason}"):
+        storage.fetch(uri_published, target)
+    assert (tmp_path / in_the_way).read_bytes() == b"mine"
+    assert left_over(tmp_path) == []
+
+
+def test_a_folder_in_a_files_place(uri_published: str, tmp_path: Path) -> None:
+    (tmp_path / "a" / "b.txt" / "mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="there is a folder where a file is needed"):
+        storage.fetch(uri_published, tmp_path / "a")
+    assert left_over(tmp_path) == []
+
+
+def test_another_fetch_that_is_done_first_is_no_error(
+    uri_published: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore if isinstance(place, FilePlace) else ObjectStore
+    real = store.download
+
+    def download(self: Any, source: str, to: Path) -> None:
+        monkeypatch.setattr(store, "download", real)
+        storage.fetch(uri_published, tmp_path / "a")
+        real(self, source, to)
+
+    monkeypatch.setattr(store, "download", download)
+    storage.fetch(uri_published, tmp_path / "a")
+    assert content(tmp_path / "a") == FILES
+    assert left_over(tmp_path) == []
+
+
+def test_an_error_while_it_appears_is_reported(
+    uri_published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(source), None, str(target))
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(UserError, match="not permitted; make it accessible to this user"):
+        storage.fetch(uri_published, tmp_path / "a")
+    assert left_over(tmp_path) == []
+
+
+def test_what_a_dead_fetch_has_brought_is_not_fetched_again(
+    bucket: BucketPlace, make: Make, tmp_path: Path
+) -> None:
+    uri_published = storage.join(bucket.root, "published")
+    storage.publish(make(), uri_published, kind="x")
+    dead = ".a.0123456789ab.part"
+    make(dead, {"a.bin": FILES["a.bin"], "b.txt": b"half", "of another": b""})
+    make(".a.b.0123456789ab.part", {"of another": b""})
+    bucket.plan.requests.clear()
+    storage.fetch(uri_published, tmp_path / "a")
+    assert content(tmp_path / "a") == FILES
+    assert not any("a.bin" in request for request in bucket.plan.requests)
+    assert any("b.txt" in request for request in bucket.plan.requests)
+    assert left_over(tmp_path) == []
