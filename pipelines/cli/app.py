@@ -315,6 +315,7 @@ def _removed(arguments: list[str]) -> str:
             if option == PARAMETER:
                 from trainer.config.old_parameters import spelled
 
-                name = (joined or after).partition("=")[0]
+                given = joined or after
+                name = given.partition("=")[0] or given
                 return f"{PARAMETER} {name}: {spelled(name)}"
     return ""

@@ -155,7 +155,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     """Return the line of the user's code, the log that has its traceback, and how to debug it."""
-    from pipelines.runs.logs.local import failure_of
+    from pipelines.runs.run_log.local import failure_of
 
     failure = failure_of(run.folder)
     if failure is None:

@@ -18,8 +18,8 @@ from trainer.masking import one_line
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipelines.runs.logs.view import LogLine
     from pipelines.runs.outcome import RunResult
+    from pipelines.runs.run_log.view import LogLine
 
 
 # The longest name of a stage.

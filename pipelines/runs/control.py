@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from components.table import STAGES, STEPS, SWEEP_STEPS
 from pipelines.runs import local_status
 from pipelines.runs.kfp_access import Instance
-from pipelines.runs.logs import local as local_logs
-from pipelines.runs.logs.view import LogLine, LogView
 from pipelines.runs.outcome import RunResult
+from pipelines.runs.run_log import local as local_logs
+from pipelines.runs.run_log.view import LogLine, LogView
 from trainer.errors import DONE, ConfigError, UserError, nearest
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def logs(
         local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
         return local_status.status_of(folder, run)
     from pipelines.runs.kfp_run import run_of
-    from pipelines.runs.logs import kfp
+    from pipelines.runs.run_log import kfp
 
     note = on_note or (lambda _line: None)
     last = kfp.follow_logs(

@@ -25,9 +25,8 @@ LONG_TIMEOUT = urllib3.Timeout(connect=3, read=60)
 @dataclass(frozen=True, kw_only=True)
 class Report:
     code: int
-    lines: list[str]
-    answer: dict[str, Any]
     err: str
+    answer: dict[str, Any]
 
     def __getitem__(self, name: str) -> dict[str, str]:
         [found] = [each for each in self.answer["checks"] if each["name"] == name]
@@ -78,8 +77,7 @@ def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
         sets = [word for each in settings for word in ("--set", each)]
         code = app.called(["doctor", "--json", *options, *sets])
         out, err = capsys.readouterr()
-        *lines, last = out.splitlines()
-        return Report(code=code, lines=lines, answer=json.loads(last), err=err)
+        return Report(code=code, answer=json.loads(out), err=err)
 
     return call
 

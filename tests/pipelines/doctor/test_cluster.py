@@ -276,7 +276,7 @@ def test_a_job_of_another_namespace_is_launched_from_that_of_the_steps(team, of_
 @pytest.mark.parametrize("name", ["Team", "a/b", "a b", "-a", "a" * 64, "../nodes"])
 def test_what_is_no_namespace(doctor, monkeypatch, name):
     report = doctor(options=(f"--namespace={name}",))
-    assert (report.code, report.lines) == (2, [])
+    assert (report.code, report.answer.get("checks")) == (2, None)
     assert f"{name!r} is not the name of a namespace" in report.err
     monkeypatch.setenv("KFP_NAMESPACE", name)
     assert f"{name!r} is not the name of a namespace" in doctor().err

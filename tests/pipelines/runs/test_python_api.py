@@ -10,7 +10,6 @@ import pytest
 from pipelines import runs
 from pipelines.runs import Instance, follow, logs, prepare, run, status, submit, train
 from pipelines.runs.local import RunOptions, configuration
-from pipelines.runs.submission import Submission
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 from trainer import events
@@ -70,7 +69,6 @@ def test_runs_on_this_machine_load_nothing_heavy():
         (lambda: run(resume="digits-1"), "no run 'digits-1' below runs"),
         (lambda: RunOptions(pipeline="tune"), "pipeline 'tune' is none of run, prepare, train"),
         (lambda: RunOptions(dataset="file:///d"), "dataset 'file:///d': only `train`"),
-        (lambda: Submission(config=Config(), parameters="a=b"), "parameters 'a=b' is a text"),
         (lambda: submit(file="p.yaml", version="v"), "leave one out"),
         (lambda: follow("x", instance=Instance(endpoint="ftp://x")), "endpoint 'ftp://x' is not"),
     ],

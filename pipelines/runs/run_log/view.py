@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from components.table import TRAIN
-from pipelines.runs.logs.text import RUNNER_FAILED, Line
+from pipelines.runs.run_log.text import RUNNER_FAILED, Line
 from trainer import events
 from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of
 from trainer.events import Event, Progress, StepBegin, StepEnd

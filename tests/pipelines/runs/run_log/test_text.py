@@ -3,7 +3,7 @@ from datetime import datetime
 
 import pytest
 
-from pipelines.runs.logs.text import LogText, RunnerText, timed
+from pipelines.runs.run_log.text import LogText, RunnerText, timed
 from trainer.events import NewestVersion, to_tree
 
 BEGIN = datetime(2026, 1, 2, 23, 59, 50).timestamp()

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from pipelines.runs import local_status
-from pipelines.runs.logs import local
-from pipelines.runs.logs.view import LogView
+from pipelines.runs.run_log import local
+from pipelines.runs.run_log.view import LogView
 from trainer.errors import ConfigError, UserError
 from trainer.events import (
     AttemptBegin,

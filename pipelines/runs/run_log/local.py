@@ -11,8 +11,8 @@ from pathlib import Path
 
 from components.table import TRAIN, step_with
 from pipelines.runs import local, local_status
-from pipelines.runs.logs.text import Line, LogText, RunnerText, timed
-from pipelines.runs.logs.view import LogLine, LogView, in_order
+from pipelines.runs.run_log.text import Line, LogText, RunnerText, timed
+from pipelines.runs.run_log.view import LogLine, LogView, in_order
 from trainer import events
 from trainer.cluster.process import LOG as TASK_LOG
 from trainer.errors import ConfigError, UserError, nearest

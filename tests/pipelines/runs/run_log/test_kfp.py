@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipelines.runs.kfp_client import InstanceError
-from pipelines.runs.logs import kfp
-from pipelines.runs.logs.view import LogView
+from pipelines.runs.run_log import kfp
+from pipelines.runs.run_log.view import LogView
 from trainer.errors import ConfigError, UserError
 
 POD = """\

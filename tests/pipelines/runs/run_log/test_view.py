@@ -1,7 +1,7 @@
 import pytest
 
-from pipelines.runs.logs.text import LogText
-from pipelines.runs.logs.view import Line, LogView
+from pipelines.runs.run_log.text import LogText
+from pipelines.runs.run_log.view import Line, LogView
 from trainer import events
 from trainer.events import (
     AttemptBegin,

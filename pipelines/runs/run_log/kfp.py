@@ -12,8 +12,8 @@ from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_nodes import Step, log_of
 from pipelines.runs.kfp_run import ENDED, RemoteRun
 from pipelines.runs.kfp_watch import OnNote, watch
-from pipelines.runs.logs.text import LogText
-from pipelines.runs.logs.view import LogLine, LogView
+from pipelines.runs.run_log.text import LogText
+from pipelines.runs.run_log.view import LogLine, LogView
 from trainer import storage
 from trainer.errors import ConfigError, UserError, nearest
 
