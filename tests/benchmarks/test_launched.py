@@ -241,7 +241,7 @@ def loads(name, forbidden):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROCESSES.keys() - COMPUTE))
 def test_a_step_that_computes_nothing_loads_nothing_heavy(name):
-    others = {"sklearn"} if name == "validate_data" else {"sklearn", "scipy"}
+    others = {"sklearn"} if name == "prepare_data" else {"sklearn", "scipy"}
     assert not loads(name, sorted(NEVER | TENSORFLOW | others))
 
 

@@ -342,16 +342,20 @@ STEP = """
 import json, sys
 from pathlib import Path
 from components import launchers
-from components.records.record import recorded
+from components.records import record
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
 
 job = json.loads(sys.argv[1])
-with recorded("train_model"):
-    launchers.launch(Job(
+
+def train(step):
+    step.stage("train_model", lambda stage: launchers.launch(Job(
         config=parse_config(job["config"]), dataset=job["dataset"],
         checkpoints=job["checkpoints"], workdir=Path(job["workdir"]),
-    ))
+    )))
+
+train.__module__ = "components.train_model"
+record.run(train, {"root": "", "run_id": ""})
 """
 
 

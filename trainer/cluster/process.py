@@ -76,7 +76,7 @@ def require_memory(config: Config, parameters: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * parameters > memory:
         raise ConfigError(
-            f"model {config.model.name}: it has {parameters:,} parameters, and this machine "
+            f"model {config.model.name}: it has {parameters:,} parameters, and this machine has "
             f"{memory >> 30} GiB of memory; make its layers smaller"
         )
 

@@ -60,16 +60,15 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         ),
         (
             {"model": {"name": "blocks:table"}},
-            "ok",
-            "blocks:table takes image (uint8 [8, 8, 1]) of digits for classification of "
-            "label (int64 [] of 10 classes): 1600000000170 parameters; the task is classification, "
-            "since the label 'label' (one int64 of 10 classes) names a class",
+            "fail",
+            "model blocks:table: it has 1,600,000,000,170 parameters, and this machine has",
         ),
     ],
 )
 def test_what_the_trainer_finds(home, tree, state, message):
     (home / "blocks.py").write_text(HUGE, encoding="utf-8")
     found = fits(parse_config(tree), seconds=600)
-    assert (found.state, found.message) == (state, message)
+    assert found.state == state
+    assert found.message.startswith(message)
     left = {name for name in content(home) if not name.startswith("__pycache__")}
     assert left == {"tmp", "blocks.py"}

@@ -78,7 +78,7 @@ def test_halving_is_a_loop_and_a_choice_a_rung(tmp_path):
         given = loop["inputs"]["parameters"].values()
         assert not any("taskOutputParameter" in each for each in given)
     assert count_of(spec, "choose-trial") == 3
-    assert count_of(spec, "register-model") == 1
+    assert count_of(spec, "export-model") == 1
 
 
 @pytest.mark.parametrize(
