@@ -163,6 +163,12 @@ def step_with(stage: str) -> StepSpec:
     raise LookupError(f"components/table.py has no stage {stage!r}: add one")
 
 
+def stages_after(stage: str, step: str) -> list[str]:
+    """Return the names of the stages of a step after one of them; all where that is empty."""
+    names = [each.name for each in step_of(step).stages]
+    return names[names.index(stage) + 1 :] if stage in names else names
+
+
 def ends_run(name: str, word: object) -> bool:
     """Say whether only the exit step follows this stage, given its word; raises `LookupError`."""
     row = _stage_of(name)

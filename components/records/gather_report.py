@@ -17,6 +17,7 @@ from components.records.step_record import (
     StepRecord,
     all_step_records,
     harmless,
+    lost_stage,
     read,
     tries_of,
 )
@@ -224,12 +225,11 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     if failed:
         # A step that was killed has no error of its own.
         return said if not shared and failed[0].ended is None else ""
-    lost = _without_record({each.step for each in reached}) if steps else ""
-    why = (
-        f"{lost} left no record: its pod did not start, or could write nothing"
-        if lost
-        else "no step says why; see its log"
-    )
+    why = "no step says why; see its log"
+    if lost := lost_stage(steps):
+        why = f"its process ended before {lost} began"
+    elif steps and (lost := _without_record({each.step for each in reached})):
+        why = f"{lost} left no record: its pod did not start, or could write nothing"
     return "; ".join(filter(None, [why, said]))
 
 

@@ -22,7 +22,7 @@ import tenacity
 
 from components.records import run_store, step_record
 from components.records.step_record import PublishedRecord
-from components.table import EXIT_STEP, ends_run, published_by, step_of, step_with
+from components.table import EXIT_STEP, ends_run, published_by, stages_after, step_with
 from trainer import cores, events, masking, tensorflow_import, variables
 from trainer.background import Loop
 from trainer.cluster import signals
@@ -105,16 +105,10 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
             return work(step)
     except RunInterruptedError as error:
         # Between two stages: the next one says so.
-        for stage in _after(step.last, name)[:1]:
+        for stage in stages_after(step.last, name)[:1]:
             with recorded(stage, at):
                 raise
         raise SystemExit(error.exit_code) from None
-
-
-def _after(stage: str, step: str) -> list[str]:
-    """Return the names of the stages of a step after one of them; all where that is empty."""
-    names = [each.name for each in step_of(step).stages]
-    return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from components.records.run_store import CONFIG, STEPS, file_of
-from components.table import EXIT_STEP, step_with
+from components.table import EXIT_STEP, ends_run, stages_after, step_with
 from trainer import storage
 from trainer.config.main_metric import MainMetric
 from trainer.errors import FAILED
@@ -125,6 +125,19 @@ def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
         StepRecord(step=step, status="skipped", began=each.began) for step, each in missed.items()
     ]
     return _summed(earlier, [*last, *skipped])
+
+
+def lost_stage(steps: Sequence[StepRecord]) -> str:
+    """Return the stage that the process of its step did not come to; empty where it did.
+
+    A process that is killed between two stages leaves no word.
+    """
+    reached = [each for each in steps if each.step != EXIT_STEP.name and each.status != "skipped"]
+    with suppress(LookupError, IndexError):
+        last = reached[-1]
+        if last.status == "done" and not ends_run(last.step, last.metrics.get("decision")):
+            return stages_after(last.step, step_with(last.step).name)[0]
+    return ""
 
 
 def _by_start(state: RunState) -> tuple[list[StepRecord], list[StepRecord]]:

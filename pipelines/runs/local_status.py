@@ -115,13 +115,8 @@ def _so_far(state: RunState) -> RunResult:
 
 
 def _ended(state: RunState) -> RunResult:
-    result = outcome_of(state, 0, interrupted=False)
     # A runner that is killed between two steps leaves neither an event nor a failed step.
-    was_killed = not state.interrupted and not state.newest(RunEnd)
-    if was_killed and all(step.status == "done" for step in result.steps):
-        message = "the run did not finish: its process was killed, or the machine stopped"
-        return replace(result, status="failed", exit_code=FAILED, message=message)
-    return result
+    return outcome_of(state, DONE if state.newest(RunEnd) else None, interrupted=False)
 
 
 def _processes() -> Iterator[tuple[int, str]]:

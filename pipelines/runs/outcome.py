@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from components.records.step_record import StepRecord, step_records
+from components.records.step_record import StepRecord, lost_stage, step_records
 from components.table import (
     EXIT_STEP,
     STAGES,
@@ -141,8 +141,11 @@ class RunResult:
         return self.metrics_of("checkpoint").get("handed_on_step")
 
 
-def outcome_of(state: RunState, returncode: int, *, interrupted: bool) -> RunResult:
-    """Judge a run by the state of its newest start and by the exit code of the local runner."""
+def outcome_of(state: RunState, returncode: int | None, *, interrupted: bool) -> RunResult:
+    """Judge a run by the state of its newest start and by the exit code of the local runner.
+
+    Of one that was killed nobody may know it: None.
+    """
     interrupted = interrupted or state.interrupted
     steps = step_records(state)
     for step in steps:
@@ -154,10 +157,19 @@ def outcome_of(state: RunState, returncode: int, *, interrupted: bool) -> RunRes
     if interrupted or stopped:
         message = stopped[0].error if stopped else "interrupted"
         return RunResult(status="interrupted", exit_code=INTERRUPTED, message=message, steps=steps)
-    if returncode:
-        message = f"the local runner ended with exit code {returncode}; see pipeline.log"
+    if returncode != 0:
+        message = f"{_why_it_ended(steps, returncode)}; see pipeline.log"
         return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
     return _judged(steps)
+
+
+def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
+    """Return why a run ended of which no step has failed."""
+    if lost := lost_stage(steps):
+        return f"the run did not finish: its process ended before {lost} began"
+    if returncode is None:
+        return "the run did not finish: its process was killed, or the machine stopped"
+    return f"the local runner ended with exit code {returncode}"
 
 
 def _judged(steps: tuple[StepRecord, ...]) -> RunResult:

@@ -567,12 +567,19 @@ def test_a_pod_that_is_asked_to_end_says_so(pod, pods):
     assert "train\\_model: interrupted before the step was done" in summary
 
 
-def test_a_pod_that_never_began_is_named(pods):
+def test_a_pod_that_was_killed_between_two_stages_is_said_to_be(pods):
     pods.resolved()
+    page, _ = pods.finished(words="OOMKilled")
+    assert page.words[1] == "failed"
+    assert "its process ended before prepare_data began; KFP says: OOMKilled" in page.text
+
+
+def test_a_pod_that_never_began_is_named(pods):
+    pods.prepared()
     page, summary = pods.finished(words="ErrImagePull")
     assert page.words[1] == "failed"
     assert "left no record: its pod did not start" in page.text
-    assert "prepare_data left no record" in page.text
+    assert "train_model left no record" in page.text
     assert "KFP says: ErrImagePull" in summary
 
 

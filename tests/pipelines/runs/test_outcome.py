@@ -31,6 +31,7 @@ INTERRUPTED = "interrupted at global step 70; checkpoint file:///r/step-00000070
 STOPPED = [begun("train_model"), ended("train_model", "interrupted", 130, error=INTERRUPTED)]
 RESOLVED = done("resolve_config")
 NOT_RUN = "the model was blessed, but {} was not run; see pipeline.log"
+LOST = "the run did not finish: its process ended before {} began; see pipeline.log"
 RUNNER = "the local runner ended with exit code {}; see pipeline.log"
 
 
@@ -74,7 +75,19 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [begun("train_model"), *failed("finish", "no space")],
             1, ("failed", 1, f"train_model: {KILLED}"),
         ),
-        (RESOLVED, -9, ("failed", 1, RUNNER.format(-9))),
+        # A process that is killed between two stages leaves no word.
+        (RESOLVED, 1, ("failed", 1, LOST.format("prepare_data"))),
+        (
+            [*judged("blessed")[:-2], *FINISHED],
+            1, ("failed", 1, LOST.format("check_gate")),
+        ),
+        (
+            [*judged("blessed"), *done("export_model"), *FINISHED],
+            1, ("failed", 1, LOST.format("register_model")),
+        ),
+        # It came to the end of its stages: what is missing is of another step.
+        ([*judged("blessed"), *FINISHED], 1, ("failed", 1, RUNNER.format(1))),
+        ([*judged("blessed"), *promoted()], 1, ("failed", 1, RUNNER.format(1))),
         ([], 1, ("failed", 1, RUNNER.format(1))),
         # The platform may have asked the step alone to end.
         ([*done("prepare_data"), *STOPPED, *FINISHED], 1, ("interrupted", 130, INTERRUPTED)),
