@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVersion:
-    """One registered version of a model; its verdict is `promoted`, once a champion, or not."""
+    """One registered version of a model; its verdict is `promoted`, once a champion, or not.
+
+    `problem` is why the champion of the model is not known, or empty.
+    """
 
     name: str
     version: int
@@ -34,6 +37,7 @@ class ModelVersion:
     created: str
     run_id: str
     verdict: str
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +58,24 @@ def root_of(root: str, workdir: Path) -> str:
 
 
 def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
-    """Return every version of one model, or of all; raises `ConfigError`."""
-    wanted = [require_known(root, name)] if name else registry.names(root)
-    made = {each: registry.promotions(root, each) for each in wanted}
-    return tuple(
-        _version(each, version, made[each])
-        for each in wanted
-        for version in registry.versions(root, each)
-    )
+    """Return every version of one model, or of all; raises `UserError`.
+
+    Of all, one whose champion is not known hides no other.
+    """
+    if name:
+        made = registry.promotions(root, require_known(root, name))
+        return tuple(_version(name, each, made) for each in registry.versions(root, name))
+    return tuple(each for other in registry.names(root) for each in _of_all(root, other))
+
+
+def _of_all(root: str, name: str) -> tuple[ModelVersion, ...]:
+    try:
+        return versions(root, name)
+    except UserError as error:
+        return tuple(
+            replace(_version(name, each, ()), verdict="unknown", problem=str(error))
+            for each in registry.versions(root, name)
+        )
 
 
 def details(root: str, name: str, number: int = 0) -> ModelDetails:

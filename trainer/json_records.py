@@ -92,6 +92,15 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
+def number_in(text: str) -> int | None:
+    """Return the whole number that a text is, in ASCII digits as a name has it; None for another.
+
+    `str.isdigit` takes digits that `int` refuses, and any length.
+    """
+    is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
+    return int(text) if is_one else None
+
+
 def is_number(value: object) -> bool:
     """Say whether a value is a finite number."""
     return type(value) in (int, float) and math.isfinite(cast(float, value))

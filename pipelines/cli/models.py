@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, output
+from pipelines.cli.exit import Answer, answers, note, output
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.retention import sized
 from pipelines.cli.run import RUNS
+from trainer.errors import DONE, FAILED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +65,15 @@ def list_models(
         table = Table(rows=rows, spare=_SPARE, right=right, words=("metric",))
         none = f"no model is registered below {place}"
         Terminal().print(table if rows else none)
-    return Answer(more={"models": [asdict(each) for each in found]})
+    problems = list(dict.fromkeys(each.problem for each in found if each.problem))
+    for each in problems:
+        note(f"flotilla: {each}")
+    return Answer(
+        status="failed" if problems else "done",
+        code=FAILED if problems else DONE,
+        message=problems[0] if problems else "",
+        more={"models": [asdict(each) for each in found]},
+    )
 
 
 @models.command("show", epilog="--json adds `model`, with its lineage and promotions.")

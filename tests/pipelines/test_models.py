@@ -142,3 +142,23 @@ def test_a_champion_that_is_gone_leaves_the_other_versions(flotilla, workdir):
     assert flotilla("show", "digits", "3")[0] == 0
     assert flotilla("promote", "digits", "3")[0] == 0
     assert registry.champion(root, "digits").number == 3
+
+
+def test_a_model_whose_champion_is_not_known_hides_no_other(flotilla, workdir, tmp_path):
+    root = storage.uri_of(workdir)
+    uri = storage.uri_of(tmp_path / "model-1")
+    registry.register(root, "other", uri, lineage=LINEAGE, scratch=tmp_path)
+    registry.promote(root, "other", 1, after=0, by="me")
+    newest = storage.local_path(registry.promotions(root, "digits")[-1].uri)
+    (newest / "MANIFEST.json").write_text("")
+    code, out, err = flotilla("list", "--json")
+    rows = answer(out)["models"]
+    assert code == 1
+    assert [(row["name"], row["champion"]) for row in rows] == [
+        *[("digits", False)] * 3, ("other", True),
+    ]  # fmt: skip
+    assert err.count("flotilla: the newest promotion of digits cannot be read") == 1
+    for words in (["list", "digits"], ["show", "digits"], ["rollback", "digits"]):
+        code, out, err = flotilla(*words)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert "the newest promotion of digits cannot be read" in err

@@ -48,6 +48,11 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
         pause = min(2 * pause, _MAX_PAUSE)
 
 
+def decided_at(uri: str) -> dict[str, Any] | None:
+    """Return what was decided, or may have been and so is now; None where nothing was accepted."""
+    return None if _accepted(uri, _notes(uri)) is None else decide(uri, {})
+
+
 def _outbid(number: Number, notes: Notes) -> bool:
     return any(other > number for other, _ in notes)
 

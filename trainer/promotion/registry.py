@@ -32,24 +32,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from trainer import storage
 from trainer.config.schema import OF_TWO_CLASSES
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.json_records import from_tree, parse_mapping
+from trainer.json_records import from_tree, number_in, parse_mapping
 from trainer.promotion import kserve
-from trainer.promotion.consensus import decide
+from trainer.promotion.consensus import decide, decided_at
 from trainer.promotion.gate import publish_json
 from trainer.signing import signing
 from trainer.storage import Manifest
+from trainer.storage.manifest import MANIFEST
+from trainer.storage.retry import in_parallel
 
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
 # A promotion, or a removal, that takes longer was killed.
 _SECONDS = 3600.0
-_Fields = TypeVar("_Fields")
+_Fields = TypeVar("_Fields", "_VersionFields", "_PromotionFields")
 log = logging.getLogger(__name__)
 
 
@@ -92,14 +94,23 @@ def names(root: str) -> list[str]:
 
 def versions(root: str, name: str) -> list[Version]:
     """Return the registered versions of a model, oldest first."""
-    found = _checked(storage.join(home(root, name), "versions"), MODEL, _VersionFields)
-    return [Version(number=each.version, uri=uri, manifest=made) for uri, made, each in found]
+    found = _records(storage.join(home(root, name), "versions"), MODEL, _VersionFields)
+    return [
+        Version(number=number, uri=each.uri, manifest=each.manifest)
+        for number, each in _readable(found).items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Lineage:
     run_id: str = ""
+    dataset: str = ""
+    data_version: str = ""
+    spans: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    reference: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +120,10 @@ class _VersionFields:
     lineage: _Lineage = field(default_factory=_Lineage)
     made_from: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def number(self) -> int:
+        return self.version
+
 
 @dataclass(frozen=True, kw_only=True)
 class _PromotionFields:
@@ -117,16 +132,59 @@ class _PromotionFields:
     restores: int
     by: str
 
+    @property
+    def number(self) -> int:
+        return self.predecessor + 1
 
-def _checked(uri: str, kind: str, fields: type[_Fields]) -> list[tuple[str, Manifest, _Fields]]:
-    """Return what is published below `uri`; what lacks a field is passed over with a warning."""
-    found = []
-    for at, manifest in storage.published(uri, kind):
-        if checked := from_tree(fields, dict(manifest.fields)):
-            found.append((at, manifest, checked))
-        else:
-            log.warning("passed over: the manifest of %s is none of a %s", at, kind)
-    return found
+
+@dataclass(frozen=True, kw_only=True)
+class _Record(Generic[_Fields]):
+    uri: str
+    manifest: Manifest
+    fields: _Fields
+
+
+def _records(
+    above: str, kind: str, fields: type[_Fields]
+) -> dict[int, _Record[_Fields] | UserError]:
+    """Return what is published below `above` by number, in order, or why it cannot be read."""
+
+    def read(number: int) -> _Record[_Fields] | UserError:
+        uri = _numbered(above, number)
+        try:
+            manifest = storage.read_manifest(uri)
+        except (storage.NotPublished, storage.Corrupt, storage.UnknownSchema) as error:
+            return error
+        found = from_tree(fields, dict(manifest.fields))
+        # A folder that was copied to another number is none of that number.
+        if manifest.kind == kind and found and found.number == number:
+            return _Record(uri=uri, manifest=manifest, fields=found)
+        return storage.Corrupt(
+            f"{uri}: its {MANIFEST} is none of {kind} {number}: delete it and make it again"
+        )
+
+    numbers = _numbers(above)
+    return dict(zip(numbers, in_parallel(read, numbers), strict=True))
+
+
+def _numbers(above: str) -> list[int]:
+    """Return the numbers of what is below a URI; another name is nobody's."""
+    found = ((name, number_in(name)) for name in storage.names(above))
+    return sorted(
+        number for name, number in found if number and _numbered(above, number).endswith(f"/{name}")
+    )
+
+
+def _numbered(above: str, number: int) -> str:
+    return storage.join(above, f"{number:06d}")
+
+
+def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, _Record[_Fields]]:
+    """Return the records that can be read; what is damaged is passed over with a warning."""
+    for each in records.values():
+        if isinstance(each, UserError) and not isinstance(each, storage.NotPublished):
+            log.warning("passed over: %s", each)
+    return {number: each for number, each in records.items() if isinstance(each, _Record)}
 
 
 def version(root: str, name: str, number: int) -> Version:
@@ -139,19 +197,61 @@ def version(root: str, name: str, number: int) -> Version:
 
 
 def promotions(root: str, name: str) -> list[Promotion]:
-    """Return every promotion of a model that can be read, oldest first."""
-    uri = storage.join(home(root, name), "promotions")
+    """Return every promotion of a model that can be read, oldest first.
+
+    What was decided and is not there, since its process was killed or its folder is gone, is
+    written first. Raises `UserError` where the newest cannot be read: an older champion is none.
+    """
+    above = storage.join(home(root, name), "promotions")
+    records = _records(above, PROMOTION, _PromotionFields)
+    lacking = [
+        number
+        for number in _numbers(storage.join(home(root, name), "claims", "promotions"))
+        if isinstance(records.get(number, storage.NotPublished()), storage.NotPublished)
+    ]
+    restored = [_restored(root, name, number) for number in lacking]
+    if any(restored):
+        records = _records(above, PROMOTION, _PromotionFields)
+    last = records[max(records)] if records else None
+    if isinstance(last, UserError):
+        raise storage.Corrupt(
+            f"the newest promotion of {name} cannot be read, so that its champion is not known: "
+            f"{last}"
+        )
     return [
         Promotion(
-            number=made.predecessor + 1,
-            uri=at,
-            version=made.version,
-            restores=made.restores,
-            by=made.by,
-            created=manifest.created,
+            number=number,
+            uri=each.uri,
+            version=each.fields.version,
+            restores=each.fields.restores,
+            by=each.fields.by,
+            created=each.manifest.created,
         )
-        for at, manifest, made in _checked(uri, PROMOTION, _PromotionFields)
+        for number, each in _readable(records).items()
     ]
+
+
+def _restored(root: str, name: str, number: int) -> bool:
+    """Publish the promotion that was decided for a number, if one was."""
+    claim = storage.join(home(root, name), "claims", "promotions", f"{number:06d}")
+    decided = decided_at(claim)
+    if decided is None:
+        return False
+    found = from_tree(_PromotionFields, decided)
+    if found is None or found.number != number:
+        raise storage.Corrupt(f"{claim} holds no promotion {number} of {name}; restore it")
+    _publish_promotion(root, name, number, decided)
+    return True
+
+
+def _before(name: str, made: Mapping[int, Promotion], number: int) -> Promotion | None:
+    """Return the promotion before a number; raises `UserError` where it cannot be read."""
+    if number > 1 and number - 1 not in made:
+        raise UserError(
+            f"promotion {number - 1} of {name} is not there, or cannot be read: restore it, or "
+            "make a version champion with `flotilla models promote`"
+        )
+    return made.get(number - 1)
 
 
 def champion(root: str, name: str) -> Version | None:
@@ -254,29 +354,27 @@ def _promoted(  # noqa: PLR0913
         # Two promotions with equal fields are still two.
         "token": secrets.token_hex(8),
     }
-    uri = storage.join(home(root, name), "promotions", f"{after + 1:06d}")
-    if _is_made(uri):
+    if newest(root, name) > after:
         raise PromotionLostError(_lost(root, name, after))
     # Every caller publishes the decided promotion: its owner may be dead.
     decided = _claim(root, name, "promotions", after + 1, fields)
     try:
-        made = publish_json(decided, uri, kind=PROMOTION, fields=decided)
+        uri, created = _publish_promotion(root, name, after + 1, decided)
     except storage.Conflict:
         raise PromotionLostError(_lost(root, name, after)) from None
     if decided != fields:
         raise PromotionLostError(_lost(root, name, after))
     return Promotion(
-        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=made.created
+        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=created
     )
 
 
-def _is_made(uri: str) -> bool:
-    """Say whether a promotion is published; raises `Corrupt` where it cannot be read."""
-    try:
-        storage.read_manifest(uri)
-    except storage.NotPublished:
-        return False
-    return True
+def _publish_promotion(
+    root: str, name: str, number: int, decided: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Publish what was decided; return its URI, and when it was published."""
+    uri = storage.join(home(root, name), "promotions", f"{number:06d}")
+    return uri, publish_json(decided, uri, kind=PROMOTION, fields=decided).created
 
 
 def _claim(
@@ -291,10 +389,9 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
     if not made:
         raise UserError(f"{name} has no champion below {root}{nearest(name, names(root))}")
     newest = made[max(made)]
-    before = [number for number in made if number < (newest.restores or newest.number)]
-    if not before:
+    target = _before(name, made, newest.restores or newest.number)
+    if target is None:
         raise UserError(f"{name} has no champion before version {newest.version}")
-    target = made[max(before)]
     if target.version not in {each.number for each in versions(root, name)}:
         raise UserError(
             f"{name} has no version {target.version} any more, the champion before version "
@@ -382,22 +479,24 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}
-    for made in reversed(promotions(root, name)):
+    all_made = {each.number: each for each in promotions(root, name)}
+    made = all_made.get(max(all_made, default=0))
+    while made:
         found = known.get(made.version) or promoted_version(root, name, made.version)
         origin = found.manifest.fields.get("made_from", {})
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found
+        made = _before(name, all_made, made.number)
     return None
 
 
 def retired_lineages(home: str) -> dict[int, Mapping[str, Any]]:
     """Return the lineage of each version below the model's URI that was, or is being, removed."""
-    found = {}
+    found: dict[int, Mapping[str, Any]] = {}
     for name in storage.names(storage.join(home, "retired")):
-        number = name.removesuffix(".json")
-        if number.isdigit():
-            tree = _json(storage.join(home, "retired", name))
-            found[int(number)] = tree.get("lineage", {})
+        if number := number_in(name.removesuffix(".json")):
+            lineage = _json(storage.join(home, "retired", name)).get("lineage", {})
+            found[number] = lineage if from_tree(_Lineage, lineage) else dict[str, Any]()
     return found
 
 
@@ -434,10 +533,12 @@ def asked_for(root: str, name: str) -> list[int]:
     above = storage.join(root, "registry", "models", name, "promoting")
     found = []
     for mark in storage.names(above):
-        number = mark.partition("-")[0]
-        began = _json(storage.join(above, mark)).get("at", time.time())
-        if number.isdigit() and not time.time() - began > _SECONDS:
-            found.append(int(number))
+        number = number_in(mark.partition("-")[0])
+        began = _json(storage.join(above, mark)).get("at")
+        # What says no time may be of this moment.
+        is_over = isinstance(began, int | float) and time.time() - began > _SECONDS
+        if number and not is_over:
+            found.append(number)
     return found
 
 

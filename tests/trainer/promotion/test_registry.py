@@ -1,6 +1,7 @@
 """The registry: versions, promotions, the champion; two at once, and what is damaged."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -299,6 +300,133 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path:
     ):
         promote(root, 1, after=1)
     assert champion(root) == 2
+
+
+def spoilt(uri: str, how: str) -> None:
+    """Make the record of a promotion one that cannot be read."""
+    folder = storage.local_path(uri)
+    assert folder
+    tree = json.loads((folder / MANIFEST).read_text())
+    if how == "empty":
+        (folder / MANIFEST).write_text("")
+    elif how == "of no file":
+        (folder / MANIFEST).unlink()
+        (folder / MANIFEST).mkdir()
+    elif how == "of another number":
+        shutil.rmtree(folder)
+        shutil.copytree(folder.with_name("000001"), folder)
+    else:
+        changed = {
+            "of another schema": {"schema": 99},
+            "of another kind": {"kind": "model"},
+            "of another type": {"version": "2"},
+            "of no whole number": {"version": 1.5},
+        }[how]
+        (folder / MANIFEST).write_text(json.dumps(tree | changed))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "empty",
+        "of no file",
+        "of another schema",
+        "of another kind",
+        "of another number",
+        "of another type",
+        "of no whole number",
+    ],
+)
+def test_no_older_champion_where_the_newest_promotion_cannot_be_read(
+    root: str, tmp_path: Path, how: str
+) -> None:
+    for number, text in enumerate("ab", start=1):
+        register(root, tmp_path, text)
+        made = promote(root, number, after=number - 1)
+    spoilt(made.uri, how)
+    for look in (
+        lambda: registry.champion(root, NAME),
+        lambda: registry.champion_checkpoint(root, NAME),
+        lambda: registry.newest(root, NAME),
+        lambda: registry.rollback(root, NAME, by="me"),
+        lambda: promote(root, 1, after=2),
+        lambda: opponent(root, NAME, trained(tmp_path, 9)[0]),
+    ):
+        with pytest.raises(UserError, match="the newest promotion of digits cannot be read") as it:
+            look()
+        assert made.uri in str(it.value)
+        assert "\n" not in str(it.value)
+    # The remedy that the line names.
+    storage.delete(made.uri)
+    assert champion(root) == 2
+
+
+@pytest.mark.parametrize("how", ["folder", "manifest"])
+def test_a_promotion_that_is_gone_is_written_again(root: str, tmp_path: Path, how: str) -> None:
+    for number, text in enumerate("ab", start=1):
+        register(root, tmp_path, text)
+        made = promote(root, number, after=number - 1)
+    folder = storage.local_path(made.uri)
+    assert folder
+    shutil.rmtree(folder) if how == "folder" else (folder / MANIFEST).unlink()
+    assert champion(root) == 2
+    assert storage.verify(made.uri).fields["by"] == "me"
+
+
+@pytest.mark.parametrize("tree", ["{", '{"version": 1}', '{"version": "2", "predecessor": 0}'])
+def test_a_damaged_note_of_a_promotion_that_is_gone_is_named(
+    root: str, tmp_path: Path, tree: str
+) -> None:
+    register(root, tmp_path)
+    storage.delete(promote(root, 1, after=0).uri)
+    home = storage.local_path(registry.home(root, NAME))
+    assert home
+    next(home.glob("claims/promotions/000001/*-accepted")).write_text(tree)
+    with pytest.raises(UserError, match=r"claims/promotions/000001.*restore it"):
+        champion(root)
+
+
+def test_an_older_promotion_that_cannot_be_read_is_passed_over_but_not_gone_back_to(
+    root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, text in enumerate("abc", start=1):
+        register(root, tmp_path, text)
+        promote(root, number, after=number - 1)
+    spoilt(registry.promotions(root, NAME)[1].uri, "empty")
+    assert champion(root) == 3
+    assert "passed over" in caplog.text
+    with pytest.raises(UserError, match="promotion 2 of digits is not there, or cannot be read"):
+        registry.rollback(root, NAME, by="me")
+    assert champion(root) == 3
+
+
+@pytest.mark.parametrize("name", ["²3", "٣", "9" * 200, "2", "0000002", "000002.bak", "-00001"])
+@pytest.mark.parametrize("folder", ["versions", "promotions"])
+def test_what_has_no_number_of_ours_is_not_read(
+    root: str, tmp_path: Path, folder: str, name: str
+) -> None:
+    register(root, tmp_path)
+    promote(root, 1, after=0)
+    home = storage.local_path(registry.home(root, NAME))
+    assert home
+    shutil.copytree(home / folder / "000001", home / folder / name)
+    (home / "retired").mkdir(exist_ok=True)
+    (home / "retired" / f"{name}.json").write_text("{}")
+    (home / "promoting" / f"{name}-a.json").parent.mkdir(exist_ok=True)
+    (home / "promoting" / f"{name}-a.json").write_text('{"at": "now"}')
+    assert champion(root) == 1
+    assert [each.number for each in registry.versions(root, NAME)] == [1]
+    registry.retired_lineages(registry.home(root, NAME))
+    registry.asked_for(root, NAME)
+
+
+def test_a_version_is_that_of_its_folder(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path)
+    home = storage.local_path(registry.home(root, NAME))
+    assert home
+    # As if it were newer, it would be what a new number follows.
+    shutil.copytree(home / "versions" / "000001", home / "versions" / "000041")
+    assert [each.number for each in registry.versions(root, NAME)] == [1]
 
 
 BUCKETS = ["gs", "s3", "gs unconditional", "s3 unconditional"]
