@@ -77,10 +77,9 @@ class Prepared(NamedTuple):
 
 def work(step: Step) -> Prepared:
     """Run the stages until one of them says that the run does not train."""
-    resolved = step.stage("resolve_config", resolve_config.work)
+    resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
-        _say_unchanged(step)
         return Prepared(**run, dataset_uri="", Output=UNCHANGED)
     if step.published:
         return Prepared(**run, dataset_uri=step.published, Output=READY)
@@ -88,6 +87,14 @@ def work(step: Step) -> Prepared:
         uri = step.stage("prepare_data", prepare, **run)
         word = step.stage("validate_data", validate, **run, dataset_uri=uri)
     return Prepared(**run, dataset_uri=uri, Output=READY if word == "accepted" else REFUSED)
+
+
+def resolve(step: Step) -> resolve_config.Resolved:
+    """Make the configuration; say of a run without news that it is one."""
+    resolved = resolve_config.work(step)
+    if resolved.is_unchanged:
+        _say_unchanged(step)
+    return resolved
 
 
 def _say_unchanged(step: Step) -> None:

@@ -83,7 +83,7 @@ _LINEAGE = (
 # A KFP instance says `COMPLETE` or `SUCCEEDED`, by its version, and `RUNNING` where it lost count;
 # the local runner says `SUCCESS` too.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
-_ILL = ("FAILED", "CANCELED", "CANCELLED")
+_CANCELED = ("CANCELED", "CANCELLED")
 #: The state of a run of which steps are tried again after its end.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
@@ -137,7 +137,9 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     registered = made.read("registration", "registration.json")
     config = _config(folder, root, run_id)
     lineage = registered.get("lineage") or {}
-    verdict = _verdict(state, decision or validation, registered, steps)
+    # The local runner calls a run that was asked to end between two steps a failed one.
+    ended = _CANCELED[0] if known.interrupted else state
+    verdict = _verdict(ended, decision or validation, registered, steps)
     return {
         "run_id": run_id,
         "verdict": verdict,
@@ -202,12 +204,12 @@ def _with_traceback(step: StepRecord, known: RunState) -> StepRecord:
 def _verdict(
     state: str, decision: dict[str, Any], registered: dict[str, Any], steps: list[StepRecord]
 ) -> str:
-    for step in steps:
-        if step.status not in ("done", "skipped"):
-            return step.status
+    ill = [each.status for each in steps if each.status not in ("done", "skipped")]
+    if ill or state in _CANCELED:
+        return ill[0] if ill else "interrupted"
     if state == AGAIN:
         return "running"
-    if state in _ILL or (state and state not in _WELL and not decision):
+    if state == "FAILED" or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":
         return "refused"

@@ -6,10 +6,12 @@ KFP starts only lost pods again. On this machine the user sees the failure: one 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +50,8 @@ _ASKED = "interrupted before the step was done"
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 # Between two records of a stage that goes on.
 PROGRESS_SECONDS = 30.0
+# Of a disk.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # So many of the newest incidents are part of a record.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
@@ -187,7 +191,13 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
         raise SystemExit(error.exit_code) from None
     # The latter where the user's code calls `sys.exit`: none of ours does so inside a step.
     except (Exception, SystemExit) as error:
-        if trace := traceback_of(error):
+        trace = traceback_of(error)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            where = error.filename or f"below {tempfile.gettempdir()}"
+            remedy = "free some space, or set TMPDIR"
+            course.fail(f"cannot write {where}: {error.strerror}; {remedy}", FAILED, trace)
+            raise SystemExit(FAILED) from None
+        if trace:
             course.fail(f"the code that it was given raised {line_of(error)}", FAILED, trace)
             raise SystemExit(FAILED) from None
         words = " ".join(f"{type(error).__name__}: {error}".split())

@@ -2,17 +2,32 @@
 
 from pathlib import Path
 
-from components import prepare_data
+import pytest
+
+from components import prepare_data, resolve_config
 from components.records.record import Step
 from components.resolve_config import Resolved
-from tests.components.called_steps import artifact_in
+from tests.components.called_steps import artifact_in, refused
 
 
-def test_where_nothing_is_new_every_output_has_a_file(tmp_path, monkeypatch):
+@pytest.fixture
+def unchanged(tmp_path, monkeypatch):
+    """Return the first step of a run that finds nothing new."""
     found = Resolved(config="{}", root="gs://b/r", run_id="digits-2", is_unchanged=True)
-    monkeypatch.setattr(Step, "stage", lambda *_: found)
+    monkeypatch.setattr(resolve_config, "work", lambda _step: found)
     made = {name: artifact_in(tmp_path) for name in ("dataset", "validation", "page")}
+    return Step(at="", published="", **made)
+
+
+def test_where_nothing_is_new_every_output_has_a_file(unchanged, tmp_path):
     (tmp_path / "kfp").mkdir()
-    prepared = prepare_data.work(Step(at="", published="", **made))
+    prepared = prepare_data.work(unchanged)
     assert (prepared.Output, prepared.dataset_uri) == ("unchanged", "")
-    assert all(Path(each.path).stat().st_size for each in made.values())
+    made = (unchanged.dataset, unchanged.validation, unchanged.page)
+    assert all(Path(each.path).stat().st_size for each in made)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(unchanged, tmp_path, capsys):
+    (tmp_path / "kfp").write_text("a file in the place of a folder")
+    code, line = refused(prepare_data.work, unchanged, capsys=capsys)
+    assert (code, line.startswith(f"cannot write {tmp_path}/kfp/")) == (1, True)

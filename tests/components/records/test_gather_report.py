@@ -17,6 +17,7 @@ from trainer.config.schema import Config
 from trainer.events import (
     AttemptBegin,
     CheckpointPublished,
+    Interrupted,
     Progress,
     Restart,
     RunBegin,
@@ -276,6 +277,19 @@ def test_an_interrupted_run(run):
     assert "train_model: at step 7" in page.text
 
 
+def test_a_run_that_was_interrupted_after_the_last_stage_of_a_step(run):
+    run.events(begun("train_model"), ended("train_model"), Interrupted())
+    page = run.report("FAILED")
+    assert verdict(page) == "interrupted"
+    assert "left no record" not in page.text
+    # What was asked of an earlier start is over.
+    run.events(
+        begun("train_model"), ended("train_model"), Interrupted(), RunBegin(run_id="r", number=2),
+        begun("train_model"), ended("train_model"),
+    )  # fmt: skip
+    assert verdict(run.report("SUCCEEDED")) == "done"
+
+
 @pytest.mark.parametrize(
     ("state", "word"),
     [
@@ -284,7 +298,7 @@ def test_an_interrupted_run(run):
         ("COMPLETE", "done"),
         ("", "done"),
         ("FAILED", "failed"),
-        ("CANCELED", "failed"),
+        ("CANCELED", "interrupted"),
         ("RUNNING", "failed"),
     ],
 )

@@ -1,5 +1,6 @@
 """What a step leaves behind: its events, one line of an error, and its exit code."""
 
+import errno
 import json
 import os
 import re
@@ -126,6 +127,34 @@ def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, sta
     end = emitted()[-1]
     assert (end.status, end.exit_code, end.error) == (status, code, str(error))
     assert end.metrics == {"so far": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/kfp/page"),
+            "cannot write /kfp/page: No space left on device; free some space, or set TMPDIR",
+        ),
+        # A file that is open has no name.
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            "cannot write below /t: Disk quota exceeded; free some space, or set TMPDIR",
+        ),
+    ],
+)
+def test_a_full_disk_is_one_line_wherever_a_stage_writes(emitted, capsys, monkeypatch, error, line):
+    def work(_output):
+        raise error
+
+    monkeypatch.setattr(record.tempfile, "gettempdir", lambda: "/t")
+    # No frame of the error is in a file of the user.
+    monkeypatch.setattr(record, "traceback_of", lambda _error: "")
+    with pytest.raises(SystemExit) as ended:
+        tried("check_gate", "", work)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"flotilla: check_gate: {line}\n"
+    assert (emitted()[-1].status, emitted()[-1].error) == ("failed", line)
 
 
 def test_a_bug_is_recorded_and_raised(emitted, capsys):
