@@ -136,8 +136,7 @@ class Package:
     @property
     def image(self) -> str:
         """The default of the run parameter `image`; empty where there is none."""
-        declared = (_inputs(self.spec) or {}).get("image")
-        return str(declared.get("defaultValue", "")) if isinstance(declared, Mapping) else ""
+        return str(defaults_of(self.spec).get("image", ""))
 
     @contextmanager
     def written(self) -> Iterator[str]:
@@ -211,6 +210,16 @@ def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
     """Return the names of the run parameters; None where the spec has none of a pipeline."""
     declared = _inputs(spec)
     return None if declared is None else set(declared)
+
+
+def defaults_of(spec: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the run parameters that have a default, with it."""
+    declared = _inputs(spec) or {}
+    return {
+        name: each["defaultValue"]
+        for name, each in declared.items()
+        if isinstance(each, Mapping) and "defaultValue" in each
+    }
 
 
 def _inputs(spec: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

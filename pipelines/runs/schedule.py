@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
 from typing import Any
@@ -23,14 +24,16 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
+from pipelines.compile import defaults_of
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import Version, newest_version, version_of
 from pipelines.step_settings import check_image
 from trainer.code.bundle import forget_schedule, note_schedule
-from trainer.config.form import SETTINGS, from_form
+from trainer.config.form import SETTINGS, from_form, to_form
 from trainer.config.old_parameters import configuration_of, is_of_before, remarks_of
+from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 
 _EVERY = {
@@ -244,8 +247,9 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
         raise ConfigError(f"the schedule {name!r} is of another pipeline: name it by --pipeline")
     if not version.is_of_this_code:
         raise ConfigError(f"{version.name} {version.origin}: first upload by `flotilla upload`")
-    values = _meaning(old)["parameters"]
-    config = configuration_of(values) if is_of_before(values) else from_form(values)
+    values = {**_defaults(client, reference, version), **_meaning(old)["parameters"]}
+    is_old = is_of_before(values)
+    config = configuration_of(values) if is_old else from_form({**to_form(Config()), **values})
     what = f"version {version.name} of {version.pipeline}"
     wanted = _again(old, version, run_parameters(config, image, version.spec, what))
     is_same, known_as = _meaning(old) == _meaning(wanted), _known_as(access, name)
@@ -264,6 +268,21 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
         version=version,
         remarks=remarks_of(values),
     )
+
+
+def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]:
+    """Return the run parameters that a schedule leaves to its version; none where that is gone."""
+    if not reference.pipeline_version_id:
+        return defaults_of(newest.spec)
+    try:
+        pinned = ask(
+            client.get_pipeline_version, reference.pipeline_id, reference.pipeline_version_id
+        )
+    except InstanceError as error:
+        if error.status != _ABSENT:
+            raise
+        return {}
+    return defaults_of(pinned.pipeline_spec)
 
 
 def _again(old: Any, version: Version, parameters: dict[str, Any]) -> V2beta1RecurringRun:
@@ -424,7 +443,8 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
                 raise
         given = _meaning(each)["parameters"]
         # A schedule of before the form has the bundle as a parameter of its own.
-        bundle = given.get(SETTINGS, {}).get("code") or given.get("code", "")
+        settings = given.get(SETTINGS)
+        bundle = (settings if isinstance(settings, Mapping) else given).get("code", "")
         if bundle and bundle != kept:
             forget_schedule(str(bundle), known_as)
     return len(schedules)

@@ -117,7 +117,7 @@ def from_form(values: Mapping[str, Any]) -> Config:
         return parse_config(settings)
     tree = deepcopy(settings)
     for each in _OF_KEYS:
-        value, key = values[each.name], each.key
+        value, key = _whole(values[each.name]), each.key
         if each.choices and value == SETTINGS:
             _require_in(settings, each)
             continue
@@ -145,7 +145,7 @@ def tree_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value of JSON as YAML has it: KFP passes every number as a double."""
+    """Return a value of JSON as YAML has it: KFP keeps every number as a double."""
     if isinstance(value, Mapping):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):

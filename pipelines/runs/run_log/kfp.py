@@ -33,6 +33,7 @@ class LogFollower:
         self._only = only
         self._view, self._on_line = view, on_line
         self._on_note = on_note
+        # How far each log has been read, by its pod.
         self._texts: dict[str, LogText] = {}
         self._lengths: dict[str, int] = {}
         self._done: set[str] = set()
@@ -65,13 +66,13 @@ class LogFollower:
         if not over:
             # The last line is still being written.
             text = text[: text.rfind("\n") + 1]
-        seen = self._lengths.get(step.name, 0)
-        # A step that was retried has another log.
+        seen = self._lengths.get(step.pod, 0)
+        # A log is shorter than before where Kubernetes has begun another file.
         fresh = text[seen:] if len(text) >= seen else text
-        self._lengths[step.name] = len(text)
-        text_of = self._texts.setdefault(step.name, LogText(utc=True))
+        self._lengths[step.pod] = len(text)
+        text_of = self._texts.setdefault(step.pod, LogText(utc=True))
         self._view.enter(step.name)
-        for line in fresh.rstrip("\n").split("\n"):
+        for line in fresh.rstrip("\n").split("\n") if fresh else ():
             for each in self._view.take(text_of.take(line)):
                 self._on_line(each)
         for each in self._view.end() if over else self._view.flush():

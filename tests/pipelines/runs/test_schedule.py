@@ -200,6 +200,26 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
 
 
+@pytest.mark.parametrize("pinned", ["its version", "gone", ""])
+def test_what_a_schedule_leaves_to_its_version_is_made_again(instance, remote, pinned):
+    remote(*NIGHTLY)
+    made = the_schedule(instance)
+    made["runtime_config"]["parameters"] = {"steps": 9}
+    if pinned != "its version":
+        made["pipeline_version_reference"]["pipeline_version_id"] = pinned
+    answer = remote("reschedule", "digits")
+    assert answer.code == 0, answer.err
+    sent = the_schedule(instance)["runtime_config"]["parameters"]
+    assert (sent["steps"], sent["batch_size"], sent["settings"]) == (9, 64, {})
+
+
+def test_a_schedule_with_other_settings_is_removed(instance, remote):
+    remote(*NIGHTLY)
+    the_schedule(instance)["runtime_config"]["parameters"] = {"settings": "of someone"}
+    assert remote("unschedule", "digits").code == 0
+    assert not instance.store.recurring
+
+
 def test_what_cannot_be_made_again_stays(instance, remote):
     remote(*NIGHTLY)
     old = before(instance, training_cached_rows=5)

@@ -17,8 +17,8 @@ POD = """\
 """
 
 
-def step(name, state="SUCCEEDED", **more):
-    return SimpleNamespace(name=name, state=state, pod=f"pod-{name}", cached=False, **more)
+def step(name, state="SUCCEEDED", pod=""):
+    return SimpleNamespace(name=name, state=state, pod=pod or f"pod-{name}")
 
 
 @pytest.fixture
@@ -77,3 +77,30 @@ def test_a_log_that_is_gone():
 def test_a_step_that_the_run_does_not_have():
     with pytest.raises(UserError, match="the run r has no step 'finish'"):
         followed(step("train_model"), only="finish")
+
+
+@pytest.fixture
+def look(logs):  # noqa: ARG001
+    """Look at the log of the one step of a run in this pod; return what is new."""
+    lines = []
+    client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
+    view = LogView(verbose=True)
+    follower = kfp.LogFollower(client, "", view, lambda line: lines.append(line.text), print)
+
+    def look(pod):
+        lines.clear()
+        steps = (step("train_model", "RUNNING", pod),)
+        follower.look(SimpleNamespace(run_id="r", created=None, steps=steps, has_ended=False))
+        return list(lines)
+
+    return look
+
+
+def test_a_look_that_finds_nothing_new_shows_nothing(logs, look):
+    logs["first"] = "one\n"
+    assert (look("first"), look("first")) == (["one"], [])
+
+
+def test_the_pod_of_a_retry_is_read_from_its_beginning(logs, look):
+    logs.update(first="lost\n", second="begins, and has said more by now\n")
+    assert (look("first"), look("second")) == (["lost"], ["begins, and has said more by now"])
