@@ -274,11 +274,8 @@ def _innermost(invalid: ValidationError) -> list[Any]:
     """Return the errors without those of a list that is wrong only because of an entry."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
-    return [
-        error
-        for error, place in zip(errors, places, strict=True)
-        if not any(other != place and other[: len(place)] == place for other in places)
-    ]
+    above = {place[:size] for place in places for size in range(len(place))}
+    return [error for error in errors if error["loc"] not in above]
 
 
 def _explain(error: Any) -> str:

@@ -34,6 +34,7 @@ from trainer.storage import patterns
 from trainer.storage.errors import reported
 from trainer.storage.patterns import Pattern
 from trainer.storage.publishing import store_for
+from trainer.storage.uri import local_path
 
 SCHEMA = 1
 KIND = "listing"
@@ -184,6 +185,20 @@ def chosen(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
         taken = [span for span, digest in listing.spans.items() if seen.get(span) != digest]
         return listing.of_spans(taken)
     return listing.of_spans(there[-1 if spans == NEWEST else -int(spans) :])
+
+
+def require_listed(file: Any, size: int, tag: str) -> None:
+    """Raise `UserError` unless what was read of a file is what was listed, by size and tag."""
+    named = local_path(file.uri) or file.uri.partition("?")[0]
+    if size != file.size:
+        what = f"has {size} bytes and had {file.size} when it was listed"
+    elif file.tag and tag != file.tag:
+        what = "has changed since it was listed"
+    else:
+        return
+    raise UserError(
+        f"data.source: {named} {what}; run again when nothing writes to it, without data.version"
+    )
 
 
 def publish(listing: Listing, root: str) -> None:

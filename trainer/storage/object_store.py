@@ -10,6 +10,7 @@ ended, or it is older than any publication lasts. No other object of the bucket 
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import time
@@ -43,6 +44,7 @@ from trainer.storage.store import (
     Retrying,
     Sink,
     Stored,
+    TooLargeError,
     Trouble,
     uncounted,
 )
@@ -141,10 +143,20 @@ class ObjectStore:
             self._bucket.read_into(_key(uri), meter)
             return meter.checksum()
 
-    def download(self, uri: str, target: Path) -> None:
+    def download(self, uri: str, target: Path) -> str:
         """Copy one object to a local path."""
-        with self._translated(uri), target.open("wb") as file:
-            self._bucket.read_into(_key(uri), _Counted(file, self.count))
+        with target.open("wb") as file:
+            return self._read_into(uri, _Counted(file, self.count))
+
+    def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
+        """Return content and tag of one object."""
+        file = io.BytesIO()
+        tag = self._read_into(uri, _Counted(file, self.count, most))
+        return file.getvalue(), tag
+
+    def _read_into(self, uri: str, file: _Counted) -> str:
+        with self._translated(uri):
+            return self._bucket.read_into(_key(uri), file) or file.crc32c
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Upload side by side, then create the manifest; what it does not name goes."""
@@ -362,14 +374,22 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts what is written to it."""
+    """A file that counts what is written to it, up to `most` bytes where that is not 0."""
 
-    def __init__(self, file: Sink, count: Count) -> None:
-        self._file, self._count = file, count
+    def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
+        self._file, self._count, self._most = file, count, most
         self.flush, self.tell = file.flush, file.tell
+        self._crc = 0
+
+    @property
+    def crc32c(self) -> str:
+        return f"{self._crc:08x}"
 
     def write(self, data: bytes, /) -> int:
+        if self._most and self.tell() + len(data) > self._most:
+            raise TooLargeError(self._most)
         self._count(len(data))
+        self._crc = google_crc32c.extend(self._crc, data)
         return self._file.write(data)
 
 

@@ -287,6 +287,11 @@ def read_bytes(uri: str) -> bytes:
                 raise error from None
 
 
+def read_tagged(uri: str, most: int) -> tuple[bytes, str]:
+    """Return content and tag of a file of at most so many bytes; raises what stores raise."""
+    return store_for(uri).read_tagged(uri, most)
+
+
 def write_bytes(uri: str, data: bytes) -> None:
     """Create or replace the file at `uri`, atomically."""
     with reported(f"write {uri}"):

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -135,23 +135,29 @@ class S3Bucket:
 
         return self._retry(whole)
 
-    def read_into(self, key: str, file: Sink) -> None:
+    def read_into(self, key: str, file: Sink) -> str:
         """Write the content of an object to a file, resumed where a connection dropped."""
+        tags: set[str] = set()
 
         def rest() -> None:
             file.flush()
             start = file.tell()
             span = {"Range": f"bytes={start}-"} if start else {}
             try:
-                body: StreamingBody = self._client.get_object(**self._at(key), **span)["Body"]
+                answer = self._client.get_object(**self._at(key), **span)
             except boto.ClientError as error:
                 if start and _code(error) in ("InvalidRange", "416"):
                     return
                 raise
-            for chunk in body.iter_chunks(_CHUNK):
-                file.write(chunk)
+            tags.add(_tag(answer))
+            body: StreamingBody = answer["Body"]
+            with closing(body):
+                for chunk in body.iter_chunks(_CHUNK):
+                    file.write(chunk)
 
         self._retry(rest)
+        # Several are of an object that was replaced before a connection was resumed.
+        return " ".join(sorted(tags))
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""

@@ -56,8 +56,14 @@ class Store(Protocol):
     def checksum(self, uri: str) -> Checksum:
         """Return size and crc32c of one file as it is stored now."""
 
-    def download(self, uri: str, target: Path) -> None:
-        """Copy one file to a local path in a folder that exists."""
+    def download(self, uri: str, target: Path) -> str:
+        """Copy one file to a local path in a folder that exists; return its tag, as it was read.
+
+        The tag is that of a listing, or another one where the file has changed meanwhile.
+        """
+
+    def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
+        """Return content and tag of one file; raises `TooLargeError` beyond `most` bytes."""
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Copy the files of `source` that `manifest` names to `uri`, verified, the manifest last.
@@ -163,8 +169,11 @@ class Bucket(Protocol):
     def get(self, key: str) -> bytes:
         """Return the content of an object."""
 
-    def read_into(self, key: str, file: Sink) -> None:
-        """Write the content of an object to an empty file, also when connections drop."""
+    def read_into(self, key: str, file: Sink) -> str:
+        """Write the content of an object to an empty file, also when connections drop.
+
+        Returns the store's checksum of what was read, or an empty text where it says none.
+        """
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""
@@ -200,6 +209,14 @@ class Bucket(Protocol):
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
+
+
+class TooLargeError(ValueError):
+    """A file has more bytes than are read of one; the message says so."""
+
+    def __init__(self, most: int) -> None:
+        """Say how many are read."""
+        super().__init__(f"it has more than {most >> 20} MiB, which are read at most")
 
 
 class ChangedError(Exception):

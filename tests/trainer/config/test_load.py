@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import old_parameters
+from trainer.config import load, old_parameters
 from trainer.config.load import REMOVED, load_config, parse_config, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
@@ -368,3 +368,22 @@ def test_a_name_in_json_that_is_no_text_has_to_be_quoted(label):
 def test_what_a_recommender_needs_is_said_before_anything_is_prepared(tree, key):
     with pytest.raises(ConfigError, match=key):
         parse_config(tree)
+
+
+def test_many_wrong_keys_are_each_looked_at_once():
+    class Place(tuple):
+        compared = 0
+
+        def __eq__(self, other):
+            Place.compared += 1
+            return tuple.__eq__(self, other)
+
+        def __hash__(self):
+            return tuple.__hash__(self)
+
+    class Invalid:
+        def errors(self):
+            return [{"loc": Place(("data", f"k{i}"))} for i in range(3000)]
+
+    assert len(load._innermost(Invalid())) == 3000
+    assert Place.compared < 10_000

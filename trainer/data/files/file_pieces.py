@@ -33,10 +33,11 @@ from trainer.data.files.table_files import (
     partition_of,
     without_documents,
 )
-from trainer.data.listing import Listing
+from trainer.data.listing import Listing, require_listed
 from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError, UserError
 from trainer.storage.errors import reported
+from trainer.storage.local import tag_of
 from trainer.storage.publishing import store_for
 from trainer.storage.uri import local_path
 
@@ -342,17 +343,28 @@ def local(file: Any, scratch: Path) -> Iterator[Path]:
     path = local_path(file.uri)
     if path:
         with _named(file, path):
-            _check(file, path)
-            yield path
+            yield from _in_place(file, path)
         return
     # A worker on another machine has no such folder.
     place = scratch if scratch.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place, prefix="file-") as folder:
         path = Path(folder) / file.path.rpartition("/")[2]
         with _named(file, path):
-            store_for(file.uri).download(file.uri, path)
-            _check(file, path)
+            tag = store_for(file.uri).download(file.uri, path)
+            require_listed(file, path.stat().st_size, tag)
             yield path
+
+
+def _in_place(file: Any, path: Path) -> Iterator[Path]:
+    before = path.stat()
+    require_listed(file, before.st_size, tag_of(before))
+    try:
+        yield path
+    except UserError:
+        # It may be wrong because it has changed.
+        require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
+        raise
+    require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
 
 
 @contextmanager
@@ -369,12 +381,3 @@ def _named(file: Any, path: Path) -> Iterator[None]:
         if str(path) == named:
             raise
         raise type(error)(str(error).replace(str(path), named)) from error
-
-
-def _check(file: Any, path: Path) -> None:
-    size = path.stat().st_size
-    if size != file.size:
-        raise UserError(
-            f"data.source: {path} has {size} bytes and had {file.size} when it was listed; run "
-            "again when nothing writes to it"
-        )

@@ -296,7 +296,10 @@ class FileSource(Source):
             )
 
     def _pictures(self, piece: Piece) -> Pictures:
-        return Pictures(self._config.image, self._files.folder(piece.file))
+        files = self._files
+        folder = files.folder(piece.file)
+        named = files.files[piece.start : piece.stop] if files.is_listing else ()
+        return Pictures(self._config.image, folder, {each.uri: each for each in named})
 
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
         """Count broken rows for certain, where there may be some, and refuse too many."""

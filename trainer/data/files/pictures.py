@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,22 @@ from trainer.data.examples.images import (
     stored_image,
 )
 from trainer.data.features import image_spec
+from trainer.data.listing import SourceFile, require_listed
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
+from trainer.storage.errors import PASSING, StoreError, reported
+from trainer.storage.local import NotAFileError
+from trainer.storage.publishing import read_tagged
+from trainer.storage.store import TooLargeError, Trouble
 from trainer.storage.uri import check_path, local_path
 
 _GREY = ("1", "L", "LA")
 # Of the EXIF orientation.
 _TURNED = (5, 6, 7, 8)
+# Hardly a photo of the most pixels that are taken has more, stored without any compression.
+_MOST_BYTES = 256 << 20
+# What a store says of one object; all else is of the store, and of every row.
+_OF_A_FILE = ("DENIED", "OTHER")
 # Of Windows too.
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
 _ELSEWHERE = "it names a place outside the folder of its table; write paths below that folder"
@@ -43,10 +53,12 @@ class Pictures:
     Attributes:
         config: how images are decoded.
         folder: URI of the folder of a table; empty for a listing, which has URIs of its own.
+        listed: the files of that listing, by URI.
     """
 
     config: ImageConfig
     folder: str
+    listed: Mapping[str, SourceFile] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -63,13 +75,20 @@ class Pictures:
         uri = self._below(str(value).strip()) if self.folder else str(value)
         path, root = local_path(uri), self.folder and local_path(self.folder)
         if path and root:
-            return _read_below(root, path)
+            _require_below(root, path)
+        file = self.listed.get(uri)
         try:
-            return storage.read_bytes(uri)
-        except storage.Missing:
-            raise UndecodableError("there is no such file") from None
-        except storage.Corrupt:
-            raise UndecodableError("it is a folder") from None
+            data, tag = read_tagged(uri, _MOST_BYTES)
+        except (FileNotFoundError, NotADirectoryError, TooLargeError) as error:
+            if file and file.size <= _MOST_BYTES:
+                require_listed(file, file.size, "gone, or longer")
+            said = str(error) if isinstance(error, TooLargeError) else "there is no such file"
+            raise UndecodableError(said) from None
+        except OSError as error:
+            raise UndecodableError(_reason(uri, error)) from None
+        if file:
+            require_listed(file, len(data), tag)
+        return data
 
     def measured(self, value: Any) -> tuple[int, int, int]:
         """Return height, width and channels of an image; raises `UndecodableError`."""
@@ -114,23 +133,27 @@ class Pictures:
         return uri
 
 
-def _read_below(root: Path, path: Path) -> bytes:
-    """Return the content of a file of this machine; links do not lead out of `root`."""
+def _require_below(root: Path, path: Path) -> None:
+    """Raise `UndecodableError` where the links of a path of this machine lead out of `root`."""
     try:
-        real = path.resolve(strict=True)
-        if not real.is_relative_to(root.resolve()):
+        if not path.resolve().is_relative_to(root.resolve()):
             raise UndecodableError(_ELSEWHERE)
-        # A pipe would be waited for.
-        if not (real.is_file() or real.is_dir()):
-            raise UndecodableError("it is no file")
-        return real.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise UndecodableError("there is no such file") from None
-    except IsADirectoryError:
-        raise UndecodableError("it is a folder") from None
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or "its links go in a circle"
         raise UndecodableError(f"it cannot be read: {reason}") from None
+
+
+def _reason(uri: str, error: OSError) -> str:
+    """Say why one file cannot be read; raises `UserError` where its place is to blame."""
+    if isinstance(error, NotAFileError):
+        return "it is a folder" if error.errno == errno.EISDIR else "it is no file"
+    trouble = getattr(error, "trouble", "")
+    if trouble in _OF_A_FILE:
+        return f"it cannot be read: {Trouble[trouble].value}"
+    if isinstance(error, StoreError) or error.errno in PASSING:
+        with reported(f"read {uri}"):
+            raise error
+    return f"it cannot be read: {error.strerror}"
 
 
 def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:

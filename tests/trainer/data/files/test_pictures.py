@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.trainer.storage.places import BucketPlace
 from trainer import storage
 from trainer.config.data import ImageConfig
 from trainer.data.examples.images import UndecodableError
+from trainer.data.files import pictures
 from trainer.data.files.pictures import Pictures
+from trainer.errors import TransientError
 
 OUTSIDE = "outside the folder of its table"
 
@@ -83,7 +88,7 @@ def test_a_cell_that_names_another_place_is_a_broken_row(
 
 def test_a_cell_next_to_a_table_in_a_bucket_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(storage, "read_bytes", lambda uri: asked.append(uri) or b"x")
+    monkeypatch.setattr(pictures, "read_tagged", lambda uri, _: (asked.append(uri) or b"x", ""))
     found = Pictures(ImageConfig(), "s3://bucket/tables?endpoint=localhost:9")
     assert found.data(r"a\b?endpoint=evil.png") == b"x"
     assert asked == ["s3://bucket/tables/a/b%3Fendpoint=evil.png?endpoint=localhost:9"]
@@ -91,3 +96,39 @@ def test_a_cell_next_to_a_table_in_a_bucket_stays_there(monkeypatch: pytest.Monk
         with pytest.raises(UndecodableError):
             found.data(cell)
     assert len(asked) == 1
+
+
+def test_a_file_that_is_too_large_for_an_image_is_not_read(table: Path) -> None:
+    with (table / "sparse.png").open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(UndecodableError, match="more than 256 MiB"):
+        Pictures(ImageConfig(), storage.uri_of(table)).data("sparse.png")
+
+
+@pytest.fixture(params=["gs", "s3"])
+def place(request: pytest.FixtureRequest) -> BucketPlace:
+    server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+    return BucketPlace(server, f"{request.param}://{bucket_name()}")
+
+
+def test_an_object_that_is_too_large_is_read_no_further(
+    place: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "_MOST_BYTES", 1 << 20)
+    place.put(f"{place.root}/a.png", bytes(3 << 20))
+    with pytest.raises(UndecodableError, match="more than 1 MiB"):
+        Pictures(ImageConfig(), place.root).data("a.png")
+
+
+def test_an_object_that_is_denied_is_a_broken_row_and_a_store_that_is_gone_is_none(
+    place: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "1")
+    found = Pictures(ImageConfig(), place.root)
+    place.put(f"{place.root}/a.png", b"x")
+    place.plan.add(Fault(403, method="GET", path="a.png"))
+    with pytest.raises(UndecodableError, match="cannot be read: no permission"):
+        found.data("a.png")
+    place.plan.add(Fault("drop", method="GET", path="a.png", times=1000))
+    with pytest.raises(TransientError):
+        found.data("a.png")
