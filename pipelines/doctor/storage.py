@@ -50,7 +50,7 @@ def signatures(root: str, name: str) -> Finding:
     try:
         keys = ", ".join(signing.check())
         champion = registry.champion(root, name)
-        if champion and signing.verify(champion.uri):
+        if champion and signing.verify(champion.uri) and signing.verifies():
             return Finding("ok", f"{keys}; version {champion.number} of {name} is signed by it")
     except UserError as error:
         return Finding("fail", str(error), f"flotilla models show {shlex.quote(name)}")

@@ -88,14 +88,9 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
         )
     place = str(fields["saved_model"])
     few = {LABELS, "config.json"}
-    storage.fetch(
-        uri,
-        folder,
-        # A signature is of all files; those that were verified are loaded, and no others.
-        only=lambda path: signing.verifies() or path in few or path.startswith(f"{place}/"),
-        manifest=manifest,
+    signing.fetch(
+        uri, folder, manifest, only=lambda path: path in few or path.startswith(f"{place}/")
     )
-    signing.verify_fetched(folder, fields, uri)
     config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]

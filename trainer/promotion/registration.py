@@ -149,8 +149,7 @@ def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Ru
 
 
 def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:
-    manifest = storage.verify(request.model)
-    signing.verify(request.model)
+    manifest = signing.verify(request.model)
     parity = json.loads(storage.read_file(request.model, "parity.json"))
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]

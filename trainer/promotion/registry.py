@@ -289,9 +289,8 @@ def register(
     _name(root, name)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
-        storage.fetch(model, copy, manifest=there)
         # What is signed again below, and not what was there before.
-        signing.verify_fetched(copy, there.fields, model)
+        signing.fetch(model, copy, there, only=lambda _: True)
         served = copy / there.fields["saved_model"]
         while True:
             if _claim(root, name, "versions", number, source) != source:
@@ -338,7 +337,6 @@ def promote(  # noqa: PLR0913
     """Make a version the champion, if `after` is still the newest promotion (0: there is none)."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
-        storage.verify(uri)
         signing.verify(uri)
         return _promoted(root, name, number, after=after, by=by, restores=restores)
 

@@ -127,7 +127,7 @@ def use(facts: Facts) -> dict[str, Any]:
         "model": model,
         "uri": uri,
         "predict": shlex.join(predict),
-        "python": _python(folder or "model", name),
+        "python": _python(folder or "model"),
         "copied": "" if folder else f"Copy {uri} to the folder `model` first.",
     }
 
@@ -147,16 +147,16 @@ def href(uri: object) -> str:
     return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
 
 
-def _python(folder: str, name: str) -> str:
-    keras, serving = f"{folder}/model.keras", f"{folder}/serving/{name or '*'}/*"
+def _python(folder: str) -> str:
+    keras, manifest = f"{folder}/model.keras", f"{folder}/MANIFEST.json"
     return "\n".join(
         [
             "import keras",
             f"model = keras.models.load_model({keras!r})",
             "",
-            "import glob, tensorflow as tf",
-            f"[saved] = glob.glob({serving!r})",
-            "serve = tf.saved_model.load(saved).signatures['serving_default']",
+            "import json, tensorflow as tf",
+            f"saved = json.load(open({manifest!r}))['saved_model']",
+            f"serve = tf.saved_model.load({folder!r} + '/' + saved).signatures['serving_default']",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Signs the files of an exported model, and verifies what is signed, with OpenSSF model signing.
+"""Verifies that a model is served as its manifest says, and signs it, by OpenSSF model signing.
 
 `model.sig` is a Sigstore bundle over the names and SHA-256 of all other files, made with a private
 key on an elliptic curve; no service is asked. `signed_fields.json` is one of the files: what the
@@ -15,14 +15,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from trainer import storage
 from trainer.errors import ConfigError, UserError
+from trainer.storage.errors import Corrupt, reported
+from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
+from trainer.storage.publishing import store_for
 
 SIGNATURE, FIELDS, PROVENANCE = "model.sig", "signed_fields.json", "signing.json"
 PRIVATE_KEY = "FLOTILLA_SIGNING_KEY"
@@ -31,6 +35,7 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD = "flotilla/training/v1"
 _COMMIT_DIGITS = 40
+_BEATEN = re.compile(r"(?P<path>.+)\.[0-9a-f]{12}", re.DOTALL)
 
 
 class UnsignedError(UserError):
@@ -63,23 +68,87 @@ def verifies() -> bool:
     return _key(PUBLIC_KEY) is not None
 
 
-def verify(uri: str, scratch: Path | None = None) -> bool:
-    """Verify a published model where a public key is configured; return whether it was verified.
+def verify(uri: str, scratch: Path | None = None) -> Manifest:
+    """Verify a published model as it would be served; return its manifest.
+
+    Its files are those that the manifest names and no others, whole, and signed where a public key
+    is configured.
 
     Args:
         uri: of the model.
         scratch: local folder for its files; a temporary one when left out.
 
     Raises:
+        Corrupt: a file is damaged, or is one that the manifest does not name.
         UnsignedError: there is no signature, it is by another key, or something differs.
         ConfigError: the key cannot be used, or the extra `signing` is not installed.
         UserError: the model cannot be read.
     """
-    if not verifies():
-        return False
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="signed-") as name:
-        folder = Path(name) / "model"
-        return verify_fetched(folder, storage.fetch(uri, folder).fields, uri)
+    manifest = storage.verify(uri)
+    _refuse_unnamed(uri, manifest)
+    if verifies():
+        with tempfile.TemporaryDirectory(dir=scratch, prefix="signed-") as name:
+            storage.fetch(uri, Path(name) / "model", manifest=manifest)
+            verify_fetched(Path(name) / "model", manifest.fields, uri)
+    return manifest
+
+
+def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool]) -> None:
+    """Fetch the files `only` of a model, and verify what a server would load next to them.
+
+    With a public key all are fetched and verified, as a signature is of all; see `verify`.
+    """
+    if verifies():
+        _refuse_unnamed(uri, manifest)
+    else:
+        _refuse_other_versions(uri, manifest)
+    storage.fetch(uri, folder, only=lambda path: verifies() or only(path), manifest=manifest)
+    verify_fetched(folder, manifest.fields, uri)
+
+
+def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
+    """Raise `Corrupt` unless the SavedModel of the manifest is the one that a server would load.
+
+    A server takes the highest number of the folder that it watches, whatever a manifest names.
+    """
+    place = manifest.fields.get("saved_model")
+    if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
+        raise Corrupt(f"{uri}: its manifest names no SavedModel: export it again")
+    above, _, number = place.rpartition("/")
+    if not above:
+        return
+    served = [each for each in manifest.files if _is_below(each, above)]
+    there = {each.path.removeprefix(f"{above}/").partition("/")[0] for each in served}
+    for other in sorted({*there, *storage.names(storage.join(uri, above))} - {number}):
+        raise _unnamed(uri, f"{above}/{other}")
+    for each in served:
+        if each.stored_at != each.path:
+            raise Corrupt(f"{uri}: {each.path} is not where a server looks for it: export it again")
+
+
+def _is_below(entry: FileEntry, folder: str) -> bool:
+    return entry.path.startswith(f"{folder}/")
+
+
+def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
+    """Raise `Corrupt` where there is a file that the manifest of a model does not name."""
+    _refuse_other_versions(uri, manifest)
+    named = {MANIFEST, *(entry.stored_at for entry in manifest.files)}
+    with reported(f"list {uri}"):
+        there = [file.path for file in store_for(uri).files(uri)]
+    served = str(manifest.fields["saved_model"]).partition("/")[0]
+    for path in sorted(set(there) - named):
+        # Of a publication that was beaten: no reader and no server looks for such a name.
+        beaten = _BEATEN.fullmatch(path)
+        if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
+            raise _unnamed(uri, path)
+
+
+def _unnamed(uri: str, path: str) -> Corrupt:
+    return Corrupt(
+        f"{uri} holds {path}, which its manifest does not name: a server could load it, and nobody "
+        "has verified it; remove it"
+    )
 
 
 def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
@@ -163,7 +232,7 @@ def _usable(variable: str, key: Path) -> Any:
 
 def _hashing() -> Any:
     # The manifest names the signature, so that it is written after it.
-    paths = [SIGNATURE, "MANIFEST.json"]
+    paths = [SIGNATURE, MANIFEST]
     config = _package().hashing.Config()
     return config.set_ignored_paths(paths=paths, ignore_git_paths=False)
 

@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+import shutil
 import sys
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from pipelines.doctor.storage import signatures
+from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.errors import ConfigError, UserError
 from trainer.promotion import registry
 from trainer.signing import signing
 from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
+from trainer.storage.publishing import store_for
 
 NONE = serialization.NoEncryption()
 
@@ -64,7 +68,7 @@ def test_without_a_key_nothing_is_signed_and_all_is_taken(tmp_path, monkeypatch)
     assert not (folder / SIGNATURE).exists()
     assert not (folder / signing.FIELDS).exists()
     assert not signing.verify_fetched(folder, FIELDS, "here")
-    assert not signing.verify(published(tmp_path, "another"))
+    assert signing.verify(published(tmp_path, "another")).kind == "model"
     assert signing.check() == []
 
 
@@ -99,6 +103,82 @@ def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatc
         signing.verify_fetched(folder, FIELDS, "s3://b/model")
     assert "s3://b/model" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+SERVED = ("serving/digits/8/saved_model.pb", "serving/digits/8/", "serving/digits/saved_model.pb")
+UNNAMED = (*SERVED, "serving/digits/7/more.pb", ".git/x", "other/digits/9/a", "labels.txt.bak")
+
+
+def plant(folder, path):
+    """Add a file or an empty folder that no manifest names."""
+    target = folder / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.mkdir() if path.endswith("/") else target.write_text("evil")
+
+
+def refused(look):
+    with pytest.raises(storage.Corrupt, match="which its manifest does not name") as it:
+        look()
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("path", UNNAMED)
+def test_what_a_manifest_does_not_name_is_neither_promoted_nor_used(
+    tmp_path, monkeypatch, request, path, signed
+):
+    if signed:
+        request.getfixturevalue("keys")
+    root, uri = storage.uri_of(tmp_path / "root"), published(tmp_path)
+    made = registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
+    registry.promote(root, "digits", 1, after=0, by="me")
+    monkeypatch.setattr(signing.tempfile, "tempdir", str(tmp_path))
+    plant(storage.local_path(made.uri), path.replace("digits/7", "digits/1"))
+    refused(lambda: signing.verify(made.uri))
+    refused(lambda: registry.promote(root, "digits", 1, after=1, by="me"))
+    if signed or path in SERVED:
+        used = tmp_path / "used"
+        refused(lambda: signing.fetch(made.uri, used, made.manifest, only=lambda _: True))
+        assert not used.exists()
+    if signed:
+        finding = signatures(root, "digits")
+        assert finding.state == "fail"
+        assert "does not name" in finding.message
+
+
+def test_a_link_to_another_version_is_one(tmp_path):
+    uri = published(tmp_path)
+    (storage.local_path(uri) / "serving" / "digits" / "8").symlink_to("7")
+    refused(lambda: signing.verify(uri))
+
+
+@pytest.mark.parametrize("place", [None, 7, "", "serving/digits/9", "../x", "labels.txt", "/"])
+def test_a_manifest_without_its_saved_model_is_refused(tmp_path, place):
+    uri = storage.uri_of(tmp_path / "made")
+    storage.publish(model(tmp_path), uri, kind="model", fields={"saved_model": place})
+    with pytest.raises(storage.Corrupt, match="names no SavedModel"):
+        registry.register(storage.uri_of(tmp_path), "digits", uri, lineage={}, scratch=tmp_path)
+
+
+def test_a_manifest_that_names_two_versions_is_refused(tmp_path):
+    folder, uri = model(tmp_path), storage.uri_of(tmp_path / "made")
+    shutil.copytree(folder / "serving" / "digits" / "7", folder / "serving" / "digits" / "8")
+    storage.publish(folder, uri, kind="model", fields=FIELDS)
+    refused(lambda: signing.verify(uri))
+
+
+@pytest.mark.parametrize("key", ["serving/digits/8/saved_model.pb", "serving/digits/8/", "more"])
+def test_what_is_served_from_a_bucket_is_what_is_named(tmp_path, gcs, key):
+    bucket = bucket_name()
+    gcs.create_bucket(bucket)
+    uri = f"gs://{bucket}/made"
+    storage.publish(model(tmp_path), uri, kind="model", fields=FIELDS)
+    # Of a publication that was beaten, and that no server takes.
+    storage.write_bytes(f"{uri}/labels.txt.0123456789ab", b"")
+    assert signing.verify(uri).fields == FIELDS
+    # Tools show a folder by an empty object whose name ends with a slash.
+    store_for(uri)._bucket.put(f"made/{key}", b"")
+    refused(lambda: signing.verify(uri))
 
 
 @pytest.mark.usefixtures("keys")
