@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from components.table import step_with
+from components.table import EXIT_STEP, step_with
 from pipelines.cli.exit import discard
 from pipelines.cli.tables import Table, wrapped
 from pipelines.runs.outcome import RunResult, begun_of, model_of
@@ -113,7 +113,12 @@ def _step_of(stage: str) -> str:
 def show_result(console: Console, result: RunResult) -> None:
     """Print the table of all stages, and below it on a line each what they have published."""
     console.print(closing_table(result))
-    where = [(step.step, text) for step in result.steps if (text := display_path(step.uri))]
+    where = [
+        (step.step, text)
+        for step in result.steps
+        # The report is the last line of all.
+        if step.step != EXIT_STEP.name and (text := display_path(step.uri))
+    ]
     if where:
         console.print()
     width = max((len(name) for name, _ in where), default=0)
@@ -125,12 +130,17 @@ def show_result(console: Console, result: RunResult) -> None:
 _GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
 
 
-def show_verdict(console: Console, result: RunResult) -> None:
-    """Print how a run ended in sentences, which go on between words on a terminal."""
+def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) -> None:
+    """Print how a run ended in sentences, which go on between words on a terminal, and the report.
+
+    Where its failure `is_said` before, the headline would say it again.
+    """
     room = console.width if console.file.isatty() else sys.maxsize
-    for line in verdict_lines(result):
+    for line in verdict_lines(result)[1 if is_said else 0 :]:
         for part in wrapped(Text.from_markup(line, emoji=False), room):
             console.print(part)
+    if report := result.artifacts.get("report"):
+        console.print(display_path(report), markup=False)
 
 
 def verdict_lines(result: RunResult) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from components.table import maker_of
+from components.table import EXIT_STEP, FIRST_STAGE, maker_of
 from pipelines.cli.display import Terminal, mark
+from pipelines.cli.tables import wrapped
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of, work_of
 from trainer.events import (
     Event,
@@ -56,6 +58,8 @@ class Display:
         It begins with `command`, where what is followed has no steps.
         """
         self._step: StepBegin | None = StepBegin(step=command) if command else None
+        # The stages that have ended, in this order.
+        self._ended: list[str] = []
         self._console = Terminal(stderr=True)
         self._spinner = Spinner("dots")
         self._progress_seen: Progress | None = None
@@ -95,9 +99,12 @@ class Display:
             case Interrupted():
                 self._is_stopping = True
                 self._say_in_log(self._stopping())
-            case _:
-                for line in _lines_of(event):
+            case TaskFailed():
+                self._say_as_it_is(f"{event.task} ended with {event.cause}:")
+                for line in _telling(event.last_lines):
                     self._say_as_it_is(line)
+            case _ if line := line_of(event):
+                self._say_as_it_is(line)
 
     def _say_in_log(self, text: str) -> None:
         """Say what a view shows by itself."""
@@ -108,13 +115,20 @@ class Display:
         self._console.print(text, soft_wrap=True)
 
     def _say_as_it_is(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        room = self._console.width if self._console.can_redraw else sys.maxsize
+        parts = wrapped(self._console.render_str(text, markup=False), room)
+        self._console.print(Text("\n").join(parts))
 
     def _step_end(self, event: StepEnd) -> None:
         self._step = self._progress_seen = self._validation = None
         self._works.clear()
         self._left = TimeLeft()
-        self._say(f"{event.step} {mark(event.status)} in {duration(event.seconds)}")
+        what = event.step
+        if what == FIRST_STAGE and what in self._ended:
+            # It goes on beside the stages after it, and a mistake is one of the first stage.
+            what = "the check of the configuration"
+        self._ended.append(event.step)
+        self._say(f"{what} {mark(event.status)} in {duration(event.seconds)}")
 
     def _progress(self, event: Progress) -> None:
         if not self._console.can_redraw:
@@ -151,8 +165,7 @@ class Display:
     def _first_line(self) -> RenderableType:
         step, progress = self._step, self._progress_seen
         if step is None and progress is None:
-            # KFP takes seconds to start the next one.
-            return _one_line(self._spinner, Text("stopping" if self._is_stopping else "starting"))
+            return _one_line(self._spinner, Text(self._between_steps()))
         name = step.step if step else "training"
         passed = f"  {duration(max(time.time() - step.time, 0.0))}" if step else ""
         if self._is_stopping:
@@ -166,6 +179,14 @@ class Display:
             Text(f"{progress.global_step}/{progress.steps}"),
             Text(self._time_left()),
         )
+
+    def _between_steps(self) -> str:
+        """Return what happens while no step runs: KFP takes seconds to start one."""
+        if EXIT_STEP.name in self._ended[-1:]:
+            return "ending"
+        if self._is_stopping:
+            return "stopping"
+        return "starting the next step" if self._ended else "starting"
 
     def _bar_width(self, name: str) -> int:
         # Room for the spinner, the counts and the time left next to it.
@@ -182,9 +203,17 @@ class Display:
             speed = f"{progress.steps_per_second:.0f} steps/s"
             lines.append(f"training    loss {rounded(progress.loss)}  {speed}")
         if found := self._validation:
-            values = "  ".join(f"{name} {rounded(value)}" for name, value in found.metrics.items())
-            lines.append(f"validation  {values}  at {found.global_step}")
+            values = [f"{name} {rounded(value)}" for name, value in found.metrics.items()]
+            end = f"at {found.global_step}"
+            # Of many metrics those that have room: the main one is the first.
+            while len(values) > 1 and _width_of("  validation", *values, end) > self._console.width:
+                values.pop()
+            lines.append("  ".join(("validation", *values, end)))
         return lines
+
+
+def _width_of(*parts: str) -> int:
+    return len("  ".join(parts))
 
 
 def _live(console: Terminal, view: Callable[[], RenderableType]) -> Live:
@@ -214,12 +243,6 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
         parts = [parts[0], *parts[2:]]
     bar = min(max(width - len(what) - len("  ".join(parts)) - 3, _SHORTEST_BAR), _LONGEST_BAR)
     return _one_line(what, ProgressBar(1.0, event.share, width=bar), Text("  ".join(parts)))
-
-
-def _lines_of(event: Event) -> Iterable[str]:
-    if isinstance(event, TaskFailed):
-        return (f"{event.task} ended with {event.cause}:", *_telling(event.last_lines))
-    return filter(None, [line_of(event)])
 
 
 def _telling(lines: Sequence[str]) -> Sequence[str]:
@@ -297,6 +320,8 @@ class SweepDisplay:
         seconds, gain = time.time() - self._began, share - self._before
         counts = Counter(each.status for each in trials)
         parts = [f"{counts[each]} {each}" for each in ("running", "failed") if counts[each]]
+        if counts["done"] + counts["failed"] == len(trials):
+            parts = ["evaluating the best trial"]
         best = best_of(trials, self._sweep.objective)
         if best and best.last:
             name = spoken(best.last.by.metric)

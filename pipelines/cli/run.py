@@ -123,16 +123,18 @@ def _run(
         display.show_result(display.Terminal(), result)
     for line in _closing_lines(options, started, result):
         errors.print(f"flotilla: {line}", markup=False)
-    display.show_verdict(errors, result)
-    if report := result.artifacts.get("report"):
-        errors.print(display.display_path(report), markup=False)
+    is_said = bool(result.message) and result.status != "refused"
+    display.show_verdict(errors, result, is_said=is_said)
     return answer_of(result)
 
 
 def bundle_lines(bundle: Bundle) -> list[str]:
     """Return what is said of a bundle of the user's modules."""
-    size = f"{bundle.files} files, {bundle.bytes / 1000:.1f} kB"
-    return [f"code {bundle.uri} ({size})", *(f"flotilla: {each}" for each in bundle.remarks)]
+    files = f"{bundle.files} file{'s' if bundle.files > 1 else ''}"
+    return [
+        f"code: {files}, {bundle.bytes / 1000:.1f} kB, kept at {bundle.uri}",
+        *(f"flotilla: {each}" for each in bundle.remarks),
+    ]
 
 
 _LOG_OF_TASK = re.compile(r" \((\S+), log .*\)$")

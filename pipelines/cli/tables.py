@@ -61,9 +61,12 @@ class Table:
         narrow = self._narrowed(columns, rooms, width)
         blocks = [list(rooms)] if _taken(narrow.values()) <= width else _split(rooms, width)
         lines: list[Text] = []
-        for titles in blocks:
+        for number, titles in enumerate(blocks):
             lines += [Text()] if lines else []
-            part = {title: columns[title] for title in titles}
+            # Below the first block a row is there for what it adds.
+            adding = [row for row in self.rows if not number or any(row[t] for t in titles[1:])]
+            table = replace(self, rows=adding)
+            part = {title: table._column(title, width) for title in titles}
             lines += self._block(part, self._narrowed(part, rooms, width))
         return lines
 

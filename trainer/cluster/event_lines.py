@@ -43,7 +43,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.OpenPorts: lambda event: f"warning: {event.warning}",
     events.MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
-    events.NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
+    events.NewestVersion: lambda event: f"the newest version of {event.dataset} is {event.version}",
     events.DataNote: lambda event: f"{'warning' if event.is_warning else 'note'}: {event.text}",
     events.WarmStart: lambda event: (
         f"training begins with the weights of {event.uri}"

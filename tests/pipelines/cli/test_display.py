@@ -49,9 +49,19 @@ def test_the_table_shows_four_metrics_and_no_lists():
     assert "more" not in text
 
 
+def test_the_report_is_the_last_line_of_all_and_no_other():
+    result = ended_with(*judged("refused"), *done("finish", uri="gs://b/r/report.html"))
+    assert result.artifacts["report"]
+    assert "report.html" not in table_of(done("finish", uri="gs://b/r/report.html"))
+    console = Terminal()
+    console.file = io.StringIO()
+    show_verdict(console, result)
+    assert console.file.getvalue().splitlines()[-1] == "gs://b/r/report.html"
+
+
 def where(uri):
-    _head, _row, *below = table_of(done("finish", uri=uri)).splitlines()
-    return "".join(below).removeprefix("finish").strip()
+    _head, _row, *below = table_of(done("export_model", uri=uri)).splitlines()
+    return "".join(below).removeprefix("export_model").strip()
 
 
 def test_below_the_current_folder_it_shows_a_relative_path(tmp_path, monkeypatch):
@@ -75,8 +85,8 @@ def test_what_is_in_no_file_system_stays_a_uri():
 
 def test_a_uri_is_never_cut_and_is_on_one_line():
     uri = "gs://bucket/" + "a-long-folder/" * 12 + "report.html"
-    lines = table_of([*judged("blessed"), *done("finish", uri=uri)]).splitlines()
-    assert lines[-1] == f"finish  {uri}"
+    lines = table_of([*judged("blessed"), *done("export_model", uri=uri)]).splitlines()
+    assert lines[-1] == f"export_model  {uri}"
     assert lines[-2] == ""
 
 

@@ -111,7 +111,25 @@ def test_of_a_task_that_says_what_is_wrong_the_lines_before_are_left_out(lines_o
 
 @pytest.mark.usefixtures("terminal")
 def test_between_two_steps_something_moves(lines_of):
-    assert "starting" in "".join(lines_of(*done("prepare_data")))
+    assert "starting" in "".join(lines_of())
+    assert "starting the next step" in "".join(lines_of(*done("prepare_data")))
+    assert "ending" in "".join(lines_of(*done("prepare_data"), *done("finish")))
+
+
+def test_a_mistake_that_the_check_finds_is_no_second_end_of_the_first_stage(lines_of):
+    found = ended("resolve_config", "failed", 2)
+    assert lines_of(*done("resolve_config"), begun("prepare_data"), found)[1:] == [
+        "resolve_config done in 1.5 s",
+        "prepare_data ...",
+        "the check of the configuration failed in 1.5 s",
+    ]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_note_goes_on_between_words_on_a_terminal(lines_of, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = "\n".join(lines_of(DataNote(text="the column 'a' has one value, which says nothing")))
+    assert "note: the column 'a' has one value,\nwhich says nothing\n" in shown
 
 
 @pytest.mark.usefixtures("terminal")
@@ -214,6 +232,7 @@ def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns)
     plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in drawn]
     assert any("150/300" in line for line in plain) or columns == "20"
     assert max(map(len, plain)) <= int(columns)
+    assert columns == "20" or not any("…" in line for line in plain)
 
 
 def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
@@ -230,7 +249,7 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
         LeaseAwaited(**held, until="2027-01-15 08:00:00 UTC"),
         LeaseTakenOver(**held, reason="has ended"),
     ) == [
-        "digits 1.0.0 is its newest version",
+        "the newest version of digits is 1.0.0",
         "note: 'a' is text; set data.types: {a: class}",
         "warning: constant: 'b' has one value",
         "training begins from scratch: digits has no champion yet below file:///r",
