@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
@@ -50,6 +51,8 @@ from trainer.tasks.task_loss import (
 
 # Tasks without loops or branches over tensors, which AutoGraph takes seconds to look for.
 _BUILT_IN = "trainer.tasks."
+# Calls before it is worth a trace, which takes as long as many of them.
+_UNTRACED = 8
 # Labels and outputs of any shape, for metrics that are looked up by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 
@@ -110,6 +113,7 @@ class Objective:
         if all(type(each).__module__.startswith(_BUILT_IN) for each in tasks):
             self._summed = api.call_with_unspecified_conversion_status(self._sums)
         self._traced = tf.function(self._summed, reduce_retracing=True)
+        self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
         # Outputs whose metrics are the tally's: of a task of the user's they may be others.
         self._exact = {
@@ -293,7 +297,16 @@ class Objective:
         """
         labels, outputs, weights, _ = part
         self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
-        found: Sums = self._traced(labels, outputs, weights, all_metrics=all_metrics).numpy()
+        given = tf.nest.map_structure(_tensor, (labels, outputs, weights))
+        self._calls[all_metrics] += 1
+        calls, function = self._calls[all_metrics], self._summed
+        if calls > _UNTRACED:
+            function = self._traced
+        if calls == _UNTRACED + 1:
+            # For any number of examples from the first on, or the next number traces it again.
+            any_number = tf.nest.map_structure(_of_any_number, given)
+            self._traced.get_concrete_function(*any_number, all_metrics=all_metrics)
+        found: Sums = function(*given, all_metrics=all_metrics).numpy()
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
@@ -498,6 +511,16 @@ def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
 
 def _zeros(spec: Any, rows: int = 1) -> tf.Tensor:
     return tf.zeros([rows, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+
+def _tensor(array: Any) -> tf.Tensor | None:
+    return None if array is None else tf.convert_to_tensor(array)
+
+
+def _of_any_number(examples: tf.Tensor | None) -> tf.TensorSpec | None:
+    if examples is None:
+        return None
+    return tf.TensorSpec([None, *examples.shape[1:]], examples.dtype)
 
 
 def at(tree: Any, rows: Any) -> Any:

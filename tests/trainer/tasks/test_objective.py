@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.trainer.tasks.measuring import InParts, target
 from trainer.errors import ConfigError
 from trainer.tasks import named
-from trainer.tasks.base import Target
+from trainer.tasks.base import Part, Target
 from trainer.tasks.binary_classification import BinaryClassification
 from trainer.tasks.classification import Classification
 from trainer.tasks.compiled import compiled_of
@@ -559,3 +559,24 @@ def test_a_model_of_two_outputs_says_how_two_classes_are_trained(units, loss, wo
     with pytest.raises(ConfigError) as error:
         objective.accept(model, model.output)
     assert words in str(error.value)
+
+
+def test_few_parts_are_measured_without_a_trace_and_many_of_any_size_by_one(monkeypatch):
+    traces = []
+    traced = Objective._sums
+
+    def counted(self, *given, **options):
+        if not tf.executing_eagerly():
+            traces.append(None)
+        return traced(self, *given, **options)
+
+    monkeypatch.setattr(Objective, "_sums", counted)
+    labels = np.arange(60, dtype="float32")
+    objective = Objective(Regression(target(labels)))
+    outputs, begin, total = labels[:, np.newaxis] + 1, 0, 0.0
+    for size in (3, 5, 1, 4, 2, 3, 5, 1, 4, 2, 7, 6, 5, 12):
+        rows = slice(begin, begin + size)
+        part = Part(labels[rows], outputs[rows], None, {})
+        total, begin = total + objective.sums(part), begin + size
+        assert len(traces) == (begin > 24)
+    assert objective.means(total)["mean_absolute_error"] == pytest.approx(1.0)
