@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trainer import storage
 from trainer.code.bundle import Bundle, publish
 from trainer.config.schema import Config
 from trainer.json_records import parse_mapping
+from trainer.storage.waiting import is_recent, waited
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"
@@ -31,8 +33,13 @@ def use(uri: str) -> bool:
     """Mark what is at `<root>/<folder>/<name>` as used; return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
     _write(root, path, _USED)
-    while any(_removals(root, path).values()):
-        time.sleep(_POLL_SECONDS)
+    # A removal that begins from now on sees the use.
+    waited(
+        lambda: not any(_removals(root, path).values()),
+        lambda: f"the end of `flotilla gc`, which is about to remove {uri}",
+        _SECONDS,
+        _POLL_SECONDS,
+    )
     return storage.is_published(uri)
 
 
@@ -46,8 +53,14 @@ def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bund
 
 
 def last_use(root: str, path: str) -> float:
-    """Return when `path` below `root` was used last, in seconds since 1970; 0 for never."""
-    return _read(root, path, _USED)
+    """Return when `path` below `root` was used last, in seconds since 1970; 0 for never.
+
+    A mark that cannot be read, or is ahead of this clock, is as if of this moment.
+    """
+    now, at = time.time(), _at(root, path, _USED)
+    if isinstance(at, int | float):
+        return min(float(at), now)
+    return now if _USED in _marks(root, path) else 0.0
 
 
 @contextmanager
@@ -58,7 +71,7 @@ def removing(root: str, path: str, seen: float) -> Iterator[bool]:
             storage.delete(_place(root, path, mark))
     own = f"{_REMOVING}-{secrets.token_hex(8)}.json"
     _write(root, path, own)
-    free = _read(root, path, _USED) <= seen + _ROUNDING
+    free = last_use(root, path) <= seen + _ROUNDING
     try:
         yield free
     finally:
@@ -68,9 +81,12 @@ def removing(root: str, path: str, seen: float) -> Iterator[bool]:
 
 
 def _removals(root: str, path: str) -> dict[str, bool]:
-    marks = storage.names(storage.parent_of(_place(root, path, _USED)))
-    removals = [mark for mark in marks if mark.startswith(_REMOVING)]
-    return {mark: time.time() - _read(root, path, mark) < _SECONDS for mark in removals}
+    removals = [mark for mark in _marks(root, path) if mark.startswith(_REMOVING)]
+    return {mark: is_recent(_at(root, path, mark), _SECONDS) for mark in removals}
+
+
+def _marks(root: str, path: str) -> list[str]:
+    return storage.names(storage.parent_of(_place(root, path, _USED)))
 
 
 def _path_of(uri: str) -> str:
@@ -85,11 +101,9 @@ def _write(root: str, path: str, name: str) -> None:
     storage.write_bytes(_place(root, path, name), json.dumps({"at": time.time()}).encode())
 
 
-def _read(root: str, path: str, name: str) -> float:
+def _at(root: str, path: str, name: str) -> Any:
+    """Return the time of a mark; None where it has none."""
     try:
-        return float(parse_mapping(storage.read_bytes(_place(root, path, name)))["at"])
-    except storage.Missing:
-        return 0.0
-    except (storage.Corrupt, ValueError, KeyError, TypeError):
-        # Damaged: as if it were of this moment, so that nothing is removed.
-        return time.time()
+        return parse_mapping(storage.read_bytes(_place(root, path, name))).get("at")
+    except (storage.Missing, storage.Corrupt, ValueError):
+        return None

@@ -19,6 +19,7 @@ import pytest
 import typer.main
 from hypothesis import HealthCheck, settings
 
+from tests.clocks import Clock
 from tests.ports import held_port
 
 pytest_plugins = ["tests.stores.fixtures"]
@@ -84,6 +85,12 @@ settings.register_profile(
 )
 settings.register_profile("random", settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of this process, which only sleeping moves on."""
+    return Clock(monkeypatch)
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from trainer.signing import signing
 from trainer.storage import Manifest
 from trainer.storage.manifest import MANIFEST
 from trainer.storage.retry import in_parallel
+from trainer.storage.waiting import is_recent
 
 MODEL = "model"
 PROMOTION = "promotion"
@@ -515,8 +516,7 @@ def promoting(home: str, number: int) -> Iterator[None]:
     mark = storage.join(home, "promoting", f"{number:06d}-{secrets.token_hex(8)}.json")
     storage.write_bytes(mark, json.dumps({"at": time.time()}).encode())
     try:
-        at = _json(_record(home, number)).get("at")
-        if isinstance(at, int | float) and time.time() - at < _SECONDS:
+        if is_recent(_json(_record(home, number)).get("at"), _SECONDS):
             raise UserError(
                 f"version {number} is being removed by `flotilla gc`: promote another one, or try "
                 "again in an hour if it is there then"
@@ -532,10 +532,7 @@ def asked_for(root: str, name: str) -> list[int]:
     found = []
     for mark in storage.names(above):
         number = number_in(mark.partition("-")[0])
-        began = _json(storage.join(above, mark)).get("at")
-        # What says no time may be of this moment.
-        is_over = isinstance(began, int | float) and time.time() - began > _SECONDS
-        if number and not is_over:
+        if number and is_recent(_json(storage.join(above, mark)).get("at"), _SECONDS):
             found.append(number)
     return found
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -24,7 +25,10 @@ from trainer.errors import UserError
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
 from trainer.storage.store import Count, ListedFile, TooLargeError, uncounted
 from trainer.storage.uri import local_path, uri_of
+from trainer.storage.waiting import waited
 
+# Others hold a lock for as long as a rename takes.
+LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
 _log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
@@ -250,25 +254,33 @@ def _published(stage: Path, target: Path, manifest: Manifest) -> Manifest | None
 
 
 def _commit(stage: Path, target: Path) -> bool:
-    # Without the lock another writer could publish at the target between the check that it has no
-    # manifest and its removal.
-    with locked(target.parent):
-        try:
-            os.rename(stage, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            if (target / MANIFEST).exists():
-                return False
-            # Only an unpublished directory may be replaced. A parent of published directories is a
-            # mistake in the URI, and replacing it would lose them all.
-            if inside := next(target.rglob(MANIFEST), None):
-                raise UserError(
-                    f"cannot publish at {target}: {inside.parent} is published below it"
-                ) from None
-            _rename_away(target)
-            os.rename(stage, target)
-        sync(target.parent)
+    if not _renamed(stage, target):
+        if (target / MANIFEST).exists():
+            return False
+        # Without the lock another writer could publish at the target between the check that it has
+        # no manifest and its removal.
+        with locked(target.parent):
+            while not _renamed(stage, target):
+                if (target / MANIFEST).exists():
+                    return False
+                # Only an unpublished directory may be replaced. A parent of published directories
+                # is a mistake in the URI, and replacing it would lose them all.
+                if inside := next(target.rglob(MANIFEST), None):
+                    raise UserError(
+                        f"cannot publish at {target}: {inside.parent} is published below it"
+                    )
+                _rename_away(target)
+    sync(target.parent)
+    return True
+
+
+def _renamed(stage: Path, target: Path) -> bool:
+    try:
+        os.rename(stage, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
     return True
 
 
@@ -296,10 +308,21 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Exclude other writers that lock the same directory."""
+    """Exclude other writers that lock the same directory; raises `UserError` after a time.
+
+    Whoever may read a directory may lock it.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    _lock(descriptor, wait=True)
     try:
+
+        def lock_of() -> str:
+            return f"the lock of {directory}, which {_lock_holder(descriptor)} has"
+
+        if not waited(lambda: _lock(descriptor) is not False, lock_of, LOCK_SECONDS, LOCK_POLL):
+            raise UserError(
+                f"waited {LOCK_SECONDS:g} s for {lock_of()}: end that, or let nobody else read the "
+                "folder; then try again"
+            )
         yield
     finally:
         _unlock(descriptor)
@@ -337,13 +360,16 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
     while True:
         stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
         stage.mkdir()
-        # Between mkdir and lock the folder looks like an orphan, and another writer may delete it.
+        # Between mkdir and lock the folder looks like an orphan, and another writer, which has the
+        # lock then, may delete it.
         with suppress(FileNotFoundError):
             descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
-            _lock(descriptor, wait=True)
-            if stage.exists():
+            if _lock(descriptor) is not False and stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
+            # A stranger, who cannot delete it, may have the lock.
+            with suppress(OSError):
+                stage.rmdir()
 
 
 def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
@@ -352,7 +378,7 @@ def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
             stage = parent / other
             with suppress(OSError):
                 descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                if _lock(descriptor, wait=False) and stage.exists():
+                if _lock(descriptor) and stage.exists():
                     return stage, descriptor
                 _unlock(descriptor)
     return None
@@ -361,7 +387,7 @@ def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
 def _delete_if_orphan(stage: Path) -> bool:
     descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        is_orphan = _lock(descriptor, wait=False)
+        is_orphan = _lock(descriptor) is True
         if is_orphan:
             shutil.rmtree(stage, ignore_errors=True)
     finally:
@@ -369,16 +395,32 @@ def _delete_if_orphan(stage: Path) -> bool:
     return is_orphan
 
 
-def _lock(descriptor: int, *, wait: bool) -> bool:
+def _lock(descriptor: int) -> bool | None:
+    """Lock a folder; return False where another process has the lock, and None without locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
         # Some network file systems cannot lock a folder. A rename is still atomic there; only the
         # deletion of orphans, and the replacing of an unpublished directory, are less guarded.
-        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EAGAIN):
-            return False
+        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP):
+            return None
         raise
     return True
+
+
+def _lock_holder(descriptor: int) -> str:
+    """Return who has the lock of an open folder, as far as Linux says it."""
+    found = os.fstat(descriptor)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    with suppress(OSError, KeyError, IndexError):
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5] == place:
+                owner = pwd.getpwuid(os.stat(f"/proc/{fields[4]}").st_uid).pw_name
+                return f"process {fields[4]} of the user {owner}"
+    return "another process"
 
 
 def _unlock(descriptor: int) -> None:

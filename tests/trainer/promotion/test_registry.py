@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -630,3 +631,25 @@ def test_the_collection_of_garbage_leaves_what_was_agreed_on(
 def test_kserve_gets_a_uri_that_it_knows(uri, place):
     service = yaml.safe_load(kserve.service("digits", uri))
     assert service["spec"]["predictor"]["model"]["storageUri"] == place
+
+
+@pytest.mark.parametrize("days", [-365, 365])
+def test_the_mark_of_another_clock_blocks_no_promotion(
+    root: str, tmp_path: Path, days: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(root, tmp_path)
+    with monkeypatch.context() as patch:
+        now = time.time()
+        patch.setattr(time, "time", lambda: now + days * 86400)
+        registry.retire(registry.home(root, NAME), 1, LINEAGE)
+    promote(root, 1, after=0)
+    assert champion(root) == 1
+
+
+@pytest.mark.parametrize("mark", [b"", b"{}", b'{"at": "now"}', b'{"at": 1e11}', b'{"at": 0}'])
+def test_a_mark_without_a_credible_time_is_no_promotion(root: str, mark: bytes) -> None:
+    home = registry.home(root, NAME)
+    storage.write_bytes(storage.join(home, "promoting", "000001-ab.json"), mark)
+    assert registry.asked_for(root, NAME) == []
+    with registry.promoting(home, 1):
+        assert registry.asked_for(root, NAME) == [1]

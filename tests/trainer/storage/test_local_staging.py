@@ -2,13 +2,18 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.clocks import Clock
+from trainer import storage
+from trainer.errors import UserError
 from trainer.storage.local import is_staging, locked, staging
 
-from .conftest import left_over, start
+from .conftest import Make, left_over, start
 
 HOLD = """
 import sys
@@ -150,3 +155,59 @@ def test_another_error_of_a_lock_is_an_error(
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(OSError, match="Input/output error"), locked(tmp_path):
         pass
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Iterator[Path]:
+    """A folder that somebody who may only read it has locked."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield folder
+    os.close(descriptor)
+
+
+def test_publishing_asks_for_no_lock_that_a_stranger_may_have(stranger: Path, make: Make) -> None:
+    uri = storage.uri_of(stranger / "new")
+    storage.publish(make(), uri, kind="x")
+    storage.write_bytes(storage.uri_of(stranger / "file"), b"1")
+    assert storage.verify(uri)
+    assert left_over(stranger) == []
+
+
+def test_the_lock_of_a_stranger_is_waited_for_with_words_and_an_end(
+    stranger: Path, make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = storage.uri_of(stranger / "new")
+    (stranger / "new").mkdir()
+    (stranger / "new" / "unpublished").touch()
+    for act in (lambda: storage.publish(make(), uri, kind="x"), lambda: storage.delete(uri)):
+        clock.passed = 0.0
+        caplog.clear()
+        with pytest.raises(UserError, match=f"waited 15 s for the lock of {stranger}, which proc"):
+            act()
+        assert clock.passed == pytest.approx(15, abs=0.1)
+        (said,) = caplog.messages
+        assert f"process {os.getpid()} of the user" in said
+        assert said.endswith("for 5 s more at most")
+    assert (stranger / "new" / "unpublished").exists()
+    assert left_over(stranger) == []
+
+
+def test_a_stage_that_a_stranger_has_locked_is_left_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Any = os.open
+    strangers: list[int] = []
+
+    def lock_first(path: Path, flags: int) -> Any:
+        if is_staging(Path(path).name) and not strangers:
+            strangers.append(real(path, flags))
+            fcntl.flock(strangers[0], fcntl.LOCK_EX)
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", lock_first)
+    with staging(tmp_path, "a") as stage:
+        assert left_over(tmp_path) == [stage]
+    os.close(strangers[0])

@@ -1,0 +1,48 @@
+"""Marks of use and of removal: damaged, of another clock, or of a process that was killed."""
+
+import pytest
+
+from components import in_use
+from tests.pipelines.retention.roots import manifest
+from tests.pipelines.retention.test_removal import swept
+from trainer import storage
+
+PATH = "datasets/d"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def dataset(root):
+    return manifest(root / "datasets" / "d", "dataset", 90)
+
+
+def marked(root, name, content):
+    storage.write_bytes(in_use._place(storage.uri_of(root), PATH, name), content)
+
+
+@pytest.mark.parametrize("mark", [b"", b"{", b'{"at": "soon"}', b'{"at": 1e11}', b'{"at": 1.0}'])
+def test_a_mark_of_removal_that_says_nothing_makes_nobody_wait(root, dataset, clock, mark):
+    marked(root, "removing-1.json", mark)
+    assert in_use.use(dataset)
+    assert clock.passed == 0
+
+
+def test_a_removal_is_waited_for_no_longer_than_it_may_last(root, dataset, clock, caplog):
+    with in_use.removing(storage.uri_of(root), PATH, 0.0):
+        # Another `gc` begins each time.
+        clock.each = lambda: in_use._write(storage.uri_of(root), PATH, "removing-2.json")
+        assert in_use.use(dataset)
+    assert clock.passed == pytest.approx(600, abs=1)
+    assert len(caplog.messages) == 59
+    assert f"about to remove {dataset}, for 590 s more" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("mark", [b"{", b'{"at": 1e11}'])
+def test_what_an_unclear_mark_says_is_used_stays(root, dataset, mark):
+    marked(root, "used.json", mark)
+    assert swept(root) == []
+    assert storage.verify(dataset)
