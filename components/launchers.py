@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from trainer.config.form import tree_of
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
-from trainer.masking import masked
+from trainer.output.streams import relay
 
 if TYPE_CHECKING:
     from components.kubernetes.engine import Engine
@@ -84,14 +83,8 @@ def _launch_here(job: Job) -> None:
         # Who started the run follows the events of its tasks.
         local.launch(job)
         return
-    with local.relayed(job.workdir, _write):
+    with local.relayed(job.workdir, relay):
         local.launch(job)
-
-
-def _write(task: str, line: str) -> None:
-    """Write a line of a task to the log of the step, in which the user looks for it."""
-    sys.stdout.write(f"[{task}] {masked(line)}\n")
-    sys.stdout.flush()
 
 
 def end(settings: Mapping[str, Any], run_id: str) -> None:

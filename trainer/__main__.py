@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer import cores, events, masking, tensorflow_import, user_code, variables
+from trainer import cores, events, tensorflow_import, user_code, variables
 from trainer.checkpoints import index
 from trainer.cluster import process, signals, termination
 from trainer.code import bundle
 from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, ConfigError, TransientError, UserError
-from trainer.output import stamps
+from trainer.output import stamps, streams
 from trainer.training import task
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    masking.log_to_stderr()
+    streams.log_to_stderr()
     try:
         variables.check()
         options.stage(options)
@@ -65,10 +65,7 @@ def _report(workdir: Path, message: str, trace: str = "") -> None:
     if trace:
         logging.error("%s", trace)
         events.emit(events.UserCodeFailed(error=message, traceback=trace))
-    # The disk of the log may be full.
-    with suppress(OSError):
-        sys.stderr.write(f"flotilla: {message}\n")
-        sys.stderr.flush()
+    streams.say(f"flotilla: {message}")
 
 
 class _Parser(argparse.ArgumentParser):

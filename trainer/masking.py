@@ -6,16 +6,11 @@ texts of data, are written to a terminal, a log or a page by `masked`, `printabl
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import sys
 from collections.abc import Iterator
 from ipaddress import ip_address
-from types import TracebackType
 from urllib.parse import quote, urlsplit
-
-from trainer.output import noise
 
 HIDDEN = "***"
 # Secrets themselves; the programs of others read them from there.
@@ -71,7 +66,12 @@ def printable(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return a text that is printed in one line, without credentials."""
-    return masked(_BREAKS.sub(" ", text)).strip()
+    return unbroken(text).strip()
+
+
+def unbroken(text: str) -> str:
+    """Return a text, `masked`, with a space in place of ends of lines: it begins no other line."""
+    return masked(_BREAKS.sub(" ", text))
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -122,34 +122,6 @@ def is_sent_openly(url: str) -> bool:
         return not ip_address(host).is_loopback
     except ValueError:
         return "." in host
-
-
-def log_to_stderr() -> None:
-    """Write the log of this process to standard error, masked, quiet; the last traceback as well.
-
-    Where another program has begun the process, as KFP's, its log is masked where it is.
-    """
-    sys.excepthook = _log_bug
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(noise.QUIET)
-        if not isinstance(handler.formatter, _Masked):
-            handler.setFormatter(_Masked(handler.formatter or logging.Formatter()))
-
-
-def _log_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.critical("not handled", exc_info=(kind, error, trace))
-
-
-class _Masked(logging.Formatter):
-    """Masks the whole text of a record, the traceback of an exception too."""
-
-    def __init__(self, inner: logging.Formatter) -> None:
-        super().__init__()
-        self._inner = inner
-
-    def format(self, record: logging.LogRecord) -> str:
-        return masked(self._inner.format(record))
 
 
 def _without_user(found: re.Match[str]) -> str:

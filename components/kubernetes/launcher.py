@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -57,7 +56,7 @@ from trainer.cluster.launcher import Job
 from trainer.cluster.signals import on_interrupt
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.errors import ConfigError, RunInterruptedError, UserError
-from trainer.masking import masked
+from trainer.output import streams
 from trainer.topology import Task
 from trainer.tracking import addresses
 
@@ -294,8 +293,7 @@ class _Launch:
 
     def _write(self, relay: EventRelay, task: Task, text: str) -> None:
         """Write a line of a task to the log of the step, and take the event that it may be."""
-        sys.stdout.write(f"[{task}] {masked(text)}\n")
-        sys.stdout.flush()
+        streams.relay(str(task), text)
         restart = events.parse(text)
         if isinstance(restart, events.Restart):
             self._job_events.put(replace(restart, task=str(task)))

@@ -10,12 +10,11 @@ import errno
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -25,7 +24,7 @@ import tenacity
 from components.records import run_store, step_record
 from components.records.step_record import PublishedRecord
 from components.table import EXIT_STEP, ends_run, published_by, stages_after, step_with
-from trainer import cores, events, masking, tensorflow_import, variables
+from trainer import cores, events, tensorflow_import, variables
 from trainer.background import Loop
 from trainer.cluster import signals
 from trainer.config.main_metric import MainMetric
@@ -38,7 +37,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import StepBegin, StepEnd
-from trainer.output import stamps
+from trainer.output import stamps, streams
 from trainer.run_state import RunState
 from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of
@@ -102,7 +101,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    masking.log_to_stderr()
+    streams.log_to_stderr()
     try:
         with stamps.stamped_output(), following_step(), _interruptible(lambda: None):
             _note_call(name, given, at)
@@ -264,16 +263,15 @@ class _Course:
         if trace:
             log.error("%s", trace)
         status = "interrupted" if code == INTERRUPTED else "failed"
-        self.end(status, code, error, trace, f"flotilla: {self.name}: {error}\n")
+        self.end(status, code, error, trace, f"flotilla: {self.name}: {error}")
 
     def end(self, status: str, code: int, error: str = "", trace: str = "", line: str = "") -> None:
         """Emit and publish the end of the step; `line` goes to standard error."""
         ended = self._ended(status, code, error, trace)
         events.emit(ended)
-        # Before the store is asked, which may not answer for longer than a step has to end. On a
-        # full disk the line may be lost, and with a traceback in its place the record as well.
-        with suppress(OSError):
-            sys.stderr.write(line)
+        # Before the store is asked, which may not answer for longer than a step has to end.
+        if line:
+            streams.say(line)
         self.published.end(
             ended,
             held=dict(self.output.held),

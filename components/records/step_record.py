@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from trainer.events import (
 )
 from trainer.json_records import record_in
 from trainer.masking import masked
+from trainer.output.streams import say
 from trainer.run_state import RunState, StepTry
 from trainer.storage.retry import in_parallel, shorter_retry
 
@@ -335,5 +335,4 @@ def harmless(what: str) -> Iterator[list[Exception]]:
         failed.append(error)
         words = " ".join(str(error).split()) or type(error).__name__
         if what:
-            with suppress(OSError):
-                sys.stderr.write(f"flotilla: {what} could not be published: {words}\n")
+            say(f"flotilla: {what} could not be published: {words}")

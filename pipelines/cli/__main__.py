@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 # As `pipelines.cli.exit` has them: nothing can be imported in the middle of an import.
@@ -64,12 +64,11 @@ def _require_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    import traceback
-
+def _show_bug(_kind: object, error: BaseException, _trace: object) -> None:
     from trainer.masking import masked
+    from trainer.output.streams import traceback_of
 
-    sys.stderr.write(masked("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(f"{masked(traceback_of(error))}\n")
 
 
 if __name__ == "__main__":

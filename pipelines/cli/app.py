@@ -16,7 +16,7 @@ from typer.completion import (  # type: ignore[attr-defined]
 )
 
 from pipelines.cli.doctor import check, doctor
-from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, output
+from pipelines.cli.exit import Answer, answers, fail, finish, output
 from pipelines.cli.kfp import reschedule, schedule, submit, unschedule, upload
 from pipelines.cli.models import checkpoint, models
 from pipelines.cli.options import (
@@ -36,6 +36,7 @@ from pipelines.cli.sweep import sweep
 from trainer import variables
 from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.masking import credentials_in
+from trainer.output.streams import discard, say
 
 if TYPE_CHECKING:
     from pipelines.cli.tables import Table
@@ -133,9 +134,9 @@ def compile_(
     defaults = load_config(config, assignments or (), rebases=True)
     written = compile_all(output, image, components, pods, defaults)
     for path in written.values():
-        note(f"wrote {path}")
+        say(f"wrote {path}")
     if remark := image_remark(image or IMAGE):
-        note(f"flotilla: {remark}")
+        say(f"flotilla: {remark}")
     return Answer(artifacts=written)
 
 
@@ -160,7 +161,7 @@ def compare(
 
 
 def _comparison_table(found: Comparison) -> Table:
-    from rich.markup import escape
+    from rich.text import Text
 
     from pipelines.cli.tables import Table
     from trainer.progress.durations import duration
@@ -177,14 +178,14 @@ def _comparison_table(found: Comparison) -> Table:
                 texts = [duration(each) for each in row]
             if group == "test":
                 texts = _compared(row, found.intervals.get(name))
-            cells = [escape(text) for text in texts]
+            cells = [Text(text) for text in texts]
             if group == "test" and name == found.main_metric:
                 cells = [
-                    f"[bold green]{cell} best[/]" if run in found.best else cell
+                    Text(f"{cell} best", "bold green") if run in found.best else cell
                     for run, cell in zip(found.runs, cells, strict=True)
                 ]
             spelled = re.sub("^seconds", "duration", name)
-            head = escape(f"{before}{spelled}{after}")
+            head = Text(f"{before}{spelled}{after}")
             lines.append({"": head, **dict(zip(found.runs, cells, strict=True))})
     numbers = {run: f"run {number}" for number, run in enumerate(found.runs, start=1)}
     return Table(rows=lines, right=found.runs, short=numbers)

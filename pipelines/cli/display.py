@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
-from rich.markup import escape
+from rich.segment import Segment
 from rich.text import Text
 
 from components.table import EXIT_STEP, step_with
-from pipelines.cli.exit import discard
-from pipelines.cli.tables import Table, wrapped
+from pipelines.cli.tables import Row, Table, displayed, wrapped
 from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
-from trainer.masking import one_line, printable
+from trainer.masking import one_line
+from trainer.output.streams import discard
 from trainer.progress.durations import duration
 from trainer.report.headline import constant_of, main_value
 from trainer.report.wording import rounded
@@ -29,23 +28,23 @@ if TYPE_CHECKING:
     from pipelines.runs.kfp_nodes import Step
     from pipelines.runs.kfp_run import RemoteRun
 
-_MARKS = {
-    "done": "[green]done[/]",
-    "blessed": "[green]blessed[/]",
-    "refused": "[red]refused[/]",
-    "failed": "[red]failed[/]",
-    "interrupted": "[yellow]interrupted[/]",
-    "canceled": "[yellow]canceled[/]",
-    "running": "[cyan]running[/]",
-    "skipped": "skipped",
-    "waiting": "waiting",
-    "ending": "[yellow]ending[/]",
-    "paused": "paused",
+_COLOURS = {
+    "done": "green",
+    "blessed": "green",
+    "refused": "red",
+    "failed": "red",
+    "interrupted": "yellow",
+    "canceled": "yellow",
+    "running": "cyan",
+    "ending": "yellow",
 }
 
 
 class Terminal(Console):
-    """A console whose reader may go away: the run continues, and ends with its own exit code."""
+    """A console whose reader may go away: the run continues, and ends with its own exit code.
+
+    No text is a command for the terminal, has markup, or begins a line of its own.
+    """
 
     def __init__(self, *, stderr: bool = False) -> None:
         """Print text unchanged: `package.module:x:` is a name and no emoji."""
@@ -60,9 +59,13 @@ class Terminal(Console):
         """Whether lines can be drawn again in place: not in a file, and not where TERM is dumb."""
         return self.is_terminal and not self.is_dumb_terminal
 
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Draw names and texts of data as text: none is a command for the terminal."""
-        return super().render_str(printable(text), **options)
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Draw all text as `displayed`: whatever is printed or live comes through here."""
+        if isinstance(renderable, str | Text):
+            renderable = displayed(renderable)
+        return super().render(renderable, options)
 
     def on_broken_pipe(self) -> None:
         """Discard what follows; rich itself would end the process, and the run with it."""
@@ -72,30 +75,27 @@ class Terminal(Console):
         try:
             super()._check_buffer()
         except OSError:
-            # What is shown of a run never ends it; an answer that is lost is reported.
+            # What is displayed of a run never ends it; an answer that is lost is reported.
             if self.file is not sys.stderr:
                 raise
             discard(self.file)
 
 
-def mark(status: str) -> str:
+def mark(status: str) -> Text:
     """Return the status of a step or a run with its colour."""
     # That of a newer version may be none of these.
-    return _MARKS.get(status, escape(status))
-
-
-_REFUSED = re.compile(r"\bdecision=refused\b")
+    return Text(status, _COLOURS.get(status, ""))
 
 
 def closing_table(result: RunResult) -> Table:
     """Return the table of the stages by their steps: status, duration and key metrics."""
-    rows = [
+    rows: list[Row] = [
         {
-            "step": escape(_step_of(each.step)),
-            "stage": escape(each.step),
+            "step": _step_of(each.step),
+            "stage": each.step,
             "status": mark(each.status),
             "duration": duration(each.seconds),
-            "metrics": _REFUSED.sub(r"[red]\g<0>[/]", escape(_metrics(each.metrics))),
+            "metrics": _metrics(each.metrics),
         }
         for each in result.steps
     ]
@@ -124,7 +124,7 @@ def show_result(console: Console, result: RunResult) -> None:
     width = max((len(name) for name, _ in where), default=0)
     for name, text in where:
         # To be copied whole: never cut, and never folded.
-        console.print(f"{name:<{width}}  {text}", markup=False)
+        console.print(f"{name:<{width}}  {text}")
 
 
 _GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
@@ -137,23 +137,23 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
     """
     room = console.width if console.file.isatty() else sys.maxsize
     for line in verdict_lines(result)[1 if is_said else 0 :]:
-        for part in wrapped(Text.from_markup(line, emoji=False), room):
+        for part in wrapped(displayed(line), room):
             console.print(part)
     if report := result.artifacts.get("report"):
-        console.print(display_path(report), markup=False)
+        console.print(display_path(report))
 
 
-def verdict_lines(result: RunResult) -> list[str]:
+def verdict_lines(result: RunResult) -> list[Text]:
     """Return how a run ended, with colour: its headline, its notes, and why it was refused."""
     notes = result.notes
     colour = "red" if result.status in _BAD else "yellow"
     if result.status in _GOOD and not notes:
         colour = "green"
     return [
-        f"[{colour}]{escape(one_line(result.headline))}[/]",
-        *(escape(one_line(str(each))) for each in result.measured.get("positive") or ()),
-        *(f"[red]-[/] {escape(one_line(each))}" for each in result.reasons),
-        *(f"[yellow]note: {escape(one_line(each))}[/]" for each in notes),
+        Text(one_line(result.headline), colour),
+        *(Text(one_line(str(each))) for each in result.measured.get("positive") or ()),
+        *(Text.assemble(("-", "red"), " ", one_line(each)) for each in result.reasons),
+        *(Text(f"note: {one_line(each)}", "yellow") for each in notes),
     ]
 
 
@@ -166,13 +166,15 @@ def display_path(uri: str) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _metrics(metrics: Mapping[str, Any]) -> str:
+def _metrics(metrics: Mapping[str, Any]) -> Text:
     plain = [
         f"{name}={rounded(value)}"
         for name, value in metrics.items()
         if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
     ]
-    return " ".join(plain[:4])
+    found = Text(" ".join(plain[:4]))
+    found.highlight_regex(r"\bdecision=refused\b", "red")
+    return found
 
 
 # Where the instance's word for a state is not ours.
@@ -191,7 +193,7 @@ class Steps:
         """Write to standard error: a table that changes on a terminal, else a line a change."""
         self._console = Terminal(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._seen: dict[str, str] = {}
+        self._seen: dict[str, Text] = {}
 
     def __enter__(self) -> Steps:
         """Begin to draw."""
@@ -217,22 +219,22 @@ class Steps:
 
     def say(self, text: str) -> None:
         """Show a line that stays, as it is."""
-        self._console.print(text, markup=False)
+        self._console.print(text)
 
 
 def steps_table(run: RemoteRun) -> Table:
     """Return the table of the steps of a run on a KFP instance: state, duration and stage."""
-    rows = []
+    rows: list[Row] = []
     for each in run.steps:
         at = run.doing.get(each.name) if each.state == "RUNNING" else None
         cells = {"stage": at.step, "progress": str(at.metrics.get("progress", ""))} if at else {}
         rows.append(
             {
-                "step": escape(each.name),
+                "step": each.name,
                 "status": word(each.state),
                 "duration": duration(each.seconds),
-                "stage": escape(cells.get("stage", "")),
-                "progress": escape(cells.get("progress", "")),
+                "stage": cells.get("stage", ""),
+                "progress": cells.get("progress", ""),
             }
         )
     return Table(rows=rows, right=("duration",), words=("progress",))
@@ -240,36 +242,38 @@ def steps_table(run: RemoteRun) -> Table:
 
 def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
     """Return the table of runs of an instance."""
-    rows = []
+    rows: list[Row] = []
     for run in runs:
         ended = run.finished if run.created else None
         seconds = (ended - run.created).total_seconds() if ended and run.created else None
-        cells = {
-            "run": run.run_id,
-            "name": run.name,
-            "verdict": word(run.state),
-            "began UTC": stamp(run.created),
-            "duration": "" if seconds is None else duration(seconds),
-        }
-        rows.append(cells | {"name": escape(run.name)})
+        rows.append(
+            {
+                "run": run.run_id,
+                "name": run.name,
+                "verdict": word(run.state),
+                "began UTC": stamp(run.created),
+                "duration": "" if seconds is None else duration(seconds),
+            }
+        )
     return Table(rows=rows, spare=("duration", "began UTC"), right=("duration",))
 
 
 def runs_table(runs: Iterable[RunResult]) -> Table:
     """Return the table of runs of this machine."""
-    rows = []
+    rows: list[Row] = []
     for run in runs:
         moment, seconds = begun_of(run)
-        cells = {
-            "run": run.run_id,
-            "model": model_of(run),
-            "began UTC": stamp(moment),
-            "duration": "" if seconds is None else duration(seconds),
-            "metric": _far(run),
-            "constant": constant_of(run.measured),
-        }
-        drawn = {title: escape(text) for title, text in cells.items()}
-        rows.append({"run": drawn.pop("run"), "verdict": mark(run.status), **drawn})
+        rows.append(
+            {
+                "run": run.run_id,
+                "verdict": mark(run.status),
+                "model": model_of(run),
+                "began UTC": stamp(moment),
+                "duration": "" if seconds is None else duration(seconds),
+                "metric": _far(run),
+                "constant": constant_of(run.measured),
+            }
+        )
     # Where there is no room for all of them: a run's name has the model and the date in it, and
     # the metric is what one looks for.
     spare = ("constant", "model", "began UTC", "duration")
@@ -289,10 +293,9 @@ def _far(run: RunResult) -> str:
     return ""
 
 
-def word(state: str) -> str:
+def word(state: str) -> Text:
     """Return our word for a state of KFP, with its colour."""
-    status = _STATUS.get(state, state.lower())
-    return _MARKS.get(status, escape(status))
+    return mark(_STATUS.get(state, state.lower()))
 
 
 def stamp(moment: datetime | None) -> str:
@@ -300,9 +303,9 @@ def stamp(moment: datetime | None) -> str:
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
-def _line(step: Step, at: StepRecord | None) -> str:
+def _line(step: Step, at: StepRecord | None) -> Text:
     if step.state == "RUNNING":
-        stage = f": {escape(at.step)}" if at and at.step != step.name else ""
-        return f"{escape(step.name)}{stage} ..."
+        stage = f": {at.step}" if at and at.step != step.name else ""
+        return Text(f"{step.name}{stage} ...")
     seconds = f" in {duration(step.seconds)}" if step.state in ("SUCCEEDED", "FAILED") else ""
-    return f"{escape(step.name)} {word(step.state)}{seconds}"
+    return Text.assemble(f"{step.name} ", word(step.state), seconds)

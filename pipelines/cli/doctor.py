@@ -24,6 +24,7 @@ from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
 from trainer import user_code
 from trainer.errors import DONE, FAILED, ConfigError, UserError
+from trainer.masking import unbroken
 
 if TYPE_CHECKING:
     from pipelines.doctor.checks import DoctorOptions
@@ -65,10 +66,10 @@ def check(config: Config = None, assignments: Assignments = None, code: Code = N
             raise ConfigError(f"--code: there is no folder {code}")
         os.environ[user_code.FOLDER_VARIABLE] = str(code.absolute())
     result = checked(loaded)
-    notes = "".join(f"note: {each}\n" for each in result.notes)
+    notes = "".join(f"note: {unbroken(each)}\n" for each in result.notes)
     said = described(loaded, result.found) if result.found else "the configuration and the source"
     more = {"found": dict(result.found), "notes": list(result.notes)}
-    return Answer(text=f"{notes}ok: {said}\n", more=more)
+    return Answer(text=f"{notes}ok: {unbroken(said)}\n", more=more)
 
 
 @answers
@@ -125,7 +126,7 @@ def _examine(options: DoctorOptions) -> Answer:
     def show(check: Check, finding: Finding) -> None:
         with output():
             terminal.print(f"{finding.state:{_WIDTH}}", style=_COLOURS[finding.state], end="  ")
-            terminal.print(_line(check, finding), markup=False)
+            terminal.print(_line(check, finding))
 
     return _answer(list(zip(listed, examine(listed, show), strict=True)))
 

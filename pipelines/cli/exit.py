@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from typing import IO, Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import DONE, FAILED, INTERRUPTED, RunInterruptedError, UserError
-from trainer.masking import masked, without_credentials
+from trainer.masking import printable, without_credentials
+from trainer.output.streams import discard, say
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
@@ -115,10 +115,7 @@ def with_options(
 
 def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     """Print an error in one line, and as JSON where that was asked for; return `code`."""
-    # The exit code arrives even where nothing can be written.
-    with suppress(OSError):
-        sys.stderr.write(f"flotilla: {masked(message)}\n")
-        sys.stderr.flush()
+    say(f"flotilla: {message}")
     if as_json:
         with suppress(UserError):
             print_json(failure(message, code, run_id))
@@ -141,16 +138,7 @@ def print_json(answer: Answer) -> None:
 def write(text: str) -> None:
     """Write text to standard output; raises a `UserError` where that fails."""
     with output():
-        sys.stdout.write(text)
-
-
-def note(line: str) -> None:
-    """Write a line to standard error; one that nobody can read is no reason to end."""
-    try:
-        sys.stderr.write(f"{masked(line)}\n")
-        sys.stderr.flush()
-    except OSError:
-        discard(sys.stderr)
+        sys.stdout.write(printable(text))
 
 
 @contextmanager
@@ -162,18 +150,10 @@ def output() -> Iterator[None]:
     except BrokenPipeError:
         discard(sys.stdout)
     except OSError as error:
-        # What is left in the buffer would raise again when the process exits.
         discard(sys.stdout)
         if sys.stdout is sys.stderr:
             return
         raise UserError(f"cannot write to standard output: {error.strerror}") from None
-
-
-def discard(stream: IO[str]) -> None:
-    """Discard everything that is still written to a stream whose reader has gone."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, detaching, note, output
+from pipelines.cli.exit import Answer, answers, detaching, output
 from pipelines.cli.options import (
     Assignments,
     AtOnce,
@@ -27,6 +27,7 @@ from pipelines.cli.options import (
 from pipelines.cli.run import answer_of, bundle_lines
 from pipelines.cli.runs import continues
 from pipelines.runs.kfp_access import UI, Access, Instance
+from trainer.output.streams import say
 
 if TYPE_CHECKING:
     from pipelines.runs.schedule import Scheduled
@@ -61,18 +62,19 @@ def upload(
     made = upload_package(access, package, name)
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"
-    note(f"{action}: {version.pipeline} version {version.name}\n{made.page or _no_page(access)}")
+    say(f"{action}: {version.pipeline} version {version.name}")
+    say(made.page or _no_page(access))
     newest = default_of(access, version)
     is_newest = newest.version_id == version.version_id
     if not is_newest:
-        note(
+        say(
             f"it is not the newest: `submit` and `schedule` take {newest.name}, "
             f"or this one by --version {version.name}"
         )
     if newest.remark:
-        note(f"flotilla: {newest.remark}")
+        say(f"flotilla: {newest.remark}")
     if remark := image_remark(package.image):
-        note(f"flotilla: {remark}")
+        say(f"flotilla: {remark}")
     found = {**_named(version), "created": made.created, "newest": is_newest}
     return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
 
@@ -88,9 +90,9 @@ def _named(version: Version) -> dict[str, Any]:
 
 def _say(version: Version) -> None:
     """Say which version a run or a schedule takes."""
-    note(f"version {version.name} ({version.version_id}) of {version.pipeline}")
+    say(f"version {version.name} ({version.version_id}) of {version.pipeline}")
     if version.remark:
-        note(f"flotilla: {version.remark}")
+        say(f"flotilla: {version.remark}")
 
 
 def _pages(**pages: str) -> dict[str, str]:
@@ -131,7 +133,7 @@ def submit(
         **target,
     )
     if remark := plain_http_remark(submission.config.storage.root):
-        note(f"flotilla: {remark}")
+        say(f"flotilla: {remark}")
     return _submit(access, _with_code(submission, code), wait=wait)
 
 
@@ -143,7 +145,7 @@ def _with_code(submission: Submission, folder: Path | None) -> Submission:
         return submission
     submission, bundle = with_code(submission, folder)
     for line in bundle_lines(bundle):
-        note(line)
+        say(line)
     return submission
 
 
@@ -165,13 +167,14 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     with detaching(detached):
         started = start(client, submission)
         run_id = started.run_id
-        note(f"run {run_id}\n{started.page or _no_page(access)}")
+        say(f"run {run_id}")
+        say(started.page or _no_page(access))
         if started.version:
             _say(started.version)
         used = {"version": _named(started.version)} if started.version else {}
         if not wait:
             if not started.page:
-                note(f"see the run with: {command(access, 'status', run_id)}")
+                say(f"see the run with: {command(access, 'status', run_id)}")
             pages = _pages(run=started.page)
             return Answer(status="submitted", run_id=run_id, artifacts=pages, more=used)
         with Steps() as steps:
@@ -180,7 +183,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     with output():
         show_result(Terminal(), result)
     if result.message:
-        note(f"flotilla: {result.status}: {result.message}")
+        say(f"flotilla: {result.status}: {result.message}")
     answer = answer_of(result)
     return replace(answer, more={**answer.more, **used})
 
@@ -222,12 +225,12 @@ def schedule(
 
 
 def _scheduled(made: Scheduled) -> Answer:
-    note(f"schedule {made.name} {made.action}: {made.timing}")
+    say(f"schedule {made.name} {made.action}: {made.timing}")
     _say(made.version)
     for remark in made.remarks:
-        note(f"flotilla: {remark}")
+        say(f"flotilla: {remark}")
     if made.existed and made.removed:
-        note(f"removed {made.removed} more of this name")
+        say(f"removed {made.removed} more of this name")
     found = {
         "id": made.schedule_id,
         "name": made.name,
@@ -267,5 +270,5 @@ def unschedule(
     from pipelines.runs import schedule as scheduling
 
     removed = scheduling.unschedule(instance.access(), name)
-    note(f"schedule {name} was removed")
+    say(f"schedule {name} was removed")
     return Answer(more={"schedule": {"name": name, "removed": removed}})

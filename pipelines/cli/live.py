@@ -18,7 +18,7 @@ from rich.text import Text
 
 from components.table import EXIT_STEP, FIRST_STAGE, maker_of
 from pipelines.cli.display import Terminal, mark
-from pipelines.cli.tables import wrapped
+from pipelines.cli.tables import displayed, wrapped
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of, work_of
 from trainer.events import (
     Event,
@@ -30,7 +30,6 @@ from trainer.events import (
     Validation,
     WorkProgress,
 )
-from trainer.masking import one_line
 from trainer.progress.durations import duration
 from trainer.progress.wording import line_of as line_of_work
 from trainer.progress.wording import parts_of
@@ -100,24 +99,21 @@ class Display:
                 self._is_stopping = True
                 self._say_in_log(self._stopping())
             case TaskFailed():
-                self._say_as_it_is(f"{event.task} ended with {event.cause}:")
+                self._say(f"{event.task} ended with {event.cause}:")
                 for line in _telling(event.last_lines):
-                    self._say_as_it_is(line)
+                    self._say(line)
             case _ if line := line_of(event):
-                self._say_as_it_is(line)
+                self._say(line)
 
     def _say_in_log(self, text: str) -> None:
         """Say what a view shows by itself."""
         if not self._console.can_redraw:
             self._say(text)
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def _say_as_it_is(self, text: str) -> None:
+    def _say(self, text: str | Text) -> None:
         room = self._console.width if self._console.can_redraw else sys.maxsize
-        parts = wrapped(self._console.render_str(text, markup=False), room)
-        self._console.print(Text("\n").join(parts))
+        for part in wrapped(displayed(text), room):
+            self._console.print(part)
 
     def _step_end(self, event: StepEnd) -> None:
         self._step = self._progress_seen = self._validation = None
@@ -128,7 +124,8 @@ class Display:
             # It goes on beside the stages after it, and a mistake is one of the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
-        self._say(f"{what} {mark(event.status)} in {duration(event.seconds)}")
+        status = mark(event.status)
+        self._say(Text.assemble(f"{what} ", status, f" in {duration(event.seconds)}"))
 
     def _progress(self, event: Progress) -> None:
         if not self._console.can_redraw:
@@ -141,7 +138,7 @@ class Display:
     def _work(self, event: WorkProgress) -> None:
         if not self._console.can_redraw:
             if text := self._lines.take(event):
-                self._say_as_it_is(text)
+                self._say(text)
         elif event.is_over:
             self._works.pop(event.what, None)
         else:
@@ -155,10 +152,7 @@ class Display:
         """Return what is drawn now: the step with a spinner, and how far its work is."""
         return Group(
             self._first_line(),
-            *(
-                Text(f"  {one_line(line)}", no_wrap=True, overflow="ellipsis")
-                for line in self._measured()
-            ),
+            *(Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in self._measured()),
             *(work_line(event, self._console.width) for event in self._works.values()),
         )
 
@@ -289,7 +283,7 @@ class SweepDisplay:
         now = tuple(trial if each.number == trial.number else each for each in known)
         self._sweep = replace(self._sweep, trials=now)
         self._running.pop(trial.number, None)
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line)
 
     def __call__(self, trial: Trial, event: Event) -> None:
         """Take an event of the run of a trial, in any thread."""
@@ -309,7 +303,7 @@ class SweepDisplay:
         now = time.time()
         if not self._console.can_redraw and now - self._said_at >= LOG_SECONDS:
             self._said_at = now
-            self._console.print(line_of_work(self._work()), markup=False, soft_wrap=True)
+            self._console.print(line_of_work(self._work()))
 
     def _work(self) -> WorkProgress:
         """Return how far the sweep is, as any other work."""
@@ -345,5 +339,5 @@ class SweepDisplay:
         return Group(
             _one_line(self._spinner, Text(f"{self._what}  {passed}")),
             work_line(trials, self._console.width),
-            *(Text(f"  {one_line(each)}", no_wrap=True, overflow="ellipsis") for each in lines),
+            *(Text(f"  {each}", no_wrap=True, overflow="ellipsis") for each in lines),
         )

@@ -37,8 +37,6 @@ def list_models(
     root: Root = "",
 ) -> Answer:
     """List the versions of one model, or of all."""
-    from rich.markup import escape
-
     from pipelines import models as registered
     from pipelines.cli.display import Terminal
     from pipelines.cli.tables import Table
@@ -48,15 +46,15 @@ def list_models(
     found = registered.versions(place, name)
     rows = [
         {
-            "model": escape(each.name),
+            "model": each.name,
             "version": str(each.version),
             "champion": "champion" if each.champion else "",
             "verdict": each.verdict,
-            "metric": escape(main_value(each.measured)),
+            "metric": main_value(each.measured),
             "constant": constant_of(each.measured),
             "registered": each.created[:_TO_THE_MINUTE].replace("T", " "),
             "global step": str(each.global_step),
-            "run": escape(each.run_id),
+            "run": each.run_id,
         }
         for each in found
     ]
@@ -85,8 +83,6 @@ def show_model(
     root: Root = "",
 ) -> Answer:
     """Show one version with its lineage; the champion when left out."""
-    from rich.markup import escape
-
     from pipelines import models as registered
     from pipelines.cli.display import Terminal, display_path
     from pipelines.cli.tables import Table
@@ -98,7 +94,7 @@ def show_model(
     facts = {"name": name, "version": row["version"], "measured": row["measured"]}
     facts["verdict"] = "champion" if row["champion"] else "registered"
     cells = {
-        key.replace("_", " "): escape(rounded(value) if key == "metrics" else formatted(value))
+        key.replace("_", " "): rounded(value) if key == "metrics" else formatted(value)
         for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items()
         if key != "measured"
     }
@@ -113,11 +109,11 @@ def show_model(
     ]
     with output():
         terminal = Terminal()
-        terminal.print(headline(facts), markup=False)
+        terminal.print(headline(facts))
         terminal.print(table)
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
-            terminal.print(line, markup=False)
+            terminal.print(line)
     model = {**row, "lineage": found.lineage, "promotions": made}
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 
@@ -189,15 +185,13 @@ def _checkpoint_uri(which: str, workdir: Path) -> str:
 
 
 def _draw(found: Contents) -> None:
-    from rich.markup import escape
-
     from pipelines.cli.display import Terminal
     from pipelines.cli.tables import Table
 
     rows = [
         {
-            "variable": escape(path),
-            "type": escape(f"{each.dtype} [{', '.join(str(size) for size in each.shape)}]"),
+            "variable": path,
+            "type": f"{each.dtype} [{', '.join(str(size) for size in each.shape)}]",
             "rows": f"{each.rows:,}",
             "size": sized(each.bytes),
             "part": str(each.part),
@@ -208,9 +202,9 @@ def _draw(found: Contents) -> None:
     parts = ", ".join(sized(each) for each in found.parts)
     with output():
         terminal = Terminal()
-        terminal.print(found.uri, markup=False)
+        terminal.print(found.uri)
         line = f"global step {found.global_step}, {sized(found.bytes)}, published {found.created}"
-        terminal.print(line, markup=False)
-        terminal.print(f"{len(found.parts)} parts: {parts}", markup=False)
+        terminal.print(line)
+        terminal.print(f"{len(found.parts)} parts: {parts}")
         older = "its manifest names no variables: an older version wrote it"
         terminal.print(table if rows else older)

@@ -9,8 +9,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from pipelines.cli.exit import note, with_options
+from pipelines.cli.exit import with_options
 from pipelines.runs.kfp_access import Instance
+from trainer.output.streams import say
 
 # In the help of a command that trains.
 TRAINED = (
@@ -149,7 +150,7 @@ def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
     def made(**named: str) -> Instance:
         instance = Instance(**named)
         if remark := instance.plain_http_remark():
-            note(f"flotilla: {remark}")
+            say(f"flotilla: {remark}")
         return instance
 
     return _grouped(command, "instance", options, made)

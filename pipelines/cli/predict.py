@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, note
+from pipelines.cli.exit import Answer, answers
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.run import RUNS
 from trainer.errors import ConfigError
+from trainer.output.streams import say
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="NAME (its champion), NAME@VERSION or a URI.")
@@ -94,7 +95,7 @@ def predict(
     if not found.closed:
         left_out = f", {found.skipped} left out" if found.skipped else ""
         where = "standard output" if output == predicting.STANDARD_OUTPUT else output
-        note(f"{found.rows} rows{left_out} ({found.rows_per_second:,.0f} rows/s) in {where}")
+        say(f"{found.rows} rows{left_out} ({found.rows_per_second:,.0f} rows/s) in {where}")
     summary = ("rows", "skipped", "unsound", "output")
     more: dict[str, Any] = {name: getattr(found, name) for name in summary}
     more["rows_per_second"] = round(found.rows_per_second, 1)

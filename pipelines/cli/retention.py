@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, failure, note, output
+from pipelines.cli.exit import Answer, answers, failure, output
 from pipelines.cli.options import Assignments, Config, Workdir
 from pipelines.cli.run import RUNS
 from trainer.errors import ConfigError, UserError
+from trainer.output.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,8 +60,8 @@ def gc(
         return answer
     removed = collect(root)
     for uri in removed:
-        note(f"removed {uri}")
-    note(f"{len(removed)} left-overs removed below {root}")
+        say(f"removed {uri}")
+    say(f"{len(removed)} left-overs removed below {root}")
     gone = [*answer.more.get("removed", ()), *removed]
     return Answer(more={**answer.more, "removed": gone})
 
@@ -75,7 +76,7 @@ def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: b
 
     plan = planned(read(root, workdir), wanted, datetime.now(UTC))
     for remark in plan.remarks:
-        note(remark)
+        say(remark)
     uris = {each.path: storage.join(root, *each.path.split("/")) for each in plan.going}
     _show(plan, root)
     rows = [_row(each, uris[each.path]) for each in plan.going]
@@ -88,13 +89,13 @@ def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: b
 
     def done(item: Item) -> None:
         removed.append(uris[item.path])
-        note(f"removed {uris[item.path]}")
+        say(f"removed {uris[item.path]}")
 
     try:
         for item in remove(root, workdir, plan, wanted, done):
-            note(f"kept: {item.path}: it, or what needs it, is in use or gone since it was listed")
+            say(f"kept: {item.path}: it, or what needs it, is in use or gone since it was listed")
     except UserError as error:
-        note(f"flotilla: {error}; {len(removed)} of {len(rows)} are removed, try again")
+        say(f"flotilla: {error}; {len(removed)} of {len(rows)} are removed, try again")
         failed = failure(str(error), error.exit_code)
         return Answer(
             status=failed.status,
@@ -118,27 +119,25 @@ def _ask(plan: Plan) -> None:
 
 
 def _show(plan: Plan, root: str) -> None:
-    from rich.markup import escape
-
     from pipelines.cli.display import Terminal
     from pipelines.cli.tables import Table
 
     if not plan.going:
-        note(f"nothing below {root} is old enough, and needed by nothing that stays")
+        say(f"nothing below {root} is old enough, and needed by nothing that stays")
         return
     rows = [
         {
             "kind": each.kind,
             "size": sized(each.bytes),
             "last used": f"{each.last:%Y-%m-%d}" if each.last else "",
-            "what": escape(each.path),
+            "what": each.path,
         }
         for each in plan.going
     ]
     with output():
         terminal = Terminal()
         terminal.print(Table(rows=rows, spare=("last used", "size"), right=("size",)))
-        terminal.print(f"{len(plan.going)} to go, {sized(plan.bytes)}, below {root}", markup=False)
+        terminal.print(f"{len(plan.going)} to go, {sized(plan.bytes)}, below {root}")
 
 
 def _row(item: Item, uri: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, note, output
+from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import (
     Assignments,
     Code,
@@ -22,6 +22,7 @@ from pipelines.cli.options import (
 )
 from pipelines.runs.kfp_access import Instance
 from trainer.errors import FAILED, INTERRUPTED, USAGE, UserError
+from trainer.output.streams import say
 
 if TYPE_CHECKING:
     from pipelines.runs.local import LocalRun, RunOptions
@@ -112,17 +113,17 @@ def _run(
     )
     started = local.start(options)
     errors = display.Terminal(stderr=True)
-    errors.print(f"run {started.run_id} in {started.folder}", markup=False)
+    errors.print(f"run {started.run_id} in {started.folder}")
     for line in bundle_lines(started.bundle) if started.bundle else ():
-        errors.print(line, markup=False)
+        errors.print(line)
     if remark := plain_http_remark(started.config.storage.root):
-        errors.print(f"flotilla: {remark}", markup=False)
+        errors.print(f"flotilla: {remark}")
     with live.Display() as show:
         result = local.execute(started, *options.target(), show)
     with output():
         display.show_result(display.Terminal(), result)
     for line in _closing_lines(options, started, result):
-        errors.print(f"flotilla: {line}", markup=False)
+        errors.print(f"flotilla: {line}")
     is_said = bool(result.message) and result.status != "refused"
     display.show_verdict(errors, result, is_said=is_said)
     return answer_of(result)
@@ -226,15 +227,15 @@ def replay(
     from pipelines.replay.replay import replay as replayed
 
     recorded = find(run, step, settings=assignments or (), workdir=workdir, instance=instance)
-    result = replayed(recorded, workdir, debug=pdb, on_line=lambda line: note(f"flotilla: {line}"))
+    result = replayed(recorded, workdir, debug=pdb, on_line=lambda line: say(f"flotilla: {line}"))
     now, folder = result.replayed, str(result.folder)
     before, here = (
         {each.step: each for each in found} for found in (recorded.stages, result.stages)
     )
     for name in {**before, **here}:
-        note(f"flotilla: {name} on record: {_in_words(before.get(name))}")
-        note(f"flotilla: {name} here: {_in_words(here.get(name))}")
-    note(f"flotilla: what it wrote is in {folder}; remove it when you are done")
+        say(f"flotilla: {name} on record: {_in_words(before.get(name))}")
+        say(f"flotilla: {name} here: {_in_words(here.get(name))}")
+    say(f"flotilla: what it wrote is in {folder}; remove it when you are done")
     return Answer(
         status=now.status if now else "failed",
         code=now.exit_code if now else FAILED,

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from components.table import STAGES
-from pipelines.cli.exit import Answer, answers, detaching, note, output, write
+from pipelines.cli.exit import Answer, answers, detaching, output, write
 from pipelines.cli.options import Run, RunsDir, of_instance
 from pipelines.cli.run import RUNS, answer_of
 from pipelines.runs.kfp_access import Instance, is_named
-from trainer.masking import one_line
+from trainer.masking import unbroken
+from trainer.output.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,18 +88,20 @@ def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
 @of_instance
 def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Show the status of a run, on a KFP instance or on this machine."""
+    from rich.text import Text
+
     from pipelines.cli.display import Terminal, show_result, show_verdict, word
     from pipelines.runs import control
 
     found = control.status(run, workdir=workdir, instance=instance)
     is_remote_running = bool(found.state) and found.status == "running"
-    state = word(found.state) if is_remote_running else found.status
+    state = word(found.state) if is_remote_running else Text(found.status)
     with output():
         show_result(Terminal(), found)
         show_verdict(Terminal(), found)
-        Terminal().print(f"run {found.run_id}: {state}")
+        Terminal().print(Text.assemble(f"run {found.run_id}: ", state))
     if found.message and found.status != "refused":
-        note(f"flotilla: {found.message}")
+        say(f"flotilla: {found.message}")
     if is_remote_running:
         return Answer(
             status=found.status,
@@ -141,17 +144,17 @@ def logs(
             days.append(day)
             write(f"{day} {moment:%Z}\n")
         clock = f"{moment:%H:%M:%S}" if moment else ""
-        write(f"{clock:8}  {line.label:<{_LABEL}}  {line.text}\n")
+        write(f"{unbroken(f'{clock:8}  {line.label:<{_LABEL}}  {line.text}')}\n")
 
     with detaching(lambda: _continues(run, workdir, instance)):
         found = control.logs(
             run, step=step, task=task, follow=follow, verbose=verbose, on_line=show,
-            on_note=lambda line: note(f"flotilla: {line}"), workdir=workdir, instance=instance,
+            on_note=lambda line: say(f"flotilla: {line}"), workdir=workdir, instance=instance,
         )  # fmt: skip
     if found.status == "running":
-        note("the run goes on; follow it with -f")
+        say("the run goes on; follow it with -f")
     elif found.steps:
-        note(one_line(found.headline))
+        say(found.headline)
     return Answer(status=found.status, run_id=found.run_id, message=found.message)
 
 
@@ -178,6 +181,6 @@ def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     from pipelines.runs import control
 
     found = control.cancel(run, workdir=workdir, instance=instance)
-    note(found.message)
+    say(found.message)
     state = "canceling" if found.was_running else "ended"
     return Answer(status=state, run_id=found.run_id, message=found.message)

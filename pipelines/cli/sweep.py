@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, note, output
+from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import Config, Image, Workdir, local_path, of_pods
 from pipelines.cli.run import RUNS
 from trainer.errors import INTERRUPTED, ConfigError
+from trainer.output.streams import say
 
 if TYPE_CHECKING:
     from pipelines.cli.tables import Table
@@ -117,13 +118,13 @@ def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answe
     from pipelines.sweeps.pipeline import compile_sweep
 
     planned = compile_sweep(options, file, image, pods)
-    note(f"wrote {file}: {len(planned.trials)} trials, {options.parallel} at a time")
+    say(f"wrote {file}: {len(planned.trials)} trials, {options.parallel} at a time")
     if remark := image_remark(image or IMAGE):
-        note(f"flotilla: {remark}")
+        say(f"flotilla: {remark}")
     words = ["flotilla", "submit", *filter(None, [planned.source])]
     for text in planned.fixed:
         words += ["--set", text]
-    note(f"start it with: {shlex.join([*words, '--file', str(file)])}")
+    say(f"start it with: {shlex.join([*words, '--file', str(file)])}")
     return Answer(artifacts={"pipeline": str(file)}, more={"trials": _trees(planned)})
 
 
@@ -135,10 +136,9 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
     errors = Terminal(stderr=True)
 
-    def say(line: str) -> None:
-        errors.print(line, markup=False)
-
-    say(f"sweep {begun.sweep.sweep_id} of {len(begun.sweep.trials)} trials in {begun.folder}")
+    errors.print(
+        f"sweep {begun.sweep.sweep_id} of {len(begun.sweep.trials)} trials in {begun.folder}"
+    )
     try:
         with SweepDisplay(begun.sweep) as show:
             result = local.execute(
@@ -152,7 +152,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     with output():
         Terminal().print(_table(begun.sweep))
     for line in _closing_lines(begun.sweep, result, workdir):
-        say(f"flotilla: {line}")
+        errors.print(f"flotilla: {line}")
     if result.measured:
         show_verdict(errors, result)
     return _answer(begun.sweep, result)
@@ -220,7 +220,7 @@ def _trees(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _table(sweep: Sweep) -> Table:
-    from rich.markup import escape
+    from rich.text import Text
 
     from pipelines.cli.tables import Table
     from trainer.sweeps.sweep import table_of
@@ -230,9 +230,7 @@ def _table(sweep: Sweep) -> Table:
     drawn = []
     for row in rows:
         colour = colours.get(row[-1], "default")
-        drawn.append(
-            {head: f"[{colour}]{escape(cell)}[/]" for head, cell in zip(heads, row, strict=True)}
-        )
+        drawn.append({head: Text(cell, colour) for head, cell in zip(heads, row, strict=True)})
     numbers = (heads[0], *heads[len(sweep.keys) + 1 : -1])
     return Table(rows=drawn, spare=("duration", "steps"), right=numbers)
 

@@ -12,17 +12,18 @@ from itertools import zip_longest
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from trainer.masking import one_line
+from trainer.masking import unbroken
 
 # Between two columns, so that a program can tell them from words.
 _GAP = 2
 _NOTHING = "-"
+Row = Mapping[str, str | Text]
 _Columns = Mapping[str, Sequence[Text]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of cells in rich's markup, by the heads of their columns.
+    """Rows of cells, of which a text is shown as it is, by the heads of their columns.
 
     Attributes:
         spare: columns that are left out where there is no room, in this order.
@@ -33,7 +34,7 @@ class Table:
         has_heads: whether the first line has the heads.
     """
 
-    rows: Sequence[Mapping[str, str]]
+    rows: Sequence[Row]
     spare: Sequence[str] = ()
     right: Collection[str] = ()
     words: Collection[str] = ()
@@ -79,7 +80,7 @@ class Table:
 
     def _column(self, title: str, width: int | None) -> list[Text]:
         """Return the head and the cells of a column."""
-        cells = [_text(row[title]) for row in self.rows]
+        cells = [displayed(row[title]).copy() for row in self.rows]
         if width is None:
             cells = [each if each.plain else Text(_NOTHING) for each in cells]
         elif title in self.once:
@@ -124,8 +125,17 @@ class Table:
         return lines
 
 
-def _text(cell: str) -> Text:
-    return Text.from_markup(one_line(cell), emoji=False)
+def displayed(text: str | Text) -> Text:
+    """Return a text as a terminal shows it: on one line, and no command for the terminal."""
+    given = text if isinstance(text, Text) else Text(text)
+    line = unbroken(given.plain)
+    if line == given.plain:
+        return given
+    made = given.blank_copy(line)
+    for each in given.spans:
+        begin, end = (len(unbroken(given.plain[:at])) for at in (each.start, each.end))
+        made.stylize(each.style, begin, end)
+    return made
 
 
 def _room(cells: Sequence[Text]) -> int:

@@ -8,7 +8,6 @@ and so are the events and the summary, so that whatever TensorFlow says stays ou
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import pyarrow as pa
 from trainer.errors import ConfigError, UserError
 from trainer.json_records import record_in, tree_of
 from trainer.masking import printable
+from trainer.output.streams import discard
 from trainer.prediction.answers import columns_of, unsound
 from trainer.prediction.exported_model import ExportedModel, fetched
 from trainer.prediction.inputs import (
@@ -141,9 +141,7 @@ def _rows(request: Request) -> Iterator[Writer]:
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         # The reader has what it wanted, as `head` has.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        discard(sys.stdout)
         raise
     except OSError as error:
         raise UserError(f"cannot write to standard output: {error.strerror}") from None

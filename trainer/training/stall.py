@@ -7,7 +7,6 @@ read from the exact counter, so that a long inner loop of slow steps is no stall
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from trainer.background import Loop
 from trainer.cluster import termination
 from trainer.cluster.liveness import STARTING_SECONDS, Peers
 from trainer.errors import BEGIN_AGAIN
+from trainer.output.streams import say
 from trainer.strategies.strategy import Strategy
 
 # How often the counter is read within the timeout.
@@ -105,7 +105,5 @@ class StallWatch:
         message = f"no progress for {seconds:g} s: {why}"
         # The main thread waits inside TensorFlow, where no exception would reach it.
         termination.write(self._folder, message)
-        with suppress(OSError):
-            sys.stderr.write(f"flotilla: {message}\n")
-            sys.stderr.flush()
+        say(f"flotilla: {message}")
         os._exit(BEGIN_AGAIN)

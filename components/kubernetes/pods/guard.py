@@ -27,11 +27,12 @@ from components.kubernetes.pods.template import (
     GRACE_SECONDS,
     LAUNCHER_VARIABLE,
 )
-from trainer import masking, variables
+from trainer import variables
 from trainer.cluster import signals, termination
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.errors import DONE, FAILED, USAGE, ConfigError, UserError
+from trainer.output import streams
 from trainer.topology import Cluster, Task, from_tf_config, leader
 
 log = logging.getLogger(__name__)
@@ -88,14 +89,14 @@ class Guard:
 
 def main(arguments: list[str]) -> int:
     """Run the command after `--`, and return its exit code."""
-    masking.log_to_stderr()
+    streams.log_to_stderr()
     if arguments[:1] != ["--"] or not arguments[1:]:
-        sys.stderr.write("guard: usage: python -m components.kubernetes.pods.guard -- COMMAND\n")
+        streams.say("guard: usage: python -m components.kubernetes.pods.guard -- COMMAND")
         return USAGE
     try:
         variables.check()
     except ConfigError as error:
-        sys.stderr.write(f"guard: {error}\n")
+        streams.say(f"guard: {error}")
         return USAGE
     signals.end_with_parent()
     adopt_orphans()
@@ -119,7 +120,7 @@ def main(arguments: list[str]) -> int:
         process.start()
     except OSError as error:
         what = error.filename or arguments[1]
-        sys.stderr.write(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}\n")
+        streams.say(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}")
         return FAILED
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:

@@ -7,19 +7,25 @@ import sys
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from pipelines.cli.display import (
     Terminal,
     closing_table,
+    displayed,
+    mark,
     runs_table,
     show_result,
     show_verdict,
     verdict_lines,
 )
+from pipelines.cli.live import _one_line, work_line
+from pipelines.cli.tables import Table
 from pipelines.runs.outcome import RunResult, outcome_of
 from tests.pipelines.step_events import begun, done, ended, judged, promoted
 from trainer import storage
+from trainer.events import WorkProgress
 from trainer.run_state import state_of
 
 
@@ -215,9 +221,37 @@ def test_a_run_that_left_nothing_has_its_row():
     assert runs_of(empty, width=120)[1] == ["odd", "name", "unknown"]
 
 
+HOSTILE = "a\nflotilla: blessed [/] [red]b[/red]\x1b[2J\x9b1A\u202ec\r\nd\\"
+
+
 class TestTerminal:
+    @pytest.mark.parametrize(
+        "made",
+        [
+            lambda text: text,
+            lambda text: Text.assemble(("status ", "red"), text, (" end", "bold")),
+            lambda text: Table(rows=[{"name": text, text: mark(text)}], words=("name",)),
+            lambda text: Group(_one_line(Text(text)), work_line(WorkProgress(what=text), 60)),
+        ],
+        ids=["text", "coloured", "table", "live"],
+    )
+    def test_no_text_is_a_command_has_markup_or_begins_a_line(self, made):
+        console = Terminal()
+        console.file = io.StringIO()
+        console.width = 400
+        console.print(made(HOSTILE))
+        lines = console.file.getvalue().splitlines()
+        assert all(line.isprintable() for line in lines)
+        assert not [line for line in lines if line.startswith("flotilla:")]
+        assert "flotilla: blessed [/] [red]b[/red]\\" in console.file.getvalue()
+
+    def test_colours_stay_at_their_words_where_a_text_has_escapes(self):
+        line = displayed(Text.assemble("\x1b\n", ("refused", "red"), " x"))
+        [span] = line.spans
+        assert line.plain[span.start : span.end] == "refused"
+
     def test_a_name_with_colons_is_no_emoji(self, capsys):
-        Terminal(stderr=True).print("model mymod:boom: x", markup=False)
+        Terminal(stderr=True).print("model mymod:boom: x")
         assert capsys.readouterr().err == "model mymod:boom: x\n"
 
     @pytest.mark.parametrize("stderr", [False, True])

@@ -4,13 +4,13 @@ import io
 
 import pytest
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from pipelines.cli.tables import Table
 
 URI = "gs://bucket/" + "folder/" * 9 + "model"
 ROWS = [
-    {"id": "a-1", "size": "9", "mark": "[red]failed[/]", "why": escape("no [room] left for it")},
+    {"id": "a-1", "size": "9", "mark": Text("failed", "red"), "why": "no [room] left for it"},
     {"id": "b-22", "size": "10", "mark": "", "why": ""},
 ]
 

@@ -18,11 +18,11 @@ from trainer.cluster import termination
 GUARD = """
 import os, signal, sys, threading
 from components.kubernetes.pods import task_process
-from trainer import masking
+from trainer.output import streams
 task_process.PAUSE_SECONDS = float(sys.argv[1])
 task_process.LONGEST_PAUSE_SECONDS = max(1.0, float(sys.argv[1]))
 task_process.SHORT_ATTEMPT_SECONDS = float(sys.argv[2])
-masking.log_to_stderr()
+streams.log_to_stderr()
 task_process.adopt_orphans()
 command = [sys.executable, "-c", sys.argv[3]]
 process = task_process.TaskProcess(
