@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, note, output
+from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.retention import sized
 from pipelines.cli.run import RUNS
 from trainer.errors import DONE, FAILED
+from trainer.output.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +66,7 @@ def list_models(
         Terminal().print(table if rows else none)
     problems = list(dict.fromkeys(each.problem for each in found if each.problem))
     for each in problems:
-        note(f"flotilla: {each}")
+        say(f"flotilla: {each}")
     return Answer(
         status="failed" if problems else "done",
         code=FAILED if problems else DONE,

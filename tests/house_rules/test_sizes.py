@@ -32,7 +32,7 @@ BUDGETS = {
     "pipelines/retention": 900,
     "pipelines/runs": 4400,
     "pipelines/sweeps": 475,
-    "trainer": 2425,
+    "trainer": 2430,
     "trainer/baselines": 925,
     "trainer/checkpoints": 2700,
     "trainer/cluster": 2825,
