@@ -48,7 +48,7 @@ class Terminal(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         """Print text unchanged: `package.module:x:` is a name and no emoji."""
-        super().__init__(stderr=stderr, highlight=False, emoji=False)
+        super().__init__(stderr=stderr, highlight=False, emoji=False, markup=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print lines whole, however long: what is in them can be copied."""

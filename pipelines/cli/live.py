@@ -112,8 +112,7 @@ class Display:
 
     def _say(self, text: str | Text) -> None:
         room = self._console.width if self._console.can_redraw else sys.maxsize
-        for part in wrapped(displayed(text), room):
-            self._console.print(part)
+        self._console.print(Group(*wrapped(displayed(text), room)))
 
     def _step_end(self, event: StepEnd) -> None:
         self._step = self._progress_seen = self._validation = None
