@@ -381,6 +381,28 @@ def test_a_failure_that_passes_is_two_tries_in_the_record(at, caplog):
     assert caplog.text.count(f"{OUT}; trying again in 0 s (try 2 of {TRIES})") == 1
 
 
+def test_only_the_stage_that_fails_is_tried_again(at):
+    calls = []
+
+    def fails(times):
+        def work(step):
+            calls.append(step.stage_name)
+            if calls.count(step.stage_name) <= times:
+                raise TransientError(OUT)
+
+        return work
+
+    def begin(step):
+        for name, times in (("resolve_config", 0), ("prepare_data", 2), ("validate_data", 1)):
+            step.stage(name, fails(times), stage_name=name)
+
+    begin.__module__ = "components.prepare_data"
+    record.run(begin, {"root": storage.parent_of(at), "run_id": storage.name_of(at)})
+    assert calls == ["resolve_config", *["prepare_data"] * 3, *["validate_data"] * 2]
+    found = {each.step: [one.error for one in each.earlier] for each in read(at, well=True)}
+    assert found == {"resolve_config": [], "prepare_data": [OUT, OUT], "validate_data": [OUT]}
+
+
 def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
