@@ -191,10 +191,8 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
     # The latter where the user's code calls `sys.exit`: none of ours does so inside a step.
     except (Exception, SystemExit) as error:
         trace = traceback_of(error)
-        if isinstance(error, OSError) and error.errno in _FULL:
-            where = error.filename or f"below {tempfile.gettempdir()}"
-            remedy = "free some space, or set TMPDIR"
-            course.fail(f"cannot write {where}: {error.strerror}; {remedy}", FAILED, trace)
+        if full := _full_disk(error):
+            course.fail(full, FAILED, trace)
             raise SystemExit(FAILED) from None
         if trace:
             course.fail(f"the code that it was given raised {line_of(error)}", FAILED, trace)
@@ -206,6 +204,16 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
             raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)
+
+
+def _full_disk(error: BaseException) -> str:
+    """Return the line of an error that a full disk is the cause of; empty for any other."""
+    if not isinstance(error, OSError) or error.errno not in _FULL:
+        return ""
+    where = error.filename or f"below {tempfile.gettempdir()}"
+    # On this machine the temporary folder is one of the run.
+    more = "choose another --workdir" if run_store.is_local_run() else "set TMPDIR"
+    return f"cannot write {where}: {error.strerror}; free some space, or {more}"
 
 
 class _Course:
