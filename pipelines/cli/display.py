@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
@@ -186,42 +185,6 @@ _STATUS = {
 }
 
 
-class Steps:
-    """Shows the steps of one run while it is running; to be used as a context manager."""
-
-    def __init__(self) -> None:
-        """Write to standard error: a table that changes on a terminal, else a line a change."""
-        self._console = Terminal(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._seen: dict[str, Text] = {}
-
-    def __enter__(self) -> Steps:
-        """Begin to draw."""
-        if self._console.can_redraw:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Leave the terminal as it was."""
-        if self._console.can_redraw:
-            self._live.stop()
-
-    def show(self, run: RemoteRun) -> None:
-        """Show what has changed."""
-        if self._console.can_redraw:
-            self._live.update(steps_table(run), refresh=True)
-            return
-        for step in run.steps:
-            line = _line(step, run.doing.get(step.name))
-            if self._seen.get(step.name) != line:
-                self._seen[step.name] = line
-                self._console.print(line)
-
-    def say(self, text: str) -> None:
-        """Show a line that stays, as it is."""
-        self._console.print(text)
-
-
 def steps_table(run: RemoteRun) -> Table:
     """Return the table of the steps of a run on a KFP instance: state, duration and stage."""
     rows: list[Row] = []
@@ -303,7 +266,8 @@ def stamp(moment: datetime | None) -> str:
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
-def _line(step: Step, at: StepRecord | None) -> Text:
+def step_line(step: Step, at: StepRecord | None) -> Text:
+    """Return the line of a step of a KFP instance, and of the stage that it is at."""
     if step.state == "RUNNING":
         stage = f": {at.step}" if at and at.step != step.name else ""
         return Text(f"{step.name}{stage} ...")

@@ -150,7 +150,8 @@ def _with_code(submission: Submission, folder: Path | None) -> Submission:
 
 
 def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
-    from pipelines.cli.display import Steps, Terminal, show_result
+    from pipelines.cli.display import Terminal, show_result
+    from pipelines.cli.live import Steps
     from pipelines.runs.kfp_client import connect
     from pipelines.runs.kfp_outcome import result_of
     from pipelines.runs.kfp_watch import command, watch

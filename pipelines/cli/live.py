@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from components.table import EXIT_STEP, FIRST_STAGE, maker_of
-from pipelines.cli.display import Terminal, mark
+from pipelines.cli.display import Terminal, mark, step_line, steps_table
 from pipelines.cli.tables import displayed, wrapped
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of, work_of
 from trainer.events import (
@@ -37,6 +37,7 @@ from trainer.progress.work import LOG_SECONDS
 from trainer.report.wording import rounded, spoken
 
 if TYPE_CHECKING:
+    from pipelines.runs.kfp_run import RemoteRun
     from trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
@@ -48,19 +49,81 @@ _LITTLE = 0.02
 _FEWEST = 2
 
 
-class Display:
-    """Follows the events of one run; to be used as a context manager."""
+class LiveView:
+    """What standard error shows while something lasts; to be used as a context manager.
+
+    On a terminal that is a view which is drawn again and again, else there are lines now and then.
+    """
+
+    def __init__(self) -> None:
+        """Draw nothing yet."""
+        self._console = Terminal(stderr=True)
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        if self._console.can_redraw:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._view,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                transient=True,
+                # The run's own output never passes through this process.
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave the terminal as it was."""
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str | Text) -> None:
+        """Show a line that stays; on a terminal in lines that end with a word."""
+        room = self._console.width if self._console.can_redraw else sys.maxsize
+        self._console.print(Group(*wrapped(displayed(text), room)))
+
+    def _view(self) -> RenderableType:
+        raise NotImplementedError
+
+
+class Steps(LiveView):
+    """Shows the steps of one run of a KFP instance while it is running."""
+
+    def __init__(self) -> None:
+        """Wait for the first look at the run."""
+        super().__init__()
+        self._run: RemoteRun | None = None
+        self._seen: dict[str, Text] = {}
+
+    def show(self, run: RemoteRun) -> None:
+        """Show what has changed."""
+        self._run = run
+        if self._live:
+            self._live.refresh()
+            return
+        for step in run.steps:
+            line = step_line(step, run.doing.get(step.name))
+            if self._seen.get(step.name) != line:
+                self._seen[step.name] = line
+                self._console.print(line)
+
+    def _view(self) -> RenderableType:
+        return steps_table(self._run) if self._run else ""
+
+
+class Display(LiveView):
+    """Follows the events of one run."""
 
     def __init__(self, command: str = "") -> None:
-        """Write to standard error: a view that changes on a terminal, else plain lines.
-
-        It begins with `command`, where what is followed has no steps.
-        """
+        """Begin with `command`, where what is followed has no steps."""
+        super().__init__()
         self._step: StepBegin | None = StepBegin(step=command) if command else None
         # The stages that have ended, in this order.
         self._ended: list[str] = []
-        self._console = Terminal(stderr=True)
-        self._spinner = Spinner("dots")
         self._progress_seen: Progress | None = None
         self._validation: Validation | None = None
         # The pieces of work that go on, by what is done.
@@ -68,18 +131,6 @@ class Display:
         self._is_stopping = False
         self._left = TimeLeft()
         self._lines = LogLines()
-        self._live = _live(self._console, self._view)
-
-    def __enter__(self) -> Display:
-        """Begin to draw."""
-        if self._console.can_redraw:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Leave the terminal as it was."""
-        if self._console.can_redraw:
-            self._live.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -99,20 +150,16 @@ class Display:
                 self._is_stopping = True
                 self._say_in_log(self._stopping())
             case TaskFailed():
-                self._say(f"{event.task} ended with {event.cause}:")
+                self.say(f"{event.task} ended with {event.cause}:")
                 for line in _telling(event.last_lines):
-                    self._say(line)
+                    self.say(line)
             case _ if line := line_of(event):
-                self._say(line)
+                self.say(line)
 
     def _say_in_log(self, text: str) -> None:
         """Say what a view shows by itself."""
         if not self._console.can_redraw:
-            self._say(text)
-
-    def _say(self, text: str | Text) -> None:
-        room = self._console.width if self._console.can_redraw else sys.maxsize
-        self._console.print(Group(*wrapped(displayed(text), room)))
+            self.say(text)
 
     def _step_end(self, event: StepEnd) -> None:
         self._step = self._progress_seen = self._validation = None
@@ -124,12 +171,12 @@ class Display:
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)
-        self._say(Text.assemble(f"{what} ", status, f" in {duration(event.seconds)}"))
+        self.say(Text.assemble(f"{what} ", status, f" in {duration(event.seconds)}"))
 
     def _progress(self, event: Progress) -> None:
         if not self._console.can_redraw:
             if text := self._lines.take(event):
-                self._say(text)
+                self.say(text)
             return
         self._left.take(event)
         self._progress_seen = event
@@ -137,7 +184,7 @@ class Display:
     def _work(self, event: WorkProgress) -> None:
         if not self._console.can_redraw:
             if text := self._lines.take(event):
-                self._say(text)
+                self.say(text)
         elif event.is_over:
             self._works.pop(event.what, None)
         else:
@@ -209,18 +256,6 @@ def _width_of(*parts: str) -> int:
     return len("  ".join(parts))
 
 
-def _live(console: Terminal, view: Callable[[], RenderableType]) -> Live:
-    return Live(
-        console=console,
-        get_renderable=view,
-        refresh_per_second=_REFRESHES_PER_SECOND,
-        transient=True,
-        # The run's own output never passes through this process.
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
 def work_line(event: WorkProgress, width: int) -> RenderableType:
     """Return how far a piece of work is on one line; of its parts what has room."""
     parts = parts_of(event)
@@ -251,30 +286,17 @@ def _one_line(*cells: RenderableType) -> Table:
     return table
 
 
-class SweepDisplay:
-    """Follows a sweep as a whole, and the trials that run; to be used as a context manager."""
+class SweepDisplay(LiveView):
+    """Follows a sweep as a whole, and the trials that run."""
 
     def __init__(self, sweep: Sweep) -> None:
-        """Write to standard error: a view that changes on a terminal, else plain lines."""
-        self._console = Terminal(stderr=True)
-        self._spinner = Spinner("dots")
+        """Take the sweep as it begins, or goes on."""
+        super().__init__()
         self._sweep = sweep
         # Of each trial that runs: what its run does, and the share of its rung.
         self._running: dict[int, tuple[str, float]] = {}
         self._began, self._before = time.time(), sweep.share({})
         self._said_at, self._what = self._began, "sweep"
-        self._live = _live(self._console, self._view)
-
-    def __enter__(self) -> SweepDisplay:
-        """Begin to draw."""
-        if self._console.can_redraw:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Leave the terminal as it was."""
-        if self._console.can_redraw:
-            self._live.stop()
 
     def trial(self, trial: Trial, line: str) -> None:
         """Show a line about a trial that has begun or ended."""
@@ -282,7 +304,7 @@ class SweepDisplay:
         now = tuple(trial if each.number == trial.number else each for each in known)
         self._sweep = replace(self._sweep, trials=now)
         self._running.pop(trial.number, None)
-        self._console.print(line)
+        self.say(line)
 
     def __call__(self, trial: Trial, event: Event) -> None:
         """Take an event of the run of a trial, in any thread."""
@@ -302,7 +324,7 @@ class SweepDisplay:
         now = time.time()
         if not self._console.can_redraw and now - self._said_at >= LOG_SECONDS:
             self._said_at = now
-            self._console.print(line_of_work(self._work()))
+            self.say(line_of_work(self._work()))
 
     def _work(self) -> WorkProgress:
         """Return how far the sweep is, as any other work."""
