@@ -243,7 +243,7 @@ def submitted(instance, remote, folder, root):
         answer = remote("submit", *own, "--set", f"storage.root={root}", *words)
         assert answer.code == 0, answer.err
         *_, run = instance.store.runs.values()
-        assert f"code {run['runtime_config']['parameters']['settings']['code']} (" in answer.err
+        assert f"kept at {run['runtime_config']['parameters']['settings']['code']}" in answer.err
         return run["runtime_config"]["parameters"]
 
     return call
