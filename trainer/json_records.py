@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -99,6 +100,24 @@ def number_in(text: str) -> int | None:
     """
     is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     return int(text) if is_one else None
+
+
+def time_of(text: object) -> datetime | None:
+    """Return the time that a text says by ISO 8601, in UTC as without a zone; None for another."""
+    try:
+        found = datetime.fromisoformat(str(text))
+        found = found if found.tzinfo else found.replace(tzinfo=UTC)
+        return found.astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def time_at(seconds: object) -> datetime | None:
+    """Return the time so many seconds after 1970, in UTC; None where that is none."""
+    try:
+        return datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def is_number(value: object) -> bool:

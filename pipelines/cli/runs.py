@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -134,11 +133,13 @@ def logs(
 ) -> Answer:
     """Show what a run has said: its steps, losses and warnings, and what your code prints."""
     from pipelines.runs import control
+    from trainer.json_records import time_at
 
     days: list[str] = []
 
     def show(line: LogLine) -> None:
-        moment = datetime.fromtimestamp(line.time).astimezone() if line.time else None
+        found = time_at(line.time) if line.time else None
+        moment = found.astimezone() if found else None
         day = f"{moment:%Y-%m-%d}" if moment else ""
         if day and day not in days[-1:]:
             days.append(day)

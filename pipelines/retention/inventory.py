@@ -38,7 +38,7 @@ from trainer.cluster.lease import holders
 from trainer.code import bundle
 from trainer.code.bundle import FOLDER
 from trainer.errors import ConfigError, UserError
-from trainer.json_records import parse, parse_mapping
+from trainer.json_records import number_in, parse, parse_mapping, time_at
 from trainer.promotion import registry
 from trainer.storage.errors import reported
 from trainer.storage.local import is_gone
@@ -174,14 +174,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _time(seconds: float) -> datetime | None:
-    return datetime.fromtimestamp(seconds, UTC) if seconds else None
-
-
-def _seconds(created: str) -> float:
-    try:
-        return datetime.fromisoformat(created).timestamp()
-    except ValueError:
-        return 0.0
+    return time_at(seconds) if seconds else None
 
 
 class _Reader:
@@ -207,7 +200,7 @@ class _Reader:
         # Where a version is copied from: it has a copy.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
         self.texts[path] = _words(json.dumps(fields, ensure_ascii=False))
-        return Item(path=path, kind=kind, bytes=size, last=_time(_seconds(manifest.created)))
+        return Item(path=path, kind=kind, bytes=size, last=manifest.created_at)
 
     def shared(self, top: str, folder: _Folder) -> dict[str, Item]:
         """Return the datasets, listings or code below one folder of the root."""
@@ -267,7 +260,7 @@ class _Reader:
         records = [each for each in _children(folder.files).get("steps", {}) if "/" not in each]
         for record in (self._record(f"{name}/steps/{each}") for each in records):
             began, ended = record.get("began"), record.get("ended")
-            last = max([last, *(float(t) for t in (began, ended) if isinstance(t, int | float))])
+            last = max([last, *(t.timestamp() for t in map(time_at, (began, ended)) if t)])
             unended |= began is not None and ended is None
             texts |= _words(json.dumps(record))
         is_run = bool(found or records) or {"events.jsonl", "lock"} <= folder.files.keys()
@@ -325,7 +318,8 @@ class _Reader:
     def _model(self, name: str, files: Mapping[str, int], found: Mapping[str, Item]) -> Model:
         above = f"{_REGISTRY}/models/{name}/versions/"
         paths = [path for path in found if path.startswith(above)]
-        versions = {int(path[len(above) :]): path for path in paths if path[len(above) :].isdigit()}
+        numbers = {path: number_in(path[len(above) :]) for path in paths}
+        versions = {number: path for path, number in numbers.items() if number}
         made, damaged = [], []
         for number in _numbers(files, "promotions"):
             uri = self._at(f"{_REGISTRY}/models/{name}/promotions/{number}")
@@ -396,7 +390,7 @@ def _deep(files: Mapping[str, int], depth: int) -> dict[tuple[str, ...], dict[st
 def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
     depth = folder.count("/") + 2
     found = _deep({path: 0 for path in files if path.startswith(f"{folder}/")}, depth)
-    return sorted({place[-1] for place in found if place[-1].isdigit()})
+    return sorted({place[-1] for place in found if number_in(place[-1])})
 
 
 def _is_locked(folder: Path) -> bool:
@@ -450,7 +444,7 @@ def _sweep(folder: Path) -> Item:
         path=folder.name,
         kind=SWEEP,
         bytes=size,
-        last=datetime.fromtimestamp(last, UTC),
+        last=time_at(last),
         busy=_is_locked(folder),
     )
 

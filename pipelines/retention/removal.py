@@ -177,7 +177,7 @@ def _parts_removed(root: str) -> list[str]:
     for name in storage.names(above):
         folder = storage.join(above, name)
         newest = storage.newest(folder)
-        if newest and datetime.fromisoformat(newest[1].created) < since:
+        if newest and newest[1].created_at < since:
             storage.delete(folder)
             removed.append(folder)
     return removed

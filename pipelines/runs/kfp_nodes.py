@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
+from trainer.json_records import time_of
 
 _GONE = (404, 405, 410, 501)
 _DENIED = (401, 403)
@@ -271,7 +272,7 @@ def _inner(tree: Tree, key: str) -> Tree:
 
 
 def _moment(text: object) -> datetime | None:
-    return datetime.fromisoformat(str(text)) if text else None
+    return time_of(text) if text else None
 
 
 def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> str:

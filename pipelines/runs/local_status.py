@@ -18,6 +18,7 @@ from trainer import events
 from trainer.cluster.event_lines import line_of
 from trainer.errors import DONE, FAILED
 from trainer.events import RunEnd
+from trainer.json_records import number_in
 from trainer.run_state import RunState, state_of
 from trainer.storage.errors import reported
 
@@ -123,13 +124,13 @@ def _processes() -> Iterator[tuple[int, str]]:
     """Yield id and command line of every process."""
     if _PROCESSES.is_dir() and sys.platform == "linux":
         for entry in _PROCESSES.iterdir():
-            if not entry.name.isdigit():
+            if not (process := number_in(entry.name)):
                 continue
             try:
                 words = (entry / "cmdline").read_bytes().decode("utf-8", "replace")
             except OSError:
                 continue
-            yield int(entry.name), words.replace("\0", " ")
+            yield process, words.replace("\0", " ")
         return
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=False

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from components.table import (
 )
 from trainer.config.main_metric import MainMetric
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
+from trainer.json_records import time_at
 from trainer.report import headline
 from trainer.run_state import RunState
 
@@ -219,10 +220,8 @@ def begun_of(run: RunResult) -> tuple[datetime | None, float | None]:
     if not tries:
         return None, None
     ends = [step.ended or step.began + step.seconds for step in run.steps]
-    try:
-        return datetime.fromtimestamp(min(tries), UTC), max(ends) - min(tries)
-    except (ValueError, OverflowError, OSError):
-        return None, None
+    began = time_at(min(tries))
+    return began, max(ends) - min(tries) if began else None
 
 
 def model_of(run: RunResult) -> str:

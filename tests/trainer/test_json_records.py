@@ -1,11 +1,14 @@
 """Records in JSON: whatever is read can be compared, printed and written again."""
 
 import json
+import math
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trainer.json_records import from_tree, parse, parse_mapping
+from trainer.json_records import from_tree, number_in, parse, parse_mapping, time_at, time_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +64,43 @@ def test_much_that_is_not_deep_is_let_through():
 )
 def test_each_field_is_checked(tree, record):
     assert from_tree(Record, tree) == record
+
+
+ODD_NUMBERS = ["²3", "٣", "\uff11", "-1", "+1", "1_0", " 1", "1\n", "", "0x1", "1.0", "9" * 5000]
+ODD_TIMES = [
+    "", "now", "2026", "2026-13-01", "2026-01-01T25:00", "0001-01-01T00:00:00+14:00", "²026-01-01",
+    "9999-12-31T23:59:59-14:00", "2026-01-01T00:00:00+99:00", None, 3, True, [], "\0", "-1-1-1",
+]  # fmt: skip
+ODD_SECONDS = [math.nan, math.inf, -math.inf, 1e300, -1e300, 2**63, 10**400, True, None, "1", []]
+
+
+@pytest.mark.parametrize("text", ODD_NUMBERS)
+def test_what_only_looks_like_a_number_is_none(text):
+    assert number_in(text) is None
+
+
+@pytest.mark.parametrize("text", ODD_TIMES)
+def test_what_is_no_time_is_none(text):
+    found = time_of(text)
+    assert found is None or found.tzinfo
+
+
+@pytest.mark.parametrize("seconds", ODD_SECONDS)
+def test_seconds_of_no_time_are_none(seconds):
+    assert time_at(seconds) is None
+
+
+def test_numbers_and_times_are_read():
+    assert [number_in(text) for text in ("0", "000003", "123456789012345678")] == [
+        0, 3, 123456789012345678,
+    ]  # fmt: skip
+    assert time_of("2026-11-29T03:00:00.5Z").timestamp() == 1795921200.5
+    assert time_of("2026-11-29") == time_at(1795910400) == time_of("2026-11-29T02:00:00+02:00")
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(text=st.text(max_size=30), seconds=st.floats() | st.integers())
+def test_any_text_and_number_is_read(text, seconds):
+    assert number_in(text) in (None, *([int(text)] if text.isdecimal() else []))
+    for found in (time_of(text), time_at(seconds)):
+        assert found is None or found.isoformat().endswith("+00:00")

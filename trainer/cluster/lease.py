@@ -23,14 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import cache, partial
 
 from trainer import events, storage
 from trainer.background import Loop
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.json_records import record_in
+from trainer.json_records import number_in, record_in, time_at
 from trainer.storage.local import is_gone, is_living, writer
 
 FOLDER = ".lock"
@@ -104,8 +103,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
     """Return the holders below the folder `uri` by number; None for one that cannot be read."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
-        if name.removesuffix(_SUFFIX).isdigit():
-            number = int(name.removesuffix(_SUFFIX))
+        if (number := number_in(name.removesuffix(_SUFFIX))) is not None:
             try:
                 data = storage.read_bytes(storage.join(uri, FOLDER, name))
             except storage.Missing:
@@ -136,10 +134,8 @@ def lease_uri(uri: str, number: int) -> str:
 
 def clock_time(seconds: float) -> str:
     """Format a time, in seconds since 1970."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g} s after 1970"
+    found = time_at(seconds)
+    return f"{found:%Y-%m-%d %H:%M:%S} UTC" if found else f"{seconds:g} s after 1970"
 
 
 class NoLease:

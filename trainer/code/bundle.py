@@ -20,6 +20,7 @@ from trainer import storage, user_code
 from trainer.code.collect import IGNORE_FILE, Collected, Found, collect
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
+from trainer.json_records import parse
 
 KIND = "code"
 FOLDER = "code"
@@ -206,7 +207,7 @@ def forget_schedule(bundle: str, schedule: str) -> None:
 
 def _bundles_in(data: bytes) -> list[str]:
     try:
-        tree = json.loads(data)
+        tree = parse(data)
     except ValueError:
         return []
     found = tree.get("bundles", []) if isinstance(tree, dict) else []

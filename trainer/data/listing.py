@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -30,6 +31,7 @@ from trainer import storage
 from trainer.config.data import ALL, NEWEST, SINCE_CHAMPION, DataConfig
 from trainer.data.spec import SPLITS
 from trainer.errors import UserError
+from trainer.json_records import parse
 from trainer.storage import patterns
 from trainer.storage.errors import reported
 from trainer.storage.patterns import Pattern
@@ -122,7 +124,7 @@ class Listing:
     def from_json(cls, data: bytes, where: str) -> Listing:
         """Read what `to_json` wrote; raises `UserError`, which names `where` it is."""
         try:
-            tree: Any = json.loads(gzip.decompress(data))
+            tree: Any = parse(gzip.decompress(data))
             if tree["schema"] != SCHEMA:
                 raise ValueError("another schema")
             roots = [str(root) for root in tree["roots"]]
@@ -131,7 +133,10 @@ class Listing:
                 for root, path, size, tag, span, split in tree["files"]
             )
             return cls(str(tree["root"]), tuple(files), dict(tree.get("hidden", {})))
-        except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (
+            OSError, EOFError, zlib.error, LookupError, TypeError, ValueError, AttributeError,
+            OverflowError,
+        ) as error:  # fmt: skip
             raise UserError(
                 f"{where} is no listing of this version ({error}); list again"
             ) from None

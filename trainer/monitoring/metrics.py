@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import datetime
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -223,12 +222,12 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
     """Set the checkpoint that a resumed run begins with; of a new run there is none."""
     try:
         found = [
-            (int(manifest.fields["global_step"]), manifest.created)
+            (int(manifest.fields["global_step"]), manifest.created_at)
             for _, manifest in storage.published(job.checkpoints, KIND)
         ]
         if found:
             step, created = max(found)
-            metrics.checkpoint_at(step, datetime.fromisoformat(created).timestamp())
+            metrics.checkpoint_at(step, created.timestamp())
     except (UserError, KeyError, ValueError, TypeError) as error:
         # The next one that is published is known in any case.
         log.warning("the age of the newest checkpoint is not known: %s", error)

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer import storage
+from trainer.json_records import parse_mapping
 
 # Two processes that outbid each other wait for random times, so that one of them gets through.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0
@@ -64,8 +65,8 @@ def _accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
         return None
     place = _place(uri, max(accepted), "accepted")
     try:
-        return dict(json.loads(storage.read_bytes(place)))
-    except (ValueError, TypeError):
+        return parse_mapping(storage.read_bytes(place))
+    except ValueError:
         # It may be the decision: without it two proposals could win.
         raise storage.Corrupt(f"{place} is damaged: it holds no proposal; restore it") from None
 

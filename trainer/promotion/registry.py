@@ -284,7 +284,7 @@ def register(
     source = {"uri": model, "created": there.created}
     known = versions(root, name)
     for each in known:
-        if each.manifest.fields["source"] == source:
+        if each.manifest.fields.get("source") == source:
             return each
     number = known[-1].number + 1 if known else 1
     _name(root, name)

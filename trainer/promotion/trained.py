@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer import storage, user_code
 from trainer.config.schema import Config, OutputConfig, TaskConfig
+from trainer.json_records import parse_mapping
 from trainer.promotion import registry
 
 _MARK = "finished"
@@ -114,7 +115,7 @@ def begin(config: Config, root: str, run_id: str) -> None:
 def end(root: str, run_id: str, decision: str) -> None:
     """Mark that a run has reached its decision; of a run that did not begin with files nothing."""
     purpose = _read(_purpose(root, run_id))
-    if purpose:
+    if {"name", "digest"} <= purpose.keys():
         uri = _mark(root, purpose["name"], purpose["digest"])
         storage.write_bytes(uri, json.dumps({"run_id": run_id, "decision": decision}).encode())
 
@@ -126,10 +127,10 @@ def finished(config: Config, root: str) -> str:
 
 def _read(uri: str) -> dict[str, str]:
     try:
-        return {key: str(value) for key, value in json.loads(storage.read_bytes(uri)).items()}
+        return {key: str(value) for key, value in parse_mapping(storage.read_bytes(uri)).items()}
     except storage.Missing:
         return {}
-    except (ValueError, AttributeError):
+    except ValueError:
         raise storage.Corrupt(f"{uri} is damaged: delete it, and the run trains again") from None
 
 

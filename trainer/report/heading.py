@@ -6,12 +6,12 @@ import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from trainer.errors import UserError
+from trainer.json_records import time_at
 from trainer.progress.durations import duration
 from trainer.report.charts import number
 from trainer.report.wording import formatted
@@ -28,12 +28,8 @@ _WHOLE = 100
 
 def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
     """Return a moment in seconds since 1970 for a person."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return formatted(seconds)
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime(form)
-    except (ValueError, OverflowError, OSError):
-        return formatted(seconds)
+    found = time_at(seconds)
+    return found.strftime(form) if found else formatted(seconds)
 
 
 def particulars(facts: Facts) -> list[tuple[str, str]]:

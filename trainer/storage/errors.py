@@ -73,6 +73,19 @@ def reported(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
         raise kind(f"cannot {action}: {_reason(error)}") from error
 
 
+@contextmanager
+def formed(where: str) -> Iterator[None]:
+    """Raise `Corrupt` in one line where a record has other fields, or other types, than are used.
+
+    Its checksum may hold: another version, or another program, wrote it.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Corrupt(f"{where} is not as this version writes it ({why}): make it again") from error
+
+
 def _reason(error: OSError) -> str:
     if isinstance(error, StoreError):
         return str(error)

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.json_records import number_in
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
 from trainer.storage.store import Count, ListedFile, TooLargeError, uncounted
 from trainer.storage.uri import local_path, uri_of
@@ -438,21 +439,21 @@ def writer() -> str:
 def is_gone(text: str) -> bool:
     """Say whether the process of a `writer`, on this machine, is known to have ended."""
     number, started = _here(text)
-    return bool(number) and _started(int(number)) != started
+    return bool(number) and _started(number) != started
 
 
 def is_living(text: str) -> bool:
     """Say whether the process of a `writer` is known to be alive."""
     number, started = _here(text)
-    return bool(number) and _started(int(number)) == started
+    return bool(number) and _started(number) == started
 
 
-def _here(text: str) -> tuple[str, str]:
-    """Return process id and start time of a process of this machine; empty for another one."""
+def _here(text: str) -> tuple[int, str]:
+    """Return process id and start time of a process of this machine; 0 for another one."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
-    is_here = machine and machine == _machine() and number.isdigit()
-    return (number, started) if is_here else ("", "")
+    is_here = machine and machine == _machine()
+    return (number_in(number) or 0, started) if is_here else (0, "")
 
 
 @cache

@@ -19,6 +19,7 @@ from typing import Any
 
 import google_crc32c
 
+from trainer.json_records import parse, time_of
 from trainer.storage.errors import Corrupt, UnknownSchema
 
 MANIFEST = "MANIFEST.json"
@@ -116,6 +117,11 @@ class Manifest:
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property
+    def created_at(self) -> datetime:
+        """When it was made."""
+        return time_of(self.created) or datetime.max.replace(tzinfo=UTC)
+
+    @property
     def total_bytes(self) -> int:
         """Size of all files together."""
         return sum(entry.bytes for entry in self.files)
@@ -142,7 +148,7 @@ class Manifest:
     def from_json(cls, data: bytes | str, where: str = MANIFEST) -> Manifest:
         """Parse the text of a manifest; raises `UnknownSchema` or `Corrupt`, with `where`."""
         try:
-            tree = json.loads(data)
+            tree = parse(data)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
             # Before anything else: another schema may have other names.
@@ -152,6 +158,8 @@ class Manifest:
                 raise ValueError(f"no {', '.join(missing)}")
             files = tuple(FileEntry(**entry) for entry in tree["files"])
             fields = {name: value for name, value in tree.items() if name not in RESERVED}
+            if time_of(tree["created"]) is None:
+                raise ValueError(f"{tree['created']!r:.99} is not a time")
             return cls(tree["kind"], files, fields, tree["created"])
         except (ValueError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())

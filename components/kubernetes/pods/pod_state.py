@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 from components.kubernetes.names import CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
 from trainer.errors import DONE
+from trainer.json_records import number_in, time_of
 from trainer.topology import Task
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
@@ -271,7 +272,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     lines = str(terminated.get("message") or "").strip().splitlines()
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
-    finished = _time(terminated["finishedAt"]) if terminated.get("finishedAt") else None
+    finished = time_of(terminated.get("finishedAt"))
     # Times are whole seconds: a task that failed in the same one has failed by itself.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
@@ -290,16 +291,9 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
 def _deletion_requested(pod: Tree) -> datetime | None:
     """Return when the deletion of a pod was requested: its time stamp is the end of the grace."""
     metadata = pod["metadata"]
-    if not metadata.get("deletionTimestamp"):
-        return None
-    grace = timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))
-    return _time(metadata["deletionTimestamp"]) - grace
+    end = time_of(metadata.get("deletionTimestamp"))
+    return end and end - timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))
 
 
 def _version(pod: Tree) -> int:
-    version = str(pod["metadata"].get("resourceVersion", ""))
-    return int(version) if version.isdecimal() else 0
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
+    return number_in(str(pod["metadata"].get("resourceVersion", ""))) or 0

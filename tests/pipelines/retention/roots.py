@@ -17,11 +17,13 @@ def manifest(folder: Path, kind: str, days: float, **fields) -> str:
     """Publish one file, as of so many days ago."""
     folder.mkdir(parents=True)
     data = f"{kind} {folder.name}".encode() * 10
-    (folder / "data").write_bytes(data)
+    path = f"{fields.get('saved_model', '.')}/data".removeprefix("./")
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_bytes(data)
     crc32c = f"{google_crc32c.value(data):08x}"
     created = (NOW - timedelta(days=days)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     head = {"schema": 1, "kind": kind, "created": created}
-    files = [{"path": "data", "bytes": len(data), "crc32c": crc32c}]
+    files = [{"path": path, "bytes": len(data), "crc32c": crc32c}]
     (folder / "MANIFEST.json").write_text(json.dumps({**head, "files": files, **fields}))
     return storage.uri_of(folder)
 
@@ -53,6 +55,7 @@ def version_of(root: Path, number: int, days: float, made: dict[str, str], **lin
     """Register what a run has made, and make it champion."""
     home = root / "registry" / "models" / "digits"
     fields = {"version": number, "made_from": made, "source": {"uri": "gone"}}
+    fields["saved_model"] = f"serving/digits/{number}"
     fields["lineage"] = {**made, "spans": {str(number): f"digest {number}"}, **lineage}
     manifest(home / "versions" / f"{number:06d}", "model", days, **fields)
     if number == 1:
