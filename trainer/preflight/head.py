@@ -107,7 +107,8 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
     copy = root / file.path
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(head[: _end(head)])
-    return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size)
+    # The tag is that of the file, which a listing of before may have.
+    return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size, tag="")
 
 
 def _end(head: bytes) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from trainer.config.data import DataConfig
 from trainer.data import listing
+from trainer.data.files import file_pieces
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.raw_rows import Piece
 from trainer.errors import UserError
@@ -50,3 +51,12 @@ def test_a_message_names_the_file_and_not_its_copy(tmp_path):
     with pytest.raises(UserError) as refused:
         sampled(DataConfig(source=str(path)), tmp_path / "scratch")
     assert f"{path}, row 1 has two columns named 'a'" in str(refused.value)
+
+
+def test_a_head_is_no_file_that_has_changed(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,label\n" + "1,2\n" * 2000)
+    config = DataConfig(source=str(path))
+    (few,) = few_files(config, listing.list_source(config), tmp_path / "scratch").listing.files
+    with file_pieces.local(few, tmp_path) as copy:
+        assert copy.stat().st_size <= 4000
