@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import storage, user_code
+from trainer.config.form import from_form
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.events import now, to_tree
@@ -186,7 +187,7 @@ def given_to(step: str, call: Mapping[str, Any]) -> Given:
         artifacts=others,
         version=version("flotilla"),
         commit=lineage.commit(),
-        code=digests(str(plain.get("config", ""))),
+        code=digests(config_in(plain)),
     )
 
 
@@ -198,13 +199,22 @@ def _said(value: Any) -> dict[str, Any]:
     return {"uri": getattr(value, "uri", ""), "tree": tree}
 
 
-def digests(config: str) -> dict[str, str]:
-    """Return the digest of each module that a configuration, as JSON, names; None in a bundle."""
+def config_in(arguments: Mapping[str, Any]) -> Config | None:
+    """Return the configuration that a step was given; None without one, and for a wrong one."""
     try:
-        found = Config.model_validate_json(config)
-    except ValueError:
+        # The first step takes the form.
+        if "storage_root" in arguments:
+            return from_form(arguments)
+        return Config.model_validate_json(str(arguments.get("config", "")))
+    except (ConfigError, ValueError, KeyError):
+        return None
+
+
+def digests(config: Config | None) -> dict[str, str]:
+    """Return the digest of each module that a configuration names; none of one with a bundle."""
+    if config is None or config.code:
         return {}
-    names = [] if found.code else [name for _, name in trained.own_code(found)]
+    names = [name for _, name in trained.own_code(config)]
     return {
         module: _digest(module)
         for module in sorted({name.partition(":")[0] for name in names if ":" in name})

@@ -33,6 +33,7 @@ from components.records.run_store import (
     RUN_FOLDER,
     RUN_ID,
     Given,
+    config_in,
     digests,
     read_given,
     root_of,
@@ -43,8 +44,7 @@ from pipelines.runs import local, local_status
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import cores, events, storage, user_code
 from trainer.cluster import signals
-from trainer.config.form import SETTINGS, WHOLE, from_form, tree_of
-from trainer.config.schema import Config
+from trainer.config.form import SETTINGS, WHOLE, tree_of
 from trainer.errors import ConfigError, RunInterruptedError, UserError, nearest
 from trainer.events import StepBegin, StepEnd
 from trainer.promotion import lineage, registry
@@ -222,7 +222,7 @@ def code_remark(given: Given) -> str:
         for name, (here, then) in pairs.items()
         if then and here != then
     ]
-    here = digests(str(given.arguments.get("config", "")))
+    here = digests(config_in(given.arguments))
     differs += [
         f"module {name} {'was changed since' if here.get(name) else 'is not found here'}"
         for name, digest in given.code.items()
@@ -233,13 +233,8 @@ def code_remark(given: Given) -> str:
 
 def _looked_up(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
     """Copy what the step looks up below its root; return what is not as it was."""
-    try:
-        config = (
-            from_form(arguments)
-            if recorded.step == PREPARE
-            else Config.model_validate_json(arguments["config"])
-        )
-    except (ConfigError, ValueError):
+    config = config_in(arguments)
+    if config is None:
         # The step itself says so.
         return []
     if config.data.source and config.data.version:

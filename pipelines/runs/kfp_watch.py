@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,8 +23,8 @@ from pipelines.runs.outcome import RunResult
 from trainer.errors import UserError
 
 LOOK_SECONDS = 3.0
-# Between two looks at the records of the stages.
-STAGE_SECONDS = 10.0
+# Between two looks at the records of the stages, and where none could be read.
+STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
 # An instance may be upgraded while a run lasts for hours; the run continues meanwhile.
 RETRY_SECONDS = 120.0
 # A registry may be away for a moment, and an image may be pushed while its pod waits.
@@ -104,8 +103,9 @@ class _Stages:
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
             found = doing_of(self._client, run)
-            # A store that this machine cannot read is not asked again.
-            self._next = time.monotonic() + STAGE_SECONDS if found is not None else math.inf
+            # Mostly it cannot be read from here at all, and sometimes not for now.
+            pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
+            self._next = time.monotonic() + pause
             self._doing = found or {}
         return replace(run, doing=self._doing)
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from components.records.record import recorded as in_step
-from components.records.run_store import Given, digests
+from components.records.run_store import Given, digests, given_to
 from components.records.step_record import StepRecord
 from pipelines.replay import replay as replays
 from pipelines.replay.replay import RecordedStep, find, replay
@@ -22,7 +22,7 @@ from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code
 from tests.pipelines.replay.gate_run import RUN, prepared, published
 from tests.trainer.small_run import small_run
 from trainer import storage, user_code
-from trainer.config.form import FIELDS, from_form, to_local_form
+from trainer.config.form import FIELDS, from_form, to_form, to_local_form
 from trainer.config.load import parse_config
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 from trainer.promotion import lineage, registry
@@ -142,7 +142,7 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
         {"config": config},
         version="0.0.1" if is_other else replays.version("flotilla"),
         commit=("a" if is_other else "b") * 40,
-        code={"replayed_code": "other"} if is_other else digests(config),
+        code={"replayed_code": "other"} if is_other else digests(parse_config(json.loads(config))),
     ).given
     said = replays.code_remark(given)
     assert bool(said) is is_other
@@ -154,9 +154,18 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
         assert replays.code_remark(given).endswith("module replayed_code is not found here")
 
 
+def test_the_first_step_is_given_the_code_that_its_form_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "replayed_code.py").write_text("def model(): ...\n", encoding="utf-8")
+    config = parse_config({"model": {"name": "replayed_code:model"}})
+    for form in (to_form(config), to_local_form(config)):
+        assert list(given_to("prepare_data", form).code) == ["replayed_code"]
+    assert not given_to("finish", {"settings": {}, "root": ""}).code
+
+
 def test_modules_of_a_bundle_are_not_looked_for_here():
     bundled = {"model": {"name": "no_such_module:model"}, "code": f"s3://bucket/r/code/{'a' * 64}"}
-    assert digests(parse_config(bundled).model_dump_json()) == {}
+    assert digests(parse_config(bundled)) == {}
 
 
 class TestLookedUp:

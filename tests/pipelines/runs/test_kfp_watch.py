@@ -8,7 +8,10 @@ import threading
 
 import pytest
 
+from pipelines.runs import kfp_watch
 from pipelines.runs.kfp_client import READ_SECONDS
+from pipelines.runs.kfp_nodes import Nodes, Step
+from pipelines.runs.kfp_run import RemoteRun
 from tests.pipelines.called import FLOTILLA
 
 SECONDS = 120
@@ -145,3 +148,19 @@ def test_a_reader_that_goes_away(instance, calling, remote):
     err = process.stderr.read()
     assert process.wait(SECONDS) == 0
     assert "Traceback" not in err
+
+
+def test_records_that_cannot_be_read_for_now_are_read_later(monkeypatch):
+    record, now = object(), [0.0]
+    found = [None, {"train_model": record}]
+    monkeypatch.setattr(kfp_watch, "doing_of", lambda _client, _run: found.pop(0))
+    monkeypatch.setattr(kfp_watch.time, "monotonic", lambda: now[0])
+    step = Step(name="train_model", state="RUNNING", began=None, ended=None)
+    run = RemoteRun(
+        run_id="r", name="r", state="RUNNING", created=None, finished=None, error="",
+        nodes=Nodes(steps=(step,)),
+    )  # fmt: skip
+    stages, seen = kfp_watch._Stages(None), []
+    for now[0] in (0.0, kfp_watch.STAGE_SECONDS, kfp_watch.UNREAD_SECONDS):
+        seen.append(stages.look(run).doing)
+    assert seen == [{}, {}, {"train_model": record}]
