@@ -325,9 +325,9 @@ def digest(what: str, module: str) -> str:
             continue
         try:
             text = path.read_text(encoding="utf-8")
-            tree = ast.parse(text)
+            tree = ast.parse(text, filename=str(path))
         except (OSError, ValueError, SyntaxError) as error:
-            raise ConfigError(f"{what}: cannot read {path}: {line_of(error)}") from None
+            raise ConfigError(f"{what}: cannot read {name}: {line_of(error)}") from None
         sources[name] = text
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         left += _imported_by(tree, package)

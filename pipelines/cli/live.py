@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
-# How the line of an error begins that a user can mend; what a library wrote before it is noise.
+# How the line of an error begins that a user can mend; the run ends with it.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
@@ -150,8 +150,7 @@ class Display(LiveView):
                 self._is_stopping = True
                 self._say_in_log(self._stopping())
             case TaskFailed():
-                self.say(f"{event.task} ended with {event.cause}:")
-                for line in _telling(event.last_lines):
+                for line in _lines_of_failure(event):
                     self.say(line)
             case _ if line := line_of(event):
                 self.say(line)
@@ -273,9 +272,12 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
     return _one_line(what, ProgressBar(1.0, event.share, width=bar), Text("  ".join(parts)))
 
 
-def _telling(lines: Sequence[str]) -> Sequence[str]:
-    """Return the one line that says what is wrong where a task ended with one, else all."""
-    return lines[-1:] if lines and lines[-1].startswith(_ERROR) else lines
+def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
+    """Return how a task has ended, with its last lines where the end of the run has others."""
+    said = f"{event.task} ended with {event.cause}"
+    if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
+        return [said]
+    return [f"{said}:", *event.last_lines]
 
 
 def _one_line(*cells: RenderableType) -> Table:

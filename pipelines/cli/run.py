@@ -185,6 +185,9 @@ def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:
         resume += [str(options.config)] if isinstance(options.config, Path) else []
     if options.dataset:
         resume += ["--dataset", options.dataset]
+    if options.code:
+        # As they are then: without it the run has the modules that it began with.
+        resume += ["--code", str(options.code)]
     # An interrupted preparation published nothing that could be resumed.
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
         return f"resume with: {shlex.join(resume)}"

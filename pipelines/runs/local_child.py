@@ -61,7 +61,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
     began = time.monotonic()
 
     def end(error: ConfigError) -> None:
-        if STOPPING in os.environ or not _is_resolved(folder):
+        if STOPPING in os.environ or not _goes_on(folder):
             return
         os.environ[STOPPING] = "1"
         events.emit(
@@ -78,12 +78,18 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
     fitting.begin(config, arguments.get("dataset", ""), end)
 
 
-def _is_resolved(folder: Path) -> bool:
-    """Wait for the end of the first stage: its newest end is what counts."""
+def _goes_on(folder: Path) -> bool:
+    """Wait for the end of the first stage, whose newest end counts; False where one has failed.
+
+    A training task may have found the same mistake before.
+    """
     until = time.monotonic() + _SECONDS_TO_BEGIN
     while time.monotonic() < until:
         found = state_of(events.read(folder / EVENTS), newest_start=True)
-        if any(each.step == FIRST_STAGE and each.end for each in found.tries):
+        ends = {each.step: each.end for each in found.tries if each.end}
+        if any(each.status == "failed" for each in ends.values()):
+            return False
+        if FIRST_STAGE in ends:
             return True
         time.sleep(_PAUSE)
     return False

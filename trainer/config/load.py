@@ -5,13 +5,14 @@ Every mistake is a `ConfigError` of one line that names the key, the value and w
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -312,9 +313,23 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
         kind = model.model_fields[str(part)].annotation
         of_entry = not _is_section(kind)
         model = next(filter(_is_section, get_args(kind)), kind)
-    keys = list(model.model_fields)
-    hint = nearest(str(path[-1]), keys)
-    return hint or f" (one of {', '.join(keys)})"
+    key, keys = str(path[-1]), list(model.model_fields)
+    if hint := nearest(key, keys):
+        return hint
+    # It may be in its right spelling, and in the wrong section.
+    alike = difflib.get_close_matches(key, known := _keys(Config), n=1, cutoff=0.8)
+    return f"; did you mean '{known[alike[0]]}'?" if alike else f" (one of {', '.join(keys)})"
+
+
+def _keys(section: type[BaseModel], above: str = "") -> dict[str, str]:
+    """Return the full name of each key of a section and of those below it, by its last part."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        if _is_section(field.annotation):
+            found = _keys(cast("type[BaseModel]", field.annotation), f"{above}{name}.") | found
+        else:
+            found[name] = f"{above}{name}"
+    return found
 
 
 def _is_section(kind: Any) -> bool:

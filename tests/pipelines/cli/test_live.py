@@ -100,11 +100,11 @@ def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypa
     ]
 
 
-def test_of_a_task_that_says_what_is_wrong_the_lines_before_are_left_out(lines_of):
+def test_what_is_wrong_in_the_words_of_a_task_is_left_to_the_end_of_the_run(lines_of):
     noise = ("experimental {", "}")
     said = "flotilla: model a:b: cannot import a"
     lost = TaskFailed(task="chief-0", cause="exit code 2", last_lines=(*noise, said))
-    assert lines_of(lost) == ["chief-0 ended with exit code 2:", said]
+    assert lines_of(lost) == ["chief-0 ended with exit code 2"]
     lost = TaskFailed(task="chief-0", cause="exit code 1", last_lines=noise)
     assert lines_of(lost)[1:] == list(noise)
 

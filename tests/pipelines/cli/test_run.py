@@ -27,9 +27,9 @@ def checkpoint(run, tmp_path):
     return uri
 
 
-def remedy(run, pipeline="train", status="failed", code=1, dataset=""):
-    options = local.RunOptions(pipeline=pipeline, workdir=run.folder.parent, dataset=dataset)
-    result = RunResult(status=status, exit_code=code, message="x", steps=())
+def remedy(run, pipeline="train", status="failed", exit_code=1, **given):
+    options = local.RunOptions(pipeline=pipeline, workdir=run.folder.parent, **given)
+    result = RunResult(status=status, exit_code=exit_code, message="x", steps=())
     return remedy_of(options, run, result)
 
 
@@ -38,6 +38,8 @@ def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     resume = f"--workdir '{run.folder.parent}' --resume {run.run_id}"
     assert remedy(run) == f"when that is fixed, resume with: flotilla train {resume}"
     assert remedy(run, dataset="file:///d").endswith(f"train {resume} --dataset file:///d")
+    # With the modules that were fixed, and not those that have failed.
+    assert remedy(run, code="mine").endswith(f"train {resume} --code mine")
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_with(run):
@@ -47,12 +49,14 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_with(run):
 @pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize(("status", "code"), [("blessed", 0), ("refused", 3), ("failed", 2)])
 def test_a_run_that_is_over_or_was_called_wrongly_is_not_resumed(run, status, code):
-    assert remedy(run, status=status, code=code) == ""
+    assert remedy(run, status=status, exit_code=code) == ""
 
 
 def test_an_interrupted_run_can_always_be_resumed_unless_it_only_prepared(run):
-    assert remedy(run, status="interrupted", code=130).startswith("resume with: flotilla train ")
-    assert remedy(run, "prepare", status="interrupted", code=130) == ""
+    assert remedy(run, status="interrupted", exit_code=130).startswith(
+        "resume with: flotilla train "
+    )
+    assert remedy(run, "prepare", status="interrupted", exit_code=130) == ""
 
 
 def test_a_store_that_cannot_be_read_has_no_remedy(run, checkpoint):

@@ -75,3 +75,14 @@ def test_a_run_that_was_asked_to_end_ends_as_it_does(folder, killed, tried, monk
     local_child._begin_trial(folder, FORM, is_resumed=False)
     assert tried
     assert not killed
+
+
+def test_a_mistake_that_a_training_task_found_before_is_said_once(folder, killed, tried):
+    said = "model.args: mlp has no argument 'x' (chief-0)"
+    found = StepEnd(step="train_model", status="failed", exit_code=2, error=said)
+    events.append(folder / local_child.EVENTS, found)
+    local_child._begin_trial(folder, FORM, is_resumed=False)
+    assert tried
+    assert not killed
+    result = outcome_of(state_of(events.read(folder / local_child.EVENTS)), 1, interrupted=False)
+    assert result.message == f"train_model: {said}"

@@ -124,6 +124,11 @@ def test_what_is_no_value_is_refused_with_its_key(text):
         ("training.stepss=3", "training.stepss: no such key; did you mean 'steps'?"),
         ("trainin.steps=3", "trainin: no such key; did you mean 'training'?"),
         ("training.optimizer.nam=sgd", "training.optimizer.nam: no such key; did you mean 'name'?"),
+        (
+            "training.learning_rate=0.1",
+            "training.learning_rate: no such key; did you mean 'training.optimizer.learning_rate'?",
+        ),
+        ("training.workers=2", "training.workers: no such key; did you mean 'cluster.workers'?"),
         ("training.optimizer.xyz=1", "training.optimizer.xyz: no such key (one of name, learning_"),
         ("gate.minimum={}", "gate.minimum: no such key; did you mean 'min'?"),
         (
