@@ -146,7 +146,8 @@ def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"notes": sample.notes}
     if sample.uri or sample.by_builder:
         whole = sample.is_whole or sample.by_builder
-        found |= asdict(dry_run.fit(config, scratch, sample.uri, whole=whole))
+        fit = dry_run.fit(config, scratch, sample.uri, whole=whole)
+        found |= {**asdict(fit), "notes": (*sample.notes, *fit.notes)}
     return found
 
 

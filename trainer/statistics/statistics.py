@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -134,7 +134,7 @@ class Statistics:
 
 def to_bytes(statistics: Statistics) -> bytes:
     """Return the content of `statistics.json`."""
-    return json.dumps(asdict(statistics), allow_nan=False).encode()
+    return json.dumps(statistics, default=vars, allow_nan=False).encode()
 
 
 def from_bytes(data: bytes, uri: str) -> Statistics:

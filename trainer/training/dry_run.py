@@ -81,13 +81,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits: the features of one example, the task, why that, and the numbers in variables."""
+    """What fits: the features of one example, the task, why that, and the numbers in variables.
+
+    `notes` say what first rows suggest otherwise.
+    """
 
     inputs: dict[str, str]
     targets: dict[str, str]
     task: str
     why: str
     parameters: int
+    notes: tuple[str, ...] = ()
 
 
 def require(config: Config, model: keras.Model, objective: Objective) -> None:
@@ -103,7 +107,8 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     if config.training.jit_compile:
         registry.require_compilable(model)
         _require_known_lengths(model)
-    if "keras" in config.export.formats:
+    # What is built in can be read back.
+    if "keras" in config.export.formats and ":" in name:
         registry.require_readable(name, model)
     if any(form.startswith("tflite") for form in config.export.formats):
         registry.require_lite(model)
@@ -219,11 +224,20 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
         return _fitted(config, dataset, uri)
     errors = []
     for reading in _readings(config, dataset):
-        try:
-            return _fitted(config, reading, uri)
-        except ConfigError as error:
-            errors.append(error)
-    raise max(errors, key=_line_reached)
+        # The first of sorted rows may all be alike, or weigh nothing: made-up ones do not.
+        for examples in (uri, ""):
+            try:
+                return _fitted(config, reading, examples)
+            except ConfigError as error:
+                errors.append(error)
+                if not isinstance(error, _NoGradientError):
+                    break
+    refused = max(errors, key=_line_reached)
+    with suppress(ConfigError):
+        # Its examples have classes.
+        found = _fitted(config, _as_numbers(config, dataset), "")
+        return replace(found, notes=(f"in the first rows: {refused}",))
+    raise refused
 
 
 def _line_reached(error: ConfigError) -> int:
@@ -288,6 +302,27 @@ def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
         yield _with_classes(config, sample, least)
     if width := _width(config, _with_classes(config, sample, TWO)):
         yield _with_classes(config, sample, width)
+
+
+def _as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
+    """Return a dataset whose labels are quantities where few whole numbers seem to be classes.
+
+    Further rows may have more of them, or a fraction. Raises `ConfigError` if there is no such one.
+    """
+    features, said = dict(sample.features), config.data.types
+    for name in sample.targets if config.data.source and not config.data.map else ():
+        feature = features[name]
+        if name not in said and feature.labels and all(map(_is_number, feature.labels)):
+            features[name] = FeatureSpec(shape=feature.shape, dtype="float32", stored="float")
+    if features == sample.features:
+        raise ConfigError("no label may be a quantity")
+    return replace(sample, features=features, target_moments={}, target_counts={})
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        return math.isfinite(float(text))
+    return False
 
 
 def _without_counts(sample: DatasetSpec) -> dict[str, Any]:
@@ -499,10 +534,14 @@ def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], w
                 f"is: {why}"
             )
     if values and not any(each.any() for each in values):
-        raise _NumbersError(
+        raise _NoGradientError(
             "no variable has a gradient: the loss does not depend on what the model computes"
         )
 
 
 class _NumbersError(ConfigError):
     """What a step on a few examples gives is no number, or zero."""
+
+
+class _NoGradientError(_NumbersError):
+    """All gradients are zero."""

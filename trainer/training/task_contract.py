@@ -68,7 +68,7 @@ def naming(what: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error.__cause__
+        raise type(error)(f"{what}: {error}") from error.__cause__
 
 
 def called(what: str, call: Callable[..., Any], *args: Any) -> Any:

@@ -13,7 +13,7 @@ from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ConfigError, UserError
-from trainer.preflight import sample
+from trainer.preflight import head, sample
 from trainer.preflight.sample import sampled
 
 # More than a sample has.
@@ -57,6 +57,12 @@ def test_a_small_table_is_its_own_sample(tmp_path):
     assert spec.features["label"].labels == ("no", "yes")
     assert sum(spec.examples(split) for split in spec.shards) == 200
     assert len(spec.shards["train"]) == 3
+
+
+def test_the_head_of_a_large_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "_HEAD", 1 << 10)
+    found = of(tmp_path, csv(tmp_path, table(MANY)))
+    assert found.uri and not found.is_whole
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl", "tfrecord"])

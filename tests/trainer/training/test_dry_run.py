@@ -587,6 +587,14 @@ def test_two_examples_that_say_nothing_are_no_reason(tmp_path):
         fitted(tmp_path, "without_bias", uri)
 
 
+def test_first_rows_that_all_say_nothing_are_no_reason(tmp_path):
+    images, labels = digits()
+    images[:] = 0
+    uri = publish_dataset(tmp_path / "dark", (images, labels), test=0)
+    config = parse_config({"model": {"name": "own_models:without_bias"}})
+    assert dry_run.fit(config, tmp_path, uri, whole=False).parameters == 640
+
+
 def test_of_a_large_shard_no_example_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(dry_run, "MOST_BYTES", 1)
     monkeypatch.setattr(dry_run, "stage_shards", lambda *_, **__: pytest.fail("fetched"))
@@ -653,6 +661,22 @@ def refused(tmp_path, monkeypatch):
 def test_classes_that_first_rows_do_not_have_are_no_reason(refused, labels, tree, whole_said):
     assert refused(churn(*labels), dict(tree)) == ""
     assert refused(churn(*labels), dict(tree), whole=True).startswith(whole_said)
+
+
+@pytest.mark.parametrize(
+    ("labels", "tree"),
+    [
+        (("1", "2"), {"task": {"name": "regression"}}),
+        (("0",), {"gate": {"max": {"mean_absolute_error": 1.0}}}),
+    ],
+)
+def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree):
+    tree["data"] = {"source": "t.csv"}
+    assert refused(churn(*labels), dict(tree)) == ""
+    assert refused(churn(*labels), dict(tree), whole=True)
+    assert refused(churn("no", "yes"), dict(tree))
+    tree["data"] = {"source": "t.csv", "types": {"churn": "class"}}
+    assert refused(churn(*labels), dict(tree))
 
 
 @pytest.mark.parametrize(
