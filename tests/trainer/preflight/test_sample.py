@@ -62,7 +62,8 @@ def test_a_small_table_is_its_own_sample(tmp_path):
 def test_the_head_of_a_large_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(head, "_HEAD", 1 << 10)
     found = of(tmp_path, csv(tmp_path, table(MANY)))
-    assert found.uri and not found.is_whole
+    assert found.uri
+    assert not found.is_whole
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl", "tfrecord"])
