@@ -26,8 +26,8 @@ from trainer.promotion import trained
 from trainer.promotion.registry import champion_checkpoint, champion_positive
 from trainer.storage import patterns
 
-# Under which the digest of the listing is pinned.
-_FILES = "listing of data.source"
+# Under which the digest of the listing is pinned, and of what it is one.
+_FILES, _LISTED = "listing of data.source", "what was listed"
 _log = logging.getLogger(__name__)
 
 
@@ -147,8 +147,24 @@ def with_listing(config: Config, root: str) -> Config:
     data = config.data
     if not data.source or data.version:
         return config
+    _require_same_source(data)
     version = run_store.pin_once(_FILES, lambda: _listed(config, root))
     return config.model_copy(update={"data": data.model_copy(update={"version": version})})
+
+
+def _require_same_source(data: DataConfig) -> None:
+    """Raise a `ConfigError` where the run has listed other files, on which it stays."""
+    # A file of a relative path is the same one from another folder.
+    asked = [data.spans, data.source, os.path.abspath(data.source)]
+    # Listing may not come to its end, and then the run has no files yet.
+    listed = run_store.pinned(_LISTED) if run_store.pinned(_FILES) else ""
+    before = json.loads(listed) if listed else asked
+    if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
+        raise ConfigError(
+            f"data.source: a resumed run stays on its files, which are those of {before[1]} with "
+            f"data.spans {before[0]}: start a new run for {data.source} with {data.spans}"
+        )
+    run_store.pin(_LISTED, listed or json.dumps(asked))
 
 
 def _listed(config: Config, root: str) -> str:

@@ -10,7 +10,7 @@ from tests.trainer.promotion.test_registry import exported
 from trainer import events, storage
 from trainer.config.load import parse_config
 from trainer.data import listing
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 from trainer.events import FromScratch
 from trainer.promotion import registry, trained
 
@@ -232,6 +232,20 @@ def test_a_run_that_is_resumed_keeps_its_files_and_its_word(nights):
     nights.come(2)
     assert nights.resume() == (["1"], "")
     assert nights.begin() == (["2"], "")
+
+
+def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
+    nights.come(1)
+    # Of a place without files nothing is listed.
+    with pytest.raises(UserError, match=r"no file|nothing at"):
+        resolve_config.with_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
+    nights.resume()
+    for other in ({"source": str(nights.files / "s-1.csv")}, {"spans": "all"}):
+        with pytest.raises(ConfigError, match=r"stays on its files, .*: start a new run for "):
+            resolve_config.with_listing(nights.config(**other), nights.root)
+    assert nights.resume() == (["1"], "")
+    monkeypatch.chdir(nights.files)
+    resolve_config.with_listing(nights.config(source="s-{SPAN}.csv"), nights.root)
 
 
 def test_another_configuration_is_something_new(nights):
