@@ -104,16 +104,6 @@ def test_status_of_an_id_that_is_not_there(remote):
     assert "answered 404" in answer.err
 
 
-def test_status_of_a_run_that_has_ended_reports_its_outcome(instance, remote, started, workflow):
-    workflow.begin("check_gate")
-    workflow.end("check_gate", metrics={"decision": "refused", "reasons": ["too low"]})
-    workflow.skip()
-    instance.store.end_run(started, "SUCCEEDED")
-    answer = remote("status", started, "--json")
-    assert (answer.code, answer.json["status"], answer.json["message"]) == (0, "refused", "too low")
-    assert f"run {started}: refused" in answer.err
-
-
 def test_a_run_that_never_began_has_no_steps(instance, remote, started):
     instance.store.workflows[started].nodes.clear()
     assert remote("status", started).code == 0
@@ -165,13 +155,6 @@ def test_logs_are_followed_without_saying_anything_twice(instance, remote, start
     lines = [line.split()[1] for line in answer.out.splitlines() if "train_model" in line]
     assert lines[:3] == ["one", "two", "three"]
     assert lines[3].startswith("four")
-
-
-def test_logs_without_following_end_at_once(remote, started, workflow):
-    workflow.begin("train_model")
-    workflow.write("train_model", "so far\nand mo")
-    answer = remote("logs", started)
-    assert (answer.code, answer.out.split()) == (0, ["train_model", "so", "far"])
 
 
 @pytest.mark.slow

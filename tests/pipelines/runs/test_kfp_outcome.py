@@ -132,28 +132,24 @@ def test_blessed_is_0_with_metrics_and_places(waits):
     assert (answer.json["global_step"], answer.json["handed_on_step"]) == (1500, 1000)
 
 
-def test_refused_is_3_with_its_reasons(waits):
-    answer = waits(GATE_REFUSED)
-    assert (answer.code, answer.json["status"]) == (3, "refused")
-    assert answer.json["message"] == "accuracy 0.5 is below 0.95"
-
-
-def test_nothing_new_is_0_and_says_so(waits):
-    answer = waits(UNCHANGED)
-    assert (answer.code, answer.json["status"]) == (0, "unchanged")
-    assert answer.json["message"] == "those of digits-1"
+@pytest.mark.parametrize(
+    ("play", "code", "status", "message"),
+    [
+        (GATE_REFUSED, 3, "refused", "accuracy 0.5 is below 0.95"),
+        (UNCHANGED, 0, "unchanged", "those of digits-1"),
+        (failed("train_model", NAN), 1, "failed", f"train_model: {NAN}"),
+        (CANCELLED, 130, "canceled", "the run was cancelled"),
+    ],
+)
+def test_each_other_end_has_its_code_and_its_cause(waits, play, code, status, message):
+    answer = waits(play)
+    assert (answer.code, answer.json["status"]) == (code, status), answer.err
+    assert answer.json["message"] == message
 
 
 def test_refused_by_the_registry_is_3(waited):
     answer = waited(REGISTRY_REFUSED)
-    assert (answer.code, answer.json["status"]) == (3, "refused")
-    assert answer.json["message"] == "the champion has changed"
-
-
-def test_failed_is_1_with_what_the_step_said(waits):
-    answer = waits(failed("train_model", NAN))
-    assert (answer.code, answer.json["status"]) == (1, "failed")
-    assert answer.json["message"] == f"train_model: {NAN}"
+    assert (answer.code, answer.json["message"]) == (3, "the champion has changed")
 
 
 def test_killed_is_1_with_what_kfp_said(waited):
@@ -163,12 +159,6 @@ def test_killed_is_1_with_what_kfp_said(waited):
         "train_model: its pod failed (main: OOMKilled (exit code 137)): "
         "its memory was not enough: upload with more --memory"
     )
-
-
-def test_cancelled_is_130(waits):
-    answer = waits(CANCELLED)
-    assert (answer.code, answer.json["status"]) == (130, "canceled"), answer.err
-    assert answer.json["message"] == "the run was cancelled"
 
 
 @pytest.mark.parametrize("has_ui", [False, True])
@@ -225,34 +215,24 @@ def inside(instance, monkeypatch):
 
 
 @pytest.mark.usefixtures("inside")
-def test_without_the_store_a_promotion_is_not_taken_for_granted(waited):
-    answer = waited(BLESSED)
-    assert (answer.code, answer.json["status"]) == (1, "unknown")
+@pytest.mark.parametrize(
+    ("play", "code", "status", "message"),
+    [
+        (BLESSED, 1, "unknown", "the run is done, but what the registry decided cannot be read: "),
+        (GATE_REFUSED, 3, "refused", "the gate refused the model; "),
+        (UNCHANGED, 1, "unknown",
+         "the run is done, but why the run has not trained cannot be read: "),
+        (failed("train_model", NAN), 1, "failed",
+         "train_model: its pod failed (main: Error (exit code 1)); "),
+    ],
+)  # fmt: skip
+def test_without_the_store_it_says_what_it_knows(waited, play, code, status, message):
+    answer = waited(play)
+    assert (answer.code, answer.json["status"]) == (code, status)
     assert answer.json["message"].startswith(
-        "the run is done, but what the registry decided cannot be read: its metrics are below "
-        f"{INSIDE}/flotilla/{answer.json['run_id']}, which cannot be read here: "
+        f"{message}its metrics are below {INSIDE}/flotilla/{answer.json['run_id']}, which cannot "
+        "be read here: "
     )
-
-
-@pytest.mark.usefixtures("inside")
-def test_without_the_store_a_gate_that_refused_is_seen(waited):
-    answer = waited(GATE_REFUSED)
-    assert (answer.code, answer.json["status"]) == (3, "refused")
-    assert answer.json["message"].startswith("the gate refused the model; its metrics are below ")
-
-
-@pytest.mark.usefixtures("inside")
-def test_without_the_store_a_failure_is_its_step(waited):
-    answer = waited(failed("train_model", NAN))
-    assert (answer.code, answer.json["status"]) == (1, "failed")
-    begin, _, rest = answer.json["message"].partition("; ")
-    assert begin == "train_model: its pod failed (main: Error (exit code 1))"
-    assert rest.startswith("its metrics are below ")
-
-
-@pytest.mark.usefixtures("inside")
-def test_without_the_store_a_cancelled_run_is_130(waited):
-    assert waited(CANCELLED).code == 130
 
 
 @pytest.mark.usefixtures("inside")
@@ -424,11 +404,9 @@ def test_a_pod_that_was_lost_is_awaited_until_kfp_makes_it_again(waits):
     assert (answer.code, answer.json["status"]) == (0, "blessed")
 
 
-def test_a_failed_step_is_not_taken_for_the_end(instance, remote):
+def test_a_failed_step_is_not_taken_for_the_end(waited):
     # The exit step is still to come.
-    instance.store.play = failed("train_model", NAN)
-    answer = remote("submit", "--wait", "--json")
-    assert answer.json["message"] == f"train_model: {NAN}"
+    answer = waited(failed("train_model", NAN))
     assert any(line.startswith("finish done") for line in answer.err.splitlines())
 
 
@@ -589,15 +567,6 @@ def test_a_mistake_of_the_user_is_2(instance, remote):
 def test_the_words_of_the_stages_say_what_became_of_a_run(ended, has_nodes, stages, word, expected):
     found = ended(stages, word, has_nodes=has_nodes)
     assert (found.status, found.message) == expected
-
-
-@pytest.mark.usefixtures("inside")
-def test_without_the_store_a_run_that_did_not_train_does_not_say_why(waited):
-    answer = waited([*done("validate_data", decision="refused"), skip, *done("finish"), over()])
-    assert (answer.code, answer.json["status"]) == (1, "unknown")
-    assert answer.json["message"].startswith(
-        "the run is done, but why the run has not trained cannot be read: its metrics are below "
-    )
 
 
 def test_a_root_that_is_a_default_of_the_version_is_read(instance, workflow, rows, run_id):
