@@ -16,11 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from components import in_use
+from components.records.run_store import STEPS as RECORDS
+from components.table import STEPS, SWEEP_STEPS
 from pipelines.retention.plan import (
     NOTE,
     RUN,
@@ -45,10 +47,11 @@ from trainer.storage.local import is_gone
 from trainer.storage.manifest import MANIFEST
 from trainer.storage.publishing import store_for
 from trainer.storage.retry import in_parallel
+from trainer.storage.uri import names_in
 from trainer.sweeps.study import FILE as SWEEP_STATE
-from trainer.sweeps.study import OLD_FILE
 from trainer.sweeps.study import read as read_sweep
 
+_MODEL = "model"
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
 # Of a run: where its steps publish, and the small records that name what it uses.
 _PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
@@ -57,9 +60,12 @@ _RECORDS = (
     bundle.OF_RUN,
 )  # fmt: skip
 _NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, bundle.OF_SCHEDULES, *SHARED}
+_STAGES = {stage.name for step in (*STEPS, *SWEEP_STEPS) for stage in step.stages}
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
+# A key of a bucket may have any of these characters.
+_WHOLE = re.compile(r'"(?:gs|s3|minio)://(?:[^"\\]|\\.)*"')
 # A step that was killed leaves no end on record.
 _UNENDED = timedelta(days=7)
 
@@ -122,7 +128,8 @@ def is_changed(root: str, workdir: Path, run: Item) -> bool:
             folder.changed = max(folder.changed, each.changed)
     now = _Reader(root, workdir).run(run.path, folder).get(run.path)
     if now is None:
-        return False
+        # It is gone, or no run any more.
+        return bool(folder.files)
     return now.busy or (now.last is not None and run.last is not None and now.last > run.last)
 
 
@@ -154,7 +161,7 @@ class _Names:
     def named(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield the items that the words of some texts name."""
         for word in texts:
-            segments = unquote(word).partition("?")[0].split("/")
+            segments = names_in(word)
             if len(segments) == 1:
                 yield from self._paths & {f"listings/{word}", f"code/{word}"}
             for first, segment in enumerate(segments[:-1]):
@@ -170,7 +177,11 @@ class _Names:
 
 
 def _words(text: str) -> frozenset[str]:
-    return frozenset(_TOKEN.findall(text))
+    found = set(_TOKEN.findall(text))
+    for each in _WHOLE.findall(text):
+        with suppress(ValueError):
+            found.add(parse(each))
+    return frozenset(found)
 
 
 def _time(seconds: float) -> datetime | None:
@@ -195,8 +206,13 @@ class _Reader:
             manifest = storage.read_manifest(self._at(path))
         except storage.NotPublished:
             return None
-        except (storage.Corrupt, storage.UnknownSchema) as error:
+        except storage.Unavailable:
+            raise
+        except UserError as error:
             return Item(path=path, kind=kind, bytes=size, damaged=str(error))
+        if manifest.kind != (_MODEL if kind == VERSION else kind):
+            # Somebody else's.
+            return None
         # Where a version is copied from: it has a copy.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
         self.texts[path] = _words(json.dumps(fields, ensure_ascii=False))
@@ -257,29 +273,42 @@ class _Reader:
                     found[item.path] = item
                     texts |= self.texts.get(item.path, frozenset())
                     last = max(last, item.last.timestamp() if item.last else 0.0)
-        records = [each for each in _children(folder.files).get("steps", {}) if "/" not in each]
-        for record in (self._record(f"{name}/steps/{each}") for each in records):
+        own, damaged = False, [each.damaged for each in found.values() if each.damaged]
+        for step in _children(folder.files).get(RECORDS, {}):
+            path, stage = f"{name}/{RECORDS}/{step}", step.removesuffix(".json")
+            text, record = self._record(path)
             began, ended = record.get("began"), record.get("ended")
             last = max([last, *(t.timestamp() for t in map(time_at, (began, ended)) if t)])
             unended |= began is not None and ended is None
-            texts |= _words(json.dumps(record))
-        is_run = bool(found or records) or {"events.jsonl", "lock"} <= folder.files.keys()
-        if not is_run or MANIFEST in folder.files:
+            own |= record.get("step") == stage
+            if not record and stage in _STAGES:
+                damaged.append(f"{self._at(path)} is damaged")
+            texts |= _words(text)
+        for each in _RECORDS:
+            if each in folder.files:
+                text = self._text(f"{name}/{each}")
+                texts |= _words(text)
+                own |= each == "events.jsonl" and _begins(text, name)
+        if MANIFEST in folder.files or not (damaged or _is_run(name, texts, own)):
             return {}
         if stamp := _STAMP.search(name):
             with suppress(ValueError):
                 began_at = datetime.strptime(stamp[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
                 last = max(last, began_at.timestamp())
-        for each in _RECORDS:
-            if each in folder.files:
-                texts |= _words(self._text(f"{name}/{each}"))
         renewed, held = self._lease(name, folder)
         last = max(last, renewed)
         is_late = unended and last > (datetime.now(UTC) - _UNENDED).timestamp()
         is_new = last > (datetime.now(UTC) - timedelta(days=1)).timestamp()
         busy = held or is_late or is_new or self.is_locked(name)
         self.texts[name] = frozenset(texts)
-        run = Item(path=name, kind=RUN, bytes=folder.bytes, last=_time(last), busy=busy)
+        run = Item(
+            path=name,
+            kind=RUN,
+            bytes=folder.bytes,
+            last=_time(last),
+            busy=busy,
+            damaged="; ".join(damaged),
+        )
         return {**found, name: run}
 
     def _lease(self, name: str, folder: _Folder) -> tuple[float, bool]:
@@ -296,17 +325,19 @@ class _Reader:
         above = {storage.local_path(self._root), self._workdir.absolute()}
         return any(_is_locked(folder / name) for folder in filter(None, above))
 
-    def _record(self, path: str) -> dict[str, Any]:
-        try:
-            return parse_mapping(self._text(path))
-        except ValueError:
-            return {}
+    def _record(self, path: str) -> tuple[str, dict[str, Any]]:
+        text = self._text(path)
+        with suppress(ValueError):
+            return text, parse_mapping(text)
+        return text, {}
 
     def _text(self, path: str) -> str:
         # It may be damaged, or gone: whatever is legible counts.
         try:
             return storage.read_bytes(self._at(path)).decode(errors="replace")
-        except (storage.Missing, storage.Corrupt):
+        except storage.Unavailable:
+            raise
+        except UserError:
             return ""
 
     def models(self, registry: _Folder, found: Mapping[str, Item]) -> Iterator[Model]:
@@ -372,6 +403,23 @@ class _Reader:
         return found
 
 
+def _begins(text: str, name: str) -> bool:
+    """Say whether events of a run on a machine are those of the run of this name."""
+    for line in text.splitlines():
+        if '"run_begin"' in line:
+            with suppress(ValueError):
+                return bool(parse_mapping(line).get("run_id") == name)
+    return False
+
+
+def _is_run(name: str, texts: Iterable[str], own: bool) -> bool:
+    """Say whether a folder is a run, and no copy of one: its records name it, or no other one."""
+    named = {
+        run for names in map(names_in, texts) for run, kind in pairwise(names) if kind in _PUBLISHED
+    }
+    return name in named or (own and not named)
+
+
 def _children(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return {place[0]: inside for place, inside in _deep(files, 1).items()}
 
@@ -412,11 +460,11 @@ def _with_sweeps(
     """Return items with the sweeps of this machine, and each trial as young as its sweep."""
     found = dict(items)
     for folder in dict.fromkeys([*filter(None, [root]), workdir]):
-        for path in sorted([*folder.glob(f"*/{SWEEP_STATE}"), *folder.glob(f"*/{OLD_FILE}")]):
-            sweep = _sweep(path.parent)
+        for path in sorted(folder.glob(f"*/{SWEEP_STATE}")):
+            sweep, trials = _sweep(path.parent)
             if folder == root:
                 found[sweep.path] = sweep
-            for name in _trials(path.parent):
+            for name in trials:
                 _keep_with(found, name, sweep)
     sweeps = {name: items[name] for name in on_cluster if name in items}
     for name in items:
@@ -433,25 +481,24 @@ def _keep_with(found: dict[str, Item], name: str, sweep: Item) -> None:
         found[name] = replace(run, last=last, busy=run.busy or sweep.busy)
 
 
-def _sweep(folder: Path) -> Item:
-    size, last = 0, 0.0
+def _sweep(folder: Path) -> tuple[Item, list[str]]:
+    """Return a sweep of this machine and the runs of its trials."""
+    size, last, trials, damaged = 0, 0.0, list[str](), ""
     for each in folder.iterdir():
         # It may be replaced at this moment.
         with suppress(OSError):
             found = each.stat()
             size, last = size + found.st_size, max(last, found.st_mtime)
-    return Item(
+    try:
+        trials = [each.run_id for each in read_sweep(folder).trials]
+    except UserError as error:
+        damaged = str(error)
+    item = Item(
         path=folder.name,
         kind=SWEEP,
         bytes=size,
         last=time_at(last),
         busy=_is_locked(folder),
+        damaged=damaged,
     )
-
-
-def _trials(folder: Path) -> list[str]:
-    try:
-        return [each.run_id for each in read_sweep(folder).trials]
-    except UserError:
-        # It cannot go on either.
-        return []
+    return item, trials

@@ -129,7 +129,9 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     # Whatever a run that goes on is compared with.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
-    unsure += [each.damaged for each in items.values() if each.kind == VERSION and each.damaged]
+    # What a dataset is made from are listings and code; a run may need anything.
+    apart = (NOTE, *SHARED.values())
+    unsure += [item.damaged for item in items.values() if item.damaged and item.kind not in apart]
     remarks += [f"kept: {each.damaged}" for each in items.values() if each.damaged]
     remarks += [f"kept: {each}" for model in found.models for each in model.damaged]
     going = [
@@ -140,15 +142,21 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         return Plan(going=_ordered(going), remarks=tuple(remarks))
     if unsure:
         remarks.append(
-            f"no run, dataset or checkpoint goes: what {len(unsure)} damaged records of the "
-            "registry need is not known; restore them, or delete the damaged version"
+            f"no run, dataset or checkpoint goes: what {len(unsure)} damaged records need is not "
+            "known; restore them, or delete the version or run that they are of"
         )
         return Plan(going=_ordered(going), remarks=tuple(remarks))
     leaving = {each.path for each in going}
+    is_unclear = any(item.damaged for item in items.values() if item.kind in SHARED.values())
     since = now - wanted.runs
     roots = [
         item for item in items.values()
-        if item.path not in leaving and (item.kind == VERSION or _stays(item, items, since))
+        if item.path not in leaving
+        and (
+            item.kind == VERSION
+            or (is_unclear and item.kind in SHARED.values())
+            or _stays(item, items, since)
+        )
     ]  # fmt: skip
     needed = reached(items, roots)
     remarks += [

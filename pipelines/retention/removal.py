@@ -40,7 +40,7 @@ from trainer.storage.retry import in_parallel
 
 # Of a run these go last: by them a later removal sees how old the rest is.
 _LAST = ("config.json", "events.jsonl", "lock")
-_RECORDS = "steps"
+_RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)
 # A part takes minutes, so that nobody goes on with a preparation that has added none for so long.
 FORSAKEN = timedelta(days=7)
@@ -172,15 +172,28 @@ def _leases_removed(uri: str) -> list[str]:
 
 def _parts_removed(root: str) -> list[str]:
     """Delete the finished parts of preparations that have ended without a dataset."""
-    since = datetime.now(UTC) - FORSAKEN
-    above, removed = storage.join(root, "preparing"), []
-    for name in storage.names(above):
-        folder = storage.join(above, name)
-        newest = storage.newest(folder)
-        if newest and newest[1].created_at < since:
-            storage.delete(folder)
-            removed.append(folder)
+    above = storage.join(root, "preparing")
+    folders = [storage.join(above, name) for name in storage.names(above)]
+    removed = [each for each in folders if _is_forsaken(each)]
+    in_parallel(storage.delete, removed)
     return removed
+
+
+def _is_forsaken(folder: str) -> bool:
+    """Say whether a folder holds nothing but parts, and no part was added for long."""
+    since = datetime.now(UTC) - FORSAKEN
+    parts = storage.names(folder)
+    try:
+        found = [storage.read_manifest(storage.join(folder, name)) for name in parts]
+        made = [each.created_at for each in found if each.kind == _PART]
+        if datetime.max.replace(tzinfo=UTC) in made:
+            raise UserError("the time of a part cannot be read")
+        return bool(made) and len(made) == len(parts) and max(made) < since
+    except storage.Unavailable:
+        raise
+    except UserError as error:
+        _log.warning("passed over: %s: %s", folder, error)
+        return False
 
 
 def collect(root: str) -> tuple[str, ...]:

@@ -116,11 +116,14 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Delete the leases of dead or unreadable holders, and those a day old; return their URIs."""
+    """Delete the leases of dead holders, and those a day old; return their URIs.
+
+    One that cannot be read blocks nobody, and may be the file of somebody else.
+    """
     expired = [
         lease_uri(uri, number)
         for number, holder in holders(uri).items()
-        if holder is None or holder.is_abandoned
+        if holder and holder.is_abandoned
     ]
     for each in expired:
         storage.delete(each)

@@ -100,10 +100,23 @@ def join(uri: str, *parts: str) -> str:
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
 
+def names_in(text: str) -> list[str]:
+    """Return the names of the path of a URI, decoded once and as `join` was given them.
+
+    Of any other text they are what slashes part.
+    """
+    scheme, mark, rest = text.partition("://")
+    if not mark or scheme not in SCHEMES:
+        return text.split("/")
+    if scheme == "file":
+        return os.fsdecode(unquote_to_bytes(rest)).split("/")
+    return [_plain(name) for name in rest.partition("?")[0].split("/")]
+
+
 def parent_of(uri: str) -> str:
     """Return the URI that `join` was given for this one, where it added one name."""
-    # In a file URI a question mark of a name is quoted.
-    path, mark, query = uri.partition("?")
+    # A file URI has no options.
+    path, mark, query = (uri, "", "") if scheme_of(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query
 
 

@@ -36,16 +36,18 @@ def age(folder: Path, days: float) -> None:
             os.utime(Path(above, name), (then, then))
 
 
-def run_of(root: Path, number: int, days: float, dataset: str, **more) -> dict[str, str]:
+def run_of(
+    root: Path, number: int, days: float, dataset: str, name: str = "", **more
+) -> dict[str, str]:
     """Write one run; return the URIs of what it has published."""
-    at = root / f"digits-{number:04d}"
+    at = root / (name or f"digits-{number:04d}")
     checkpoint = manifest(at / "checkpoints" / "step-00000100", "checkpoint", days, **more)
     manifest(at / "checkpoints" / "step-00000000", "checkpoint", days, **more)
     made_from = {"dataset": dataset, "checkpoint": checkpoint}
     evaluation = manifest(at / "evaluation" / "e", "evaluation", days, made_from=made_from)
     decision = manifest(at / "decision" / "d", "decision", days, evaluation=evaluation)
-    for name in ("config.json", "lock", "events.jsonl", "report.html"):
-        (at / name).write_text("{}\n")
+    for each in ("config.json", "lock", "events.jsonl", "report.html"):
+        (at / each).write_text("{}\n")
     age(at, days)
     found = {"dataset": dataset, "checkpoint": checkpoint, "evaluation": evaluation}
     return {**found, "decision": decision}
