@@ -14,13 +14,12 @@ from rich.text import Text
 
 from components.table import EXIT_STEP, step_with
 from pipelines.cli.tables import Row, Table, displayed, wrapped
-from pipelines.runs.outcome import RunResult, begun_of, model_of
+from pipelines.runs.outcome import RunResult, begun_of, key_metrics, model_of
 from trainer import storage
 from trainer.masking import one_line
 from trainer.output.streams import discard
 from trainer.progress.durations import duration
 from trainer.report.headline import constant_of, main_value
-from trainer.report.wording import rounded
 
 if TYPE_CHECKING:
     from components.records.step_record import StepRecord
@@ -166,12 +165,7 @@ def display_path(uri: str) -> str:
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Text:
-    plain = [
-        f"{name}={rounded(value)}"
-        for name, value in metrics.items()
-        if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
-    ]
-    found = Text(" ".join(plain[:4]))
+    found = Text(" ".join(f"{name}={text}" for name, text in key_metrics(metrics).items()))
     found.highlight_regex(r"\bdecision=refused\b", "red")
     return found
 

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,10 +122,10 @@ def logs(
     last = kfp.follow_logs(
         client, run_of(client, run), name, view, follow=follow, on_line=on_line, on_note=note
     )
-    ended = RunResult(
-        run_id=last.run_id, status=last.state.lower(), exit_code=DONE, message=last.error, steps=()
-    )
-    return replace(ended, state=last.state)
+    return RunResult(
+        run_id=last.run_id, status=last.state.lower(), exit_code=DONE, message=last.error, steps=(),
+        state=last.state,
+    )  # fmt: skip
 
 
 def _chosen_step(name: str) -> tuple[str, tuple[str, ...]]:

@@ -24,10 +24,12 @@ from trainer.config.main_metric import MainMetric
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.json_records import time_at
 from trainer.report import headline
+from trainer.report.wording import rounded
 from trainer.run_state import RunState
 
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16
+_MOST_METRICS = 4
 
 # The name of a run is that of its model, when it was started, and four digits.
 _RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
@@ -197,6 +199,16 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             accepted = f"the {'model' if is_blessed else 'data'} was {row.accepts}"
     status = "blessed" if is_blessed else "done"
     return RunResult(status=status, exit_code=DONE, message="", steps=steps)
+
+
+def key_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first plain metrics of a stage, as a person reads them."""
+    plain = {
+        name: rounded(value)
+        for name, value in metrics.items()
+        if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
+    }
+    return dict(list(plain.items())[:_MOST_METRICS])
 
 
 def joined(reasons: object) -> str:

@@ -15,7 +15,7 @@ from pipelines.runs.kfp_watch import OnNote, watch
 from pipelines.runs.run_log.text import LogText
 from pipelines.runs.run_log.view import LogLine, LogView
 from trainer import storage
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import UserError, nearest
 
 OnLine = Callable[[LogLine], None]
 
@@ -120,10 +120,7 @@ def follow_logs(
             f"{client.access.endpoint} gives no log of the run {run.run_id}; "
             f"{_instead(client, last, step)}"
         )
-    if (task := view.task) and task not in view.labels:
-        tasks = sorted(each for each in view.labels if each[-1:].isdigit())
-        known = nearest(task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
-        raise ConfigError(f"--task: the run {run.run_id} has no task {task!r}{known}")
+    view.require_task(run.run_id, sorted(each for each in view.labels if each[-1:].isdigit()))
     return last
 
 

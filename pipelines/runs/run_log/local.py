@@ -15,7 +15,7 @@ from pipelines.runs.run_log.text import Line, LogText, RunnerText, timed
 from pipelines.runs.run_log.view import LogLine, LogView, in_order
 from trainer import events
 from trainer.cluster.process import LOG as TASK_LOG
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import UserError
 from trainer.user_code import innermost_frame
 
 CLUSTER = "cluster"
@@ -26,10 +26,9 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
     """Pass on the logs of a run; until it ends where it is followed. Raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
-    task, tasks = view.task, [path.parent.name for path in _task_logs(folder)]
-    if task and task not in tasks and not (follow and not tasks):
-        known = nearest(task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
-        raise ConfigError(f"--task: the run {folder.name} has no task {task!r}{known}")
+    tasks = [path.parent.name for path in _task_logs(folder)]
+    if tasks or not follow:
+        view.require_task(folder.name, tasks)
     logs = _Logs(folder)
     while True:
         # Looked up before reading: what the run wrote before its end is read after it.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from components.table import TRAIN
+from pipelines.runs.outcome import key_metrics
 from pipelines.runs.run_log.text import RUNNER_FAILED, Line
 from trainer import events
 from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of
+from trainer.errors import ConfigError, nearest
 from trainer.events import Event, Progress, StepBegin, StepEnd
 from trainer.masking import masked, one_line
 from trainer.progress.durations import duration
@@ -18,7 +20,6 @@ from trainer.report.wording import rounded
 
 # Of what comes again and again a line is shown at most once in this share of the time so far.
 _SHARE = 0.1
-_MOST_METRICS = 4
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = "flotilla: "
 _EVALUATOR = "evaluator-0"
@@ -70,6 +71,12 @@ class LogView:
         self._recent: deque[tuple[str, str]] = deque(maxlen=_RECENT)
         self._by_library = ""
         self.labels: set[str] = set()
+
+    def require_task(self, run_id: str, tasks: Collection[str]) -> None:
+        """Raise a `ConfigError` where one task is shown that is none of the run's."""
+        if self.task and self.task not in tasks:
+            known = nearest(self.task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
+            raise ConfigError(f"--task: the run {run_id} has no task {self.task!r}{known}")
 
     def enter(self, step: str) -> None:
         """Take the lines that follow as those of the pod of a step."""
@@ -240,19 +247,12 @@ def _words_of(event: Event) -> list[str]:
 
 def _ended(event: StepEnd) -> Iterator[str]:
     cause = f": {one_line(event.error)}" if event.error else ""
-    measured = "" if cause else _measured(event.metrics)
-    yield f"{event.status} in {duration(event.seconds)}{cause}{measured}"
+    metrics = {} if cause else key_metrics(event.metrics)
+    measured = ", ".join(f"{name} {text}" for name, text in metrics.items())
+    more = f": {measured}" if measured else ""
+    yield f"{event.status} in {duration(event.seconds)}{cause}{more}"
     if event.metrics.get("decision") == "refused":
         yield from (f"- {one_line(str(each))}" for each in event.metrics.get("reasons") or ())
-
-
-def _measured(metrics: Mapping[str, Any]) -> str:
-    plain = [
-        f"{name} {rounded(value)}"
-        for name, value in metrics.items()
-        if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
-    ]
-    return f": {', '.join(plain[:_MOST_METRICS])}" if plain else ""
 
 
 def in_order(lines: Iterable[Line]) -> list[Line]:
