@@ -165,7 +165,7 @@ def innermost_frame(trace: str) -> str:
     Such as `blocks.py:14 in call: return inputs @ kernel`.
     """
     for file, line, function, code in reversed(_PRINTED.findall(trace)):
-        if _is_users(file):
+        if is_users_file(file):
             return f"{_short_path(file, int(line))} in {function}: {code}"
     return ""
 
@@ -177,7 +177,7 @@ def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
         own = [
             number
             for number, (frame, _) in enumerate(found)
-            if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+            if is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
         ]
         if own:
             return found[: own[-1] + 1]
@@ -196,18 +196,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
     """Return file and line of the frames of an error that are in the user's code."""
-    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and is_users_file(error.filename):
         return [(error.filename, error.lineno or 0)]
     frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+        if is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
     ]
     in_text = ((file, int(line)) for file, line in _FRAME.findall(str(error)))
-    return frames or [(file, line) for file, line in in_text if _is_users(file)]
+    return frames or [(file, line) for file, line in in_text if is_users_file(file)]
 
 
-def _is_users(file: str, module: str = "") -> bool:
+def is_users_file(file: str, module: str = "") -> bool:
+    """Return whether a file of a traceback is the user's, neither installed nor of Flotilla."""
     if file.startswith("<") or _GENERATED.search(file):
         return False
     if module.partition(".")[0] in _imported:
@@ -305,7 +306,7 @@ def is_of_machine(error: BaseException) -> bool:
 def place_of_definition(found: Any) -> str:
     """Return ` (file:line)` of a function or a class of the user's; empty for any other."""
     code = getattr(found, "__code__", None) or getattr(found.__init__, "__code__", None)
-    if not code or not _is_users(code.co_filename, str(found.__module__)):
+    if not code or not is_users_file(code.co_filename, str(found.__module__)):
         return ""
     return f" ({_short_path(code.co_filename, code.co_firstlineno)})"
 

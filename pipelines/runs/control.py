@@ -156,7 +156,7 @@ def cancel(
         was_cancelled = local_status.is_cancelled(folder, run)
         was_running = was_cancelled or _interrupt((folder / run).absolute())
         already = "already " if was_cancelled else ""
-        message = f"run {run} is {already}being cancelled; it publishes a last checkpoint"
+        message = f"run {run} is {already}being cancelled; training publishes a last checkpoint"
         if not was_running:
             message = f"run {run} has already ended: {local_status.status_of(folder, run).status}"
         return Cancellation(run_id=run, was_running=was_running, message=message)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from importlib import import_module
@@ -24,6 +25,7 @@ from trainer.run_state import state_of
 
 EVENTS = "events.jsonl"
 _SECONDS_TO_BEGIN, _PAUSE = 60.0, 0.1
+_is_over = threading.Event()
 
 
 def main() -> None:
@@ -47,7 +49,10 @@ def main() -> None:
         fork_steps()
         if name in TRAINING:
             _begin_trial(folder, arguments, is_resumed=bool(is_resumed))
-        _run(name, folder, arguments)
+        try:
+            _run(name, folder, arguments)
+        finally:
+            _is_over.set()
     events.emit(events.RunEnd())
 
 
@@ -75,7 +80,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
         )
         os.killpg(os.getpgrp(), signal.SIGTERM)
 
-    fitting.begin(config, arguments.get("dataset", ""), end)
+    fitting.begin(config, arguments.get("dataset", ""), end, _is_over.is_set)
 
 
 def _goes_on(folder: Path) -> bool:

@@ -203,10 +203,12 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
 
 def key_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return the first plain metrics of a stage, as a person reads them."""
+    # The words of a progress have what its numbers say.
+    left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
     plain = {
         name: rounded(value)
         for name, value in metrics.items()
-        if not isinstance(value, list | dict) and value not in ("", None) and name != "headline"
+        if not isinstance(value, list | dict) and value not in ("", None) and name not in left_out
     }
     return dict(list(plain.items())[:_MOST_METRICS])
 

@@ -26,17 +26,30 @@ def require(config: Config, dataset: str = "") -> None:
     try:
         tried(config, dataset)
     except NotKnownError as error:
-        log.warning("whether model and dataset fit is not known: %s", error)
+        _say_not_known(error)
+
+
+def _say_not_known(error: NotKnownError) -> None:
+    log.warning("whether model and dataset fit is not known: %s", error)
 
 
 def begin(
-    config: Config, dataset: str, on_mistake: Callable[[ConfigError], None]
+    config: Config,
+    dataset: str,
+    on_mistake: Callable[[ConfigError], None],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Return a thread that tries what fits; it calls `on_mistake` with what does not."""
+    """Return a thread that tries what fits; it calls `on_mistake` with what does not.
+
+    Once what it tries for `is_over`, which ends the trial too, nothing is said of it.
+    """
 
     def work() -> None:
         try:
-            require(config, dataset)
+            tried(config, dataset)
+        except NotKnownError as error:
+            if not is_over():
+                _say_not_known(error)
         except ConfigError as error:
             on_mistake(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,11 @@ from trainer.events import Event, Progress, StepBegin, StepEnd
 from trainer.masking import masked, one_line
 from trainer.progress.durations import duration
 from trainer.report.wording import rounded
+from trainer.user_code import is_users_file
 
 # Of what comes again and again a line is shown at most once in this share of the time so far.
 _SHARE = 0.1
+_FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = "flotilla: "
 _EVALUATOR = "evaluator-0"
@@ -131,7 +134,7 @@ class LogView:
         if not lines or (is_known and not self._verbose):
             return
         self._tracebacks.add(whole)
-        for line in lines:
+        for line in lines if self._verbose else _of_user(lines):
             if line.text:
                 yield from self._written(line, line.text)
 
@@ -206,6 +209,32 @@ class LogView:
         if self.task:
             return label == self.task
         return not self.stages or (TRAIN if _is_task(label) else label) in self.stages
+
+
+def _of_user(lines: Sequence[Line]) -> Iterator[Line]:
+    """Yield a traceback without the frames of others; all of it where none is the user's."""
+    parts: list[tuple[str, list[Line]]] = []
+    indent = 0
+    for line in lines:
+        if found := _FRAME.match(line.text):
+            indent = len(found[1])
+            parts.append((found[2], [line]))
+        elif parts and parts[-1][0] and line.text.startswith(" " * (indent + 1)):
+            parts[-1][1].append(line)
+        else:
+            parts.append(("", [line]))
+    if not any(file and is_users_file(file) for file, _ in parts):
+        yield from lines
+        return
+    left = 0
+    for file, those in [*parts, ("", [])]:
+        if file and not is_users_file(file):
+            left, last = left + 1, those[0]
+            continue
+        if left:
+            yield replace(last, text=f"{' ' * indent}... {left} frames of others (--verbose)")
+            left = 0
+        yield from those
 
 
 def _is_task(label: str) -> bool:

@@ -55,6 +55,12 @@ def test_the_table_shows_four_metrics_and_no_lists():
     assert "more" not in text
 
 
+def test_what_goes_on_says_once_how_far_it_is():
+    metrics = {"progress": "reading: 32 %  17 s left", "share": 0.3203, "seconds_left": 17.3}
+    text = table_of([begun("prepare_data"), ended("prepare_data", metrics=metrics)])
+    assert text.splitlines()[1].endswith("progress=reading: 32 %  17 s left")
+
+
 def test_the_report_is_the_last_line_of_all_and_no_other():
     result = ended_with(*judged("refused"), *done("finish", uri="gs://b/r/report.html"))
     assert result.artifacts["report"]

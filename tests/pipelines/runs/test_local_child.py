@@ -41,7 +41,8 @@ def tried(monkeypatch):
     """Return what is to be tried, and begin trials in this thread that all find a mistake."""
     found = []
 
-    def begin(config, dataset, on_mistake):
+    def begin(config, dataset, on_mistake, is_over):
+        assert not is_over()
         found.append((config, dataset))
         on_mistake(ConfigError("model.args: mlp has no argument 'x'"))
 

@@ -60,3 +60,11 @@ def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
         "whether model and dataset fit is not known: the trial of the model: ended by "
         "SIGKILL; is there enough memory?" in caplog.text
     )
+
+
+def test_a_trial_that_ends_with_its_run_says_nothing(ends, caplog):
+    ends(-9)
+    fitting.begin(Config(), "", pytest.fail, lambda: True).join()
+    assert not caplog.text
+    fitting.begin(Config(), "", pytest.fail).join()
+    assert "is not known: the trial of the model: ended by SIGKILL" in caplog.text

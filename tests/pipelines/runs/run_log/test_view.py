@@ -123,6 +123,21 @@ def test_a_traceback_is_written_once_and_that_of_the_runner_never():
     assert found[4:] == [("finish", "...")]
 
 
+def test_of_a_traceback_the_frames_of_others_are_counted():
+    library = ['  File "/usr/lib/python3/site-packages/keras/layer.py", line 9, in f', "    g()"]
+    head, *own, last = TRACE.splitlines()
+    trace = [head, *library, *library, *own, *library, last]
+    lines = [of_text(each, "chief-0") for each in trace]
+    assert [text for _, text in written(*lines)] == [
+        head, "  ... 2 frames of others (--verbose)", *own,
+        "  ... 1 frames of others (--verbose)", last,
+    ]  # fmt: skip
+    assert [text for _, text in written(*lines, verbose=True)] == trace
+    # A bug of ours has no other frames.
+    lines = [of_text(each) for each in (head, *library, last)]
+    assert len(written(*lines)) == 4
+
+
 def test_why_training_failed_is_said_once():
     lines = [
         of_event(StepBegin(step="train_model")),
