@@ -414,7 +414,7 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"mounts": ["a:/data", "a:/more"]}, "--mount a is given twice"),
         ({"cpu": "abc"}, "--cpu 'abc' is not a quantity of Kubernetes"),
         ({"memory": "16"}, "--memory '16' is less than 1Mi"),
-        ({"gpus": "-1"}, "--gpus '-1' is not a whole number"),
+        ({"gpus": "-1"}, "--gpus '-1' is not a number of GPUs"),
         ({"node_selector": ["pool"]}, "--node-selector 'pool' is not of the form KEY=VALUE"),
         ({"tolerations": ["["]}, "--toleration '[' is no toleration, such as"),
         ({"tolerations": ["[a]"]}, "--toleration '[a]' is no toleration, such as"),

@@ -53,7 +53,7 @@ def memory(text: str) -> str:
 def count(text: str) -> str:
     """Check a whole number."""
     if not re.fullmatch(r"[0-9]{1,4}", text):
-        raise ValueError(f"{text!r} is no number of GPUs: write 0 or more")
+        raise ValueError(f"{text!r} is not a number of GPUs: write 0 or more")
     return text
 
 

@@ -39,7 +39,7 @@ def test_memory_without_its_unit(text):
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "one", "1000m", "1 "])
 def test_a_part_of_a_gpu(text):
-    with pytest.raises(ValueError, match="is not a whole number"):
+    with pytest.raises(ValueError, match="is not a number of GPUs"):
         pod_fields.count(text)
     assert pod_fields.count("8") == "8"
 
