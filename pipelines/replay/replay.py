@@ -41,6 +41,7 @@ from components.records.run_store import (
 from components.records.step_record import StepRecord, published_records, tries_of
 from components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, step_of
 from pipelines.runs import local, local_status
+from pipelines.runs.control import step_named
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import cores, events, storage, user_code
 from trainer.cluster import signals
@@ -416,11 +417,6 @@ class RecordedStep:
     stage: str = ""
 
     @property
-    def record(self) -> StepRecord:
-        """The stage that says how the step ended: the first that was not done, or the last."""
-        return next((each for each in self.stages if each.status != "done"), self.stages[-1])
-
-    @property
     def data_version(self) -> str:
         """The version of a dataset, or the listing of files, that the step has taken."""
         said = [each.metrics.get(name) for each in self.stages for name in _VERSIONS]
@@ -436,7 +432,10 @@ def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
     """Return a step of a run: of this machine, of `storage.root=URI` in `settings`, or of KFP."""
-    found = _found(_name_of(step), run, settings, workdir, instance)
+    # The exit step reports what is there, and computes nothing.
+    rows = [row for row in STEPS if not row.is_exit_step]
+    name, _ = step_named(step, rows)
+    found = _found(name, run, settings, workdir, instance)
     stage = step.replace("-", "_")
     return replace(found, stage=stage) if stage != found.step else found
 
@@ -470,17 +469,6 @@ def _found(
             "as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
         ) from None
     return _published(found.at, found.run_id, name)
-
-
-def _name_of(step: str) -> str:
-    # The exit step reports what is there, and computes nothing.
-    rows = [row for row in STEPS if not row.is_exit_step]
-    asked = step.replace("-", "_")
-    for row in rows:
-        if asked in (row.name, *(each.name for each in row.stages)):
-            return row.name
-    known = [row.name for row in rows]
-    raise ConfigError(f"no step {step!r}{nearest(step, known)} (there is {', '.join(known)})")
 
 
 def _nearest_run(root: str, run: str) -> str:

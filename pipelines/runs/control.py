@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.table import STAGES, STEPS, SWEEP_STEPS
+from components.table import STEPS, SWEEP_STEPS, StepSpec
 from pipelines.runs import local_status
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.outcome import RunResult
@@ -110,7 +110,7 @@ def logs(
     """
     folder = Path(workdir)
     client = None if local_status.is_local(folder, run) else _client(run, workdir, instance)
-    name, stages = _chosen_step(step)
+    name, stages = step_named(step, (*STEPS, *SWEEP_STEPS)) if step else ("", ())
     view = LogView(stages=stages, task=task, verbose=verbose)
     if client is None:
         local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
@@ -128,12 +128,9 @@ def logs(
     )  # fmt: skip
 
 
-def _chosen_step(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return a step and those of its stages that are meant; raises `ConfigError`."""
-    if not name:
-        return "", ()
+def step_named(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
+    """Return one of these steps and those of its stages that are meant; raises `ConfigError`."""
     own = name.replace("-", "_")
-    rows = (*STEPS, *SWEEP_STEPS)
     # A step and one of its stages may have one name: it is the step that is meant.
     for row in rows:
         if row.name == own:
@@ -141,9 +138,10 @@ def _chosen_step(name: str) -> tuple[str, tuple[str, ...]]:
     for row in rows:
         if any(stage.name == own for stage in row.stages):
             return row.name, (own,)
-    known = dict.fromkeys([row.name for row in STEPS] + [each.name for each in STAGES])
+    stages = [stage.name for row in rows for stage in row.stages]
+    known = dict.fromkeys([*(row.name for row in rows), *stages])
     hint = nearest(own, known) or f" (there is {', '.join(known)})"
-    raise ConfigError(f"--step: no step {name!r}{hint}")
+    raise ConfigError(f"no step {name!r}{hint}")
 
 
 def cancel(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from components.records.run_store import STEPS as FOLDER
 from components.records.run_store import file_of
@@ -319,7 +319,7 @@ _DRIVER = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cause:
     """What a message of Argo means.
 
@@ -331,6 +331,7 @@ class Cause:
 
     pattern: str
     remedy: str
+    _: KW_ONLY
     blocks: bool = False
     at_once: bool = False
     of_image: bool = False
@@ -338,55 +339,51 @@ class Cause:
 
 CAUSES = (
     Cause(
-        pattern=r"^(InvalidImageName|ErrImageNeverPull)",
-        remedy=_IMAGE,
-        blocks=True,
-        at_once=True,
-        of_image=True,
+        r"^(InvalidImageName|ErrImageNeverPull)", _IMAGE, blocks=True, at_once=True, of_image=True
     ),
     Cause(
-        pattern=r"^(ErrImagePull|ImagePullBackOff|ImageInspectError|RegistryUnavailable)"
+        r"^(ErrImagePull|ImagePullBackOff|ImageInspectError|RegistryUnavailable)"
         r"|due to (ErrImagePull|ImagePullBackOff|InvalidImageName)",
-        remedy=_IMAGE,
+        _IMAGE,
         blocks=True,
         of_image=True,
     ),
     Cause(
-        pattern=r"^(CreateContainerConfigError|CreateContainerError|RunContainerError)",
-        remedy="create the secret or config map that it names, or fix the run parameter",
+        r"^(CreateContainerConfigError|CreateContainerError|RunContainerError)",
+        "create the secret that it names, or upload with another --store-secret",
         blocks=True,
     ),
     Cause(
-        pattern=r"persistentvolumeclaim \S+ (not found|is being deleted)",
-        remedy="create the claim in the namespace of the steps, or upload with another --mount",
+        r"persistentvolumeclaim \S+ (not found|is being deleted)",
+        "create the claim in the namespace of the steps, or upload with another --mount",
         blocks=True,
     ),
     Cause(
-        pattern=r"unbound immediate PersistentVolumeClaims",
-        remedy="its claim has no volume: look at it with kubectl describe pvc",
+        r"unbound immediate PersistentVolumeClaims",
+        "its claim has no volume: look at it with kubectl describe pvc",
         blocks=True,
     ),
     Cause(
-        pattern=r"Usage of EmptyDir volume .* exceeds the limit",
-        remedy="its temporary files were more than its limit: upload with a higher --scratch",
+        r"Usage of EmptyDir volume .* exceeds the limit",
+        "its temporary files were more than its limit: upload with a higher --scratch",
     ),
     Cause(
-        pattern=r"^Unschedulable",
-        remedy="no node has the room: upload with less --cpu, --memory or --gpus, or add a node",
+        r"^Unschedulable",
+        "no node has the room: upload with less --cpu, --memory or --gpus, or add a node",
     ),
     Cause(
-        pattern=r"serviceaccount \S+ not found",
-        remedy="create this service account, or name one that is there by --service-account",
+        r"serviceaccount \S+ not found",
+        "create this service account, or name one that is there by --service-account",
     ),
     Cause(
-        pattern=r"exceeded quota",
-        remedy="ask for a larger quota of the namespace, or upload with less --cpu and --memory",
+        r"exceeded quota",
+        "ask for a larger quota of the namespace, or upload with less --cpu and --memory",
     ),
-    Cause(pattern=r"is forbidden", remedy="ask the owner of the namespace for the permission"),
-    Cause(pattern=r"OOMKilled", remedy="its memory was not enough: upload with more --memory"),
+    Cause(r"is forbidden", "ask the owner of the namespace for the permission"),
+    Cause(r"OOMKilled", "its memory was not enough: upload with more --memory"),
     Cause(
-        pattern=r"longer than (the )?specified deadline|exceeded its deadline",
-        remedy="it took longer than the deadline of the step",
+        r"longer than (the )?specified deadline|exceeded its deadline",
+        "it took longer than the deadline of the step",
     ),
 )
 

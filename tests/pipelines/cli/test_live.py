@@ -128,8 +128,8 @@ def test_a_mistake_that_the_check_finds_is_no_second_end_of_the_first_stage(line
 @pytest.mark.usefixtures("terminal")
 def test_a_note_goes_on_between_words_on_a_terminal(lines_of, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    shown = "\n".join(lines_of(DataNote(text="the column 'a' has one value, which says nothing")))
-    assert "note: the column 'a' has one value,\nwhich says nothing\n" in shown
+    text = "\n".join(lines_of(DataNote(text="the column 'a' has one value, which says nothing")))
+    assert "note: the column 'a' has one value,\nwhich says nothing\n" in text
 
 
 @pytest.mark.usefixtures("terminal")

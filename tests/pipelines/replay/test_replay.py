@@ -94,7 +94,7 @@ class TestArguments:
             [],
         )
         # The data is that of the run.
-        taken = replace(found.record, metrics={"data_version": "0" * 32})
+        taken = replace(found.stages[0], metrics={"data_version": "0" * 32})
         arguments, _ = arguments_of(replace(found, stages=(taken,)))
         assert arguments["settings"]["data"] == {"seed": 5, "version": "0" * 32}
 
