@@ -1,6 +1,5 @@
 """Measure a checkpoint, and the champion, on the test split; decide by the gate."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def evaluate(step: Step) -> str:
         champion = found.uri if found else ""
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
         result = evaluated(settings, step.root, step.run_id, inputs, scratch)
-        measured = json.loads(storage.read_file(result.uri, "metrics.json"))
+        measured = storage.read_json(result.uri, "metrics.json")
         metrics = {**result.metrics, **_of_baselines(measured)}
         step.output.done(result.uri, metrics, MainMetric.of(measured))
         descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(metrics))

@@ -15,8 +15,9 @@ from typing import Any
 from trainer.config.schema import Config
 from trainer.config.thresholds import split_rule
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.json_records import from_tree
 from trainer.statistics.statistics import NOTHING, Learnt
-from trainer.storage import Manifest
+from trainer.storage import Corrupt, Manifest, formed
 
 KIND = "dataset"
 # Part of a dataset's key: a change of what is written has to raise it.
@@ -131,24 +132,29 @@ class DatasetSpec:
             raise UserError(
                 f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
             )
+        with formed("the manifest of the dataset"):
+            return cls._of_fields(manifest.fields, learnt)
+
+    @classmethod
+    def _of_fields(cls, fields: Mapping[str, Any], learnt: Learnt) -> DatasetSpec:
         return cls(
-            features={
-                name: FeatureSpec(
-                    **{**each, "shape": tuple(each["shape"]), "labels": tuple(each["labels"])}
-                )
-                for name, each in manifest.fields["features"].items()
-            },
-            inputs=tuple(manifest.fields["inputs"]),
-            targets=tuple(manifest.fields["targets"]),
-            weight=manifest.fields["weight"],
-            group=manifest.fields["group"],
-            target_counts=manifest.fields["target_counts"],
-            target_moments=manifest.fields["target_moments"],
+            features={name: _feature(name, each) for name, each in fields["features"].items()},
+            inputs=tuple(fields["inputs"]),
+            targets=tuple(fields["targets"]),
+            weight=fields["weight"],
+            group=fields["group"],
+            target_counts=fields["target_counts"],
+            target_moments=fields["target_moments"],
             learnt=learnt,
-            shards={
-                name: tuple(split["shards"]) for name, split in manifest.fields["splits"].items()
-            },
+            shards={name: tuple(split["shards"]) for name, split in fields["splits"].items()},
         )
+
+
+def _feature(name: str, tree: object) -> FeatureSpec:
+    found = from_tree(FeatureSpec, tree)
+    if found is None:
+        raise Corrupt(f"the manifest of the dataset does not describe {name!r}: prepare it again")
+    return found
 
 
 def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:

@@ -52,14 +52,15 @@ def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champ
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
-    classes = _classes(uri, manifest, task)
-    if difference := _difference(manifest, classes, task, spec):
-        return Champion(uri=uri, answer=None, incomparable=difference)
-    turned = [name for name, (their, own) in classes.items() if not are_same(their, own)]
-    place = manifest.fields["saved_model"]
+    with storage.formed(f"the manifest of {uri}"):
+        classes = _classes(uri, manifest, task)
+        if difference := _difference(manifest, classes, task, spec):
+            return Champion(uri=uri, answer=None, incomparable=difference)
+        turned = [name for name, (their, own) in classes.items() if not are_same(their, own)]
+        names = {each["feature"]: each["name"] for each in manifest.fields["inputs"]}
+        place = str(manifest.fields["saved_model"])
     folder = scratch / "champion"
     storage.fetch(uri, folder, only=lambda path: path.startswith(f"{place}/"))
-    names = {each["feature"]: each["name"] for each in manifest.fields["inputs"]}
     with _with_remedy(uri):
         loaded = tf.saved_model.load(folder / place)
         signature = loaded.signatures[SERVING]

@@ -71,8 +71,9 @@ def evaluate(  # noqa: PLR0913, PLR0917
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **asked(config, champion)}
     if made_before(output, KIND, made_from):
-        written = json.loads(storage.read_file(output, "metrics.json"))
-        return Evaluation(uri=output, metrics=_defined(written["metrics"]))
+        with storage.formed(f"metrics.json of {output}"):
+            written = storage.read_json(output, "metrics.json")["metrics"]
+            return Evaluation(uri=output, metrics=_defined(written))
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)

@@ -76,7 +76,7 @@ def export(  # noqa: PLR0913, PLR0917
     evaluation = _require_blessed(decision, inputs_from)
     made_from = {**inputs_from, "formats": ",".join(config.export.formats)}
     if made_before(output, KIND, made_from):
-        return Exported(uri=output, parity=json.loads(storage.read_file(output, "parity.json")))
+        return Exported(uri=output, parity=storage.read_json(output, "parity.json"))
     with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as name:
         folder = Path(name)
         with fresh_process(folder) as process:
@@ -126,11 +126,14 @@ def _fields(
 
 def _thresholds(evaluation: str) -> Any:
     """Return the threshold that an evaluation chose; of several outputs theirs, by output."""
-    measured = json.loads(storage.read_file(evaluation, "metrics.json"))
-    outputs = {"": measured, **measured.get("outputs", {})}
-    found = {
-        name: each["threshold"]["value"] for name, each in outputs.items() if "threshold" in each
-    }
+    measured = storage.read_json(evaluation, "metrics.json")
+    with storage.formed(f"metrics.json of {evaluation}"):
+        outputs = {"": measured, **measured.get("outputs", {})}
+        found = {
+            name: float(each["threshold"]["value"])
+            for name, each in outputs.items()
+            if "threshold" in each
+        }
     return found.get("", found)
 
 
@@ -185,12 +188,13 @@ def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
         raise UserError(
             f"{decision} is a {kind} and not a {gate.KIND}: pass on what the gate wrote"
         )
-    decided = json.loads(storage.read_file(decision, "decision.json"))
-    if decided["decision"] != gate.BLESSED:
-        reasons = "; ".join(decided["reasons"])
-        raise UserError(f"nothing is exported: the gate refused the model ({reasons})")
-    judged = storage.read_manifest(decided["evaluation"]).fields["made_from"]
-    other = [name for name, value in inputs_from.items() if judged[name] != value]
+    decided = storage.read_json(decision, "decision.json")
+    with storage.formed(f"decision.json of {decision}"):
+        if decided["decision"] != gate.BLESSED:
+            reasons = "; ".join(decided["reasons"])
+            raise UserError(f"nothing is exported: the gate refused the model ({reasons})")
+        judged = storage.read_manifest(decided["evaluation"]).fields["made_from"]
+        other = [name for name, value in inputs_from.items() if judged[name] != value]
     if other:
         raise UserError(
             f"nothing is exported: {decision} was taken on another {other[0]} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +39,8 @@ def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) 
     `parity` is what `parity.prove` returns, with `smoke`; `fields` are those of the
     manifest.
     """
-    decided = json.loads(storage.read_file(facts.decision, "decision.json"))
-    measured = json.loads(storage.read_file(decided["evaluation"], "metrics.json"))
+    decided = storage.read_json(facts.decision, "decision.json")
+    measured = storage.read_json(decided["evaluation"], "metrics.json")
     return template().render(
         config=facts.config,
         step=facts.step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +18,11 @@ from trainer.data.files.recorded_columns import RecordedInput, inputs_of
 from trainer.errors import UserError
 from trainer.evaluation.signature import LABELS, SERVING
 from trainer.evaluation.threshold import of_manifest
+from trainer.json_records import parse_mapping
 from trainer.models.registry import refused_input
 from trainer.promotion.registry import kinds_in
 from trainer.signing import signing
+from trainer.storage.errors import reported
 
 KIND = "model"
 Arrays = Mapping[str, NDArray[Any]]
@@ -91,24 +92,25 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     signing.fetch(
         uri, folder, manifest, only=lambda path: path in few or path.startswith(f"{place}/")
     )
-    config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    with reported(f"use {uri}", storage.Corrupt), storage.formed(f"config.json of {uri}"):
+        config = parse_config(parse_mapping((folder / "config.json").read_bytes()))
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]
-    made_from = fields.get("made_from", {})
-    kinds = kinds_in(fields)
     labels = folder / LABELS
-    return ExportedModel(
-        uri=uri,
-        config=config,
-        inputs=inputs_of(fields["reads"]),
-        kinds=kinds,
-        labels=fields.get("labels")
-        or {"": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else []},
-        thresholds={name: each.value for name, each in of_manifest(fields, kinds).items()},
-        dataset=str(made_from.get("dataset", "")),
-        signature=signature,
-        names={each["feature"]: each["name"] for each in fields["inputs"]},
-    )
+    with storage.formed(f"the manifest of {uri}"):
+        kinds = kinds_in(fields)
+        return ExportedModel(
+            uri=uri,
+            config=config,
+            inputs=inputs_of(fields["reads"]),
+            kinds=kinds,
+            labels=fields.get("labels")
+            or {"": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else []},
+            thresholds={name: each.value for name, each in of_manifest(fields, kinds).items()},
+            dataset=str(fields.get("made_from", {}).get("dataset", "")),
+            signature=signature,
+            names={each["feature"]: each["name"] for each in fields["inputs"]},
+        )
 
 
 @contextmanager

@@ -126,10 +126,11 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     Raises `UserError` where a rule names a metric that was not measured, or `evaluation` is none.
     """
     measured = _measured(evaluation)
-    decision = _decided(config.name, measured, rules_of(config.gate, measured), output)
-    origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
-    champion = measured.get("champion") or {}
-    _publish(decision, {"champion": champion.get("uri", ""), **origin})
+    with storage.formed(f"metrics.json of {evaluation}"):
+        decision = _decided(config.name, measured, rules_of(config.gate, measured), output)
+        champion = (measured.get("champion") or {}).get("uri", "")
+        origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
+        _publish(decision, {"champion": champion, **origin})
     return decision
 
 
@@ -173,8 +174,8 @@ def _measured(uri: str) -> dict[str, Any]:
     kind = storage.read_manifest(uri).kind
     if kind != "evaluation":
         raise UserError(f"{uri} is a {kind} and not an evaluation: pass on what evaluate wrote")
-    tree = json.loads(storage.read_file(uri, "metrics.json"))
-    if not isinstance(tree, dict) or not isinstance(tree.get("metrics"), dict):
+    tree = storage.read_json(uri, "metrics.json")
+    if not isinstance(tree.get("metrics"), dict):
         raise UserError(f"{uri}: metrics.json holds no metrics: evaluate the checkpoint again")
     return tree
 

@@ -12,7 +12,6 @@ of a person.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from trainer import storage
 from trainer.class_names import are_same
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.json_records import from_tree
 from trainer.promotion import registry
 from trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
 from trainer.report.headline import headline
@@ -84,12 +84,14 @@ def register(request: Request, scratch: Path) -> Registration:
 def _registered(request: Request, scratch: Path) -> Registration:
     root, name = request.root, request.config.name
     after, champion = registry.newest(root, name), registry.champion(root, name)
-    ours = champion is not None and champion.manifest.fields["source"]["uri"] == request.model
+    ours = champion is not None and registry.source_of(champion) == request.model
     rules: tuple[Rule, ...] = ()
-    decided = _decided(storage.read_manifest(request.model).fields["decision"])
+    with storage.formed(f"the manifest of {request.model}"):
+        decided = _decided(storage.read_manifest(request.model).fields["decision"])
     lineage = {**request.lineage, "measured": decided.get("measured") or {}}
     if not ours:
-        rules = tuple(_rules(request, champion))
+        with storage.formed(f"what was exported to {request.model}"):
+            rules = tuple(_rules(request, champion))
         if champion:
             further, known = _compared(request, champion)
             rules, lineage = (*rules, *further), {**lineage, **known}
@@ -150,7 +152,7 @@ def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Ru
 
 def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:
     manifest = signing.verify(request.model)
-    parity = json.loads(storage.read_file(request.model, "parity.json"))
+    parity = storage.read_json(request.model, "parity.json")
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "metric" in found:
@@ -169,7 +171,8 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
         taken = parity["smoke"]["milliseconds"]
         yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
     if champion:
-        note = _changes(champion, request.model, manifest.fields)
+        with storage.formed(f"the manifest of {champion.uri}"):
+            note = _changes(champion, request.model, manifest.fields)
         yield _yes("same_signature", not note, "the champion's", note)
 
 
@@ -218,12 +221,21 @@ class _Found:
     decided: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Judged:
+    measured: Mapping[str, Any] | None = None
+    rules: tuple[Mapping[str, Any], ...] | None = None
+
+
 def _decided(uri: str) -> dict[str, Any]:
     """Return the gate's decision about a model."""
     try:
-        return dict(json.loads(storage.read_file(uri, "decision.json")))
+        tree = storage.read_json(uri, "decision.json")
     except storage.Missing:
         return {}
+    if from_tree(_Judged, tree) is None:
+        raise storage.Corrupt(f"decision.json of {uri} has fields of other types: judge it again")
+    return tree
 
 
 def _publish(
@@ -237,9 +249,11 @@ def _publish(
         "measured": found.lineage["measured"],
         "rules": [*(found.decided.get("rules") or ()), *rules],
     }
+    with storage.formed(f"the decision on {request.model}"):
+        line = headline(facts)
     tree = {
         "decision": facts["verdict"],
-        "headline": headline(facts),
+        "headline": line,
         "reasons": reasons,
         "rules": rules,
         "version": version,
@@ -256,15 +270,13 @@ def _publish(
 def _read(uri: str) -> Registration:
     if (kind := storage.read_manifest(uri).kind) != KIND:
         raise UserError(f"{uri} is a {kind} and not a {KIND}: delete it")
-    tree = json.loads(storage.read_file(uri, "registration.json"))
-    return Registration(
-        uri=uri,
-        promoted=tree["decision"] == PROMOTED,
-        headline=tree.get("headline", ""),
-        reasons=tuple(tree["reasons"]),
-        version=tree["version"],
-        promotion=tree["promotion"],
-    )
+    tree = storage.read_json(uri, "registration.json")
+    facts = {"uri": uri, "promoted": tree.get("decision") == PROMOTED}
+    # One of an earlier version has no headline.
+    found = from_tree(Registration, {"headline": "", **tree, **facts})
+    if found is None:
+        raise storage.Corrupt(f"registration.json of {uri} holds no decision: delete {uri}")
+    return found
 
 
 def announce(root: str, name: str, number: int, hub: str) -> None:

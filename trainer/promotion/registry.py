@@ -197,6 +197,12 @@ def version(root: str, name: str, number: int) -> Version:
     return found[number]
 
 
+def source_of(version: Version) -> str:
+    """Return the URI of the exported model that a version is a copy of, or an empty text."""
+    source = version.manifest.fields.get("source")
+    return str(source.get("uri", "")) if isinstance(source, dict) else ""
+
+
 def promotions(root: str, name: str) -> list[Promotion]:
     """Return every promotion of a model that can be read, oldest first.
 
@@ -433,7 +439,10 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
     That of a single output has none. Raises `UserError`.
     """
     found = champion(root, name)
-    return positive_classes(found.manifest.fields, found.uri) if found else {}
+    if found is None:
+        return {}
+    with storage.formed(f"the manifest of {found.uri}"):
+        return positive_classes(found.manifest.fields, found.uri)
 
 
 def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:

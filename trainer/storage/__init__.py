@@ -12,6 +12,7 @@ from trainer.storage.errors import (
     NotPublished,
     Unavailable,
     UnknownSchema,
+    formed,
 )
 from trainer.storage.manifest import FileEntry, Manifest
 from trainer.storage.publishing import (
@@ -30,6 +31,7 @@ from trainer.storage.publishing import (
     published,
     read_bytes,
     read_file,
+    read_json,
     read_manifest,
     verify,
     write_bytes,
@@ -53,6 +55,7 @@ __all__ = [
     "delete",
     "draft",
     "fetch",
+    "formed",
     "is_published",
     "join",
     "local_path",
@@ -64,6 +67,7 @@ __all__ = [
     "published",
     "read_bytes",
     "read_file",
+    "read_json",
     "read_manifest",
     "uri_of",
     "verify",

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, nearest
+from trainer.json_records import parse_mapping
 from trainer.progress.work import Work
 from trainer.storage import local
-from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
+from trainer.storage.errors import (
+    Conflict,
+    Corrupt,
+    Missing,
+    NotPublished,
+    UnknownSchema,
+    formed,
+    reported,
+)
 from trainer.storage.local import FileStore, NotAFileError, is_staging, staging
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
 from trainer.storage.object_store import ObjectStore
@@ -147,6 +156,12 @@ def read_file(uri: str, path: str) -> bytes:
         raise
     refuse_difference(uri, named[path], checksum_of(data))
     return data
+
+
+def read_json(uri: str, path: str) -> dict[str, Any]:
+    """Return the JSON object of a small file published at `uri`; raises as `read_file`."""
+    with formed(f"{path} of {uri}"):
+        return parse_mapping(read_file(uri, path))
 
 
 def refuse_difference(uri: str, entry: FileEntry, found: Checksum | None) -> None:
