@@ -71,9 +71,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **asked(config, champion)}
     if made_before(output, KIND, made_from):
-        with storage.formed(f"metrics.json of {output}"):
-            written = storage.read_json(output, "metrics.json")["metrics"]
-            return Evaluation(uri=output, metrics=_defined(written))
+        return _read(output)
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)
@@ -147,6 +145,12 @@ def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
     summary["worst"] = found.worst.write(folder)
     _write_json(folder / "curves.json", summary.pop("curves", []))
     _write_json(folder / "metrics.json", summary)
+
+
+def _read(uri: str) -> Evaluation:
+    with storage.formed(f"metrics.json of {uri}"):
+        measured = storage.read_json(uri, "metrics.json")["metrics"]
+        return Evaluation(uri=uri, metrics=_defined(measured))
 
 
 def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
