@@ -90,18 +90,13 @@ def work(step: Step) -> Prepared:
 
 
 def resolve(step: Step) -> resolve_config.Resolved:
-    """Make the configuration; say of a run without news that it is one."""
+    """Make the configuration; of a run without news write all outputs: KFP's UI looks for them."""
     resolved = resolve_config.work(step)
     if resolved.is_unchanged:
-        _say_unchanged(step)
+        for artifact in (step.dataset, step.validation):
+            descriptor.write(artifact, {"decision": UNCHANGED})
+        Path(step.page.path).write_text("<p>An earlier run has done what this one would do.</p>\n")
     return resolved
-
-
-def _say_unchanged(step: Step) -> None:
-    """Write what KFP lists as outputs all the same, and its UI would look for in vain."""
-    for artifact in (step.dataset, step.validation):
-        descriptor.write(artifact, {"decision": UNCHANGED})
-    Path(step.page.path).write_text("<p>An earlier run has done what this one would do.</p>\n")
 
 
 @contextmanager

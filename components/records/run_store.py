@@ -29,7 +29,7 @@ from trainer.config.form import from_form
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 from trainer.events import now, to_tree
-from trainer.json_records import parse, record_in
+from trainer.json_records import parse, parse_mapping, record_in
 from trainer.masking import masked
 from trainer.promotion import lineage, trained
 
@@ -124,17 +124,10 @@ def pinned(key: str) -> str:
 
 def pin(key: str, value: str) -> None:
     """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
-    folder = os.environ.get(RUN_FOLDER)
-    if not folder:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    if folder := os.environ.get(RUN_FOLDER):
         # An atomic commit: earlier values have to survive a full disk.
-        part = Path(folder, f"{PINNED}.part")
-        part.write_text(json.dumps({**_pinned(), key: value}), encoding="utf-8")
-        part.replace(Path(folder, PINNED))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        uri = storage.join(storage.uri_of(folder), PINNED)
+        storage.write_bytes(uri, json.dumps({**_pinned(), key: value}).encode())
 
 
 def pin_once(key: str, find: Callable[[], str]) -> str:
@@ -146,15 +139,11 @@ def pin_once(key: str, find: Callable[[], str]) -> str:
 
 
 def _pinned() -> dict[str, str]:
-    folder = os.environ.get(RUN_FOLDER)
-    if not folder:
-        return {}
-    try:
-        tree = json.loads(Path(folder, PINNED).read_text(encoding="utf-8"))
     # Nothing is pinned yet, or the file was damaged from outside.
-    except (OSError, ValueError):
-        return {}
-    return {str(key): str(value) for key, value in tree.items()} if isinstance(tree, dict) else {}
+    with suppress(KeyError, OSError, ValueError):
+        tree = parse_mapping(Path(os.environ[RUN_FOLDER], PINNED).read_bytes())
+        return {str(key): str(value) for key, value in tree.items()}
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)

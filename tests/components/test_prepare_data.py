@@ -7,7 +7,7 @@ import pytest
 from components import prepare_data, resolve_config
 from components.records.record import Step
 from components.resolve_config import Resolved
-from tests.components.called_steps import artifact_in, refused
+from tests.components.called_steps import artifact_in, no_larger_files_than, refused
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_where_nothing_is_new_every_output_has_a_file(unchanged, tmp_path):
     assert all(Path(each.path).stat().st_size for each in made)
 
 
-def test_a_file_that_cannot_be_written_is_one_line(unchanged, tmp_path, capsys):
-    (tmp_path / "kfp").write_text("a file in the place of a folder")
-    code, line = refused(prepare_data.work, unchanged, capsys=capsys)
-    assert (code, line.startswith(f"cannot write {tmp_path}/kfp/")) == (1, True)
+def test_on_a_full_disk_it_is_one_line(unchanged, capsys):
+    with no_larger_files_than(0):
+        code, line = refused(prepare_data.work, unchanged, capsys=capsys)
+    assert (code, "File too large; free some space" in line) == (1, True)

@@ -154,7 +154,7 @@ def test_what_cannot_be_read_is_not_pinned(folder, damage):
 
 def test_a_folder_that_cannot_be_written_is_one_line(folder):
     folder.write_text("a file")
-    with pytest.raises(UserError, match=f"cannot write to {folder}: "):
+    with pytest.raises(UserError, match=r"^cannot write "):
         run_store.pin("a", "1")
 
 
