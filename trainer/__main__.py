@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the task, and return its exit code."""
     options = _parser().parse_args(arguments)
     signals.end_with_parent()
+    signals.end_at_hang_up()
     cores.limit_threads()
     tensorflow_import.prepare()
     streams.log_to_stderr()

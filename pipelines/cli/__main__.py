@@ -1,13 +1,22 @@
-"""The console script `flotilla`: an interrupt is one line from its first moment on."""
+"""The console script `flotilla`: an interrupt is one line from its first moment on.
 
+A terminal that is closed (SIGHUP) is a SIGTERM to every command. What a command, or a process that
+it starts, leaves in the temporary folder goes with it, however it ends.
+"""
+
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 # As `pipelines.cli.exit` has them: nothing can be imported in the middle of an import.
 INTERRUPTED = 130
+_OWN: list[tuple[int, str]] = []
 ANSWER = (
     b'{"status": "interrupted", "run_id": "", "metrics": {}, "artifacts": {}, '
     b'"message": "interrupted"}\n'
@@ -21,15 +30,37 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
         os.write(2, b"flotilla: interrupted\n")
         if "--json" in sys.argv:
             os.write(1, ANSWER)
+        _remove_temporary()
     finally:
         os._exit(INTERRUPTED)
 
 
 def _catch() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    handlers = {signal.SIGINT: _end, signal.SIGTERM: _end, signal.SIGHUP: _hang_up}
+    for number, handler in handlers.items():
         # Whoever ignores them (`nohup`, a shell's background) has asked for that.
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _end)
+            signal.signal(number, handler)
+
+
+def _hang_up(_number: int, _frame: FrameType | None) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _own_temporary() -> None:
+    """Give this process, and those that it starts, a temporary folder of their own."""
+    # Without one there is nothing to leave; who needs it says so.
+    with suppress(OSError):
+        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="flotilla-")
+        _OWN.append((os.getpid(), tempfile.tempdir))
+        atexit.register(_remove_temporary)
+
+
+def _remove_temporary() -> None:
+    # A fork inherits what is called at the end.
+    for process, folder in _OWN:
+        if process == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> NoReturn:
@@ -37,6 +68,7 @@ def main() -> NoReturn:
     _require_utf8()
     _catch()
     _open_closed_streams()
+    _own_temporary()
     sys.excepthook = _show_bug
     from pipelines.cli.app import called
 

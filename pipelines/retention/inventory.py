@@ -444,7 +444,11 @@ def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
 def _is_locked(folder: Path) -> bool:
     """Say whether a process of this machine has the run or the sweep in a folder open."""
     with suppress(OSError):
-        descriptor = os.open(folder / "lock", os.O_RDONLY)
+        try:
+            descriptor = os.open(folder / "lock", os.O_RDONLY)
+        except PermissionError:
+            # It is another user's, of whom nothing is known.
+            return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -282,7 +282,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     try:
         # The runner leaves a folder of every step in the temporary directory.
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         begin = events.begin_again(folder / EVENTS, run_id)
         saved = config.model_dump_json(indent=2)
@@ -394,10 +394,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """End the run by SIGTERM at the first interrupt, by SIGKILL at the second; yield what came.
-
-    Closing the terminal interrupts too, unless the run was started to survive it (`nohup`).
-    """
+    """End the run by SIGTERM at the first interrupt, by SIGKILL at the second; yield what came."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen
@@ -407,10 +404,7 @@ def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         seen.append(number)
         _signal_group(child, signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield seen
     finally:

@@ -119,6 +119,12 @@ def ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def end_at_hang_up() -> None:
+    """Take SIGHUP, of a terminal that is closed, for SIGTERM, unless it is ignored (`nohup`)."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+
 def parent_environment() -> dict[str, str]:
     """Return the environment variables that make a child process end with this one."""
     return {PARENT_VARIABLE: str(os.getpid())}

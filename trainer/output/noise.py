@@ -103,7 +103,7 @@ def filtered() -> Iterator[None]:
 def main() -> None:
     """Pass on standard input without the noise, each line at once, until it ends."""
     # They go to the whole group of processes.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         if not is_noise(line.decode("utf-8", "replace")):

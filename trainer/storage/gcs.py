@@ -6,7 +6,7 @@ import base64
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ from trainer.storage.store import (
     Sink,
     Stored,
     Trouble,
+    paged,
     tls_trouble,
 )
 from trainer.storage.uri import web_address
@@ -155,37 +156,31 @@ class GcsBucket:
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
-        fields = f"nextPageToken,items({_FIELDS})"
-        token = None
-        while True:
-
-            def page(after: str | None = token) -> tuple[list[Stored], str | None]:
-                found = self._list(prefix, fields=fields, page_token=after, page_size=store.PAGE)
-                return [_stored(blob) for blob in next(found.pages, ())], found.next_page_token
-
-            stored, token = self._retry(page)
-            yield from stored
-            if not token:
-                return
+        return map(_stored, self._listed(prefix, f"nextPageToken,items({_FIELDS})"))
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""
+        found = self._listed(prefix, "nextPageToken,prefixes,items(name)", delimiter="/")
+        keys = {each if isinstance(each, str) else each.name for each in found}
+        return sorted({key[len(prefix) :].strip("/") for key in keys})
 
-        def listed() -> list[str]:
-            fields = "nextPageToken,prefixes,items(name)"
-            found = self._list(prefix, fields=fields, delimiter="/")
-            keys = [blob.name for blob in found]
-            return sorted({key[len(prefix) :].strip("/") for key in [*keys, *found.prefixes]})
+    def _listed(self, prefix: str, fields: str, **how: Any) -> Iterator[Any]:
+        how |= {"prefix": prefix, "fields": fields, "page_size": store.PAGE}
 
-        return self._retry(listed)
+        def page(token: str | None) -> tuple[list[Any], str | None]:
+            found = self._client.list_blobs(
+                self._name, page_token=token, timeout=TIMEOUTS, retry=None, **how
+            )
+            return [*next(found.pages, ()), *found.prefixes], found.next_page_token
+
+        return paged(lambda token: self._retry(partial(page, token)))
 
     def remove(self, key: str) -> None:
         """Remove an object."""
         self._retry(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
 
-    def abort_uploads(self, prefix: str, before: float) -> list[str]:  # noqa: ARG002
+    def abort_upload(self, mark: str) -> None:
         """Do nothing: the store itself deletes unfinished uploads, and does not bill them."""
-        return []
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -217,11 +212,6 @@ class GcsBucket:
                 checksum="crc32c",
                 retry=None,
             )
-        )
-
-    def _list(self, prefix: str, **how: Any) -> Any:
-        return self._client.list_blobs(
-            self._name, prefix=prefix, timeout=TIMEOUTS, retry=None, **how
         )
 
     @property

@@ -37,6 +37,7 @@ from trainer.storage.manifest import (
 from trainer.storage.retry import Retry, describe, in_parallel
 from trainer.storage.store import (
     PART_BYTES,
+    UPLOAD_MARK,
     Bucket,
     ChangedError,
     Count,
@@ -64,7 +65,6 @@ _log = logging.getLogger(__name__)
 def collect(bucket: Bucket, prefix: str) -> list[str]:
     """Remove the orphans below `prefix` and return their keys."""
     before = time.time() - ORPHAN_SECONDS
-    aborted = bucket.abort_uploads(prefix, before)
     found = list(bucket.walk(prefix))
     directories, named = _published(bucket, found)
     unnamed = [each for each in found if each.key not in named and not _is_manifest(each)]
@@ -72,6 +72,8 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     def is_over(stored: Stored) -> bool:
         writer = stored.writer if stored.writer is not None else bucket.stat(stored.key).writer
         inside = any(stored.key.startswith(directory) for directory in directories)
+        # An upload ends by itself where another writer was first.
+        inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = in_parallel(is_over, unnamed)
@@ -80,8 +82,9 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
     ]
+    in_parallel(bucket.abort_upload, [key for key in dead if key.endswith(UPLOAD_MARK)])
     in_parallel(bucket.remove, dead)
-    return sorted([*dead, *aborted])
+    return sorted(dead)
 
 
 def _published(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[str]]:
@@ -89,11 +92,21 @@ def _published(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[
     manifests = [each.key for each in found if _is_manifest(each)]
     named: set[str] = set()
     directories = []
-    for key, data in zip(manifests, in_parallel(bucket.get, manifests), strict=True):
-        directory = key.removesuffix(MANIFEST)
+
+    def files_of(key: str) -> tuple[FileEntry, ...] | None:
         try:
-            files = Manifest.from_json(data, where=key).files
-        except UserError:
+            return Manifest.from_json(bucket.get(key), where=key).files
+        except UserError as error:
+            _log.warning("passed over: %s", error)
+        except Exception as error:
+            if bucket.judge(error) in (Trouble.TRANSIENT, Trouble.FOREIGN):
+                raise
+            _log.warning("passed over: %s: %s", key, describe(error))
+        return None
+
+    for key, files in zip(manifests, in_parallel(files_of, manifests), strict=True):
+        directory = key.removesuffix(MANIFEST)
+        if files is None:
             # It is unknown which objects belong to it.
             named.update(each.key for each in found if each.key.startswith(directory))
             continue
@@ -140,19 +153,23 @@ class ObjectStore:
             if vouched:
                 return vouched
             meter = _Meter()
-            self._bucket.read_into(_key(uri), meter)
+            self._bucket.read_into(_key(uri), _Counted(meter, self._retry.progress))
             return meter.checksum()
 
     def download(self, uri: str, target: Path) -> str:
         """Copy one object to a local path."""
         with target.open("wb") as file:
-            return self._read_into(uri, _Counted(file, self.count))
+            return self._read_into(uri, _Counted(file, self._counted))
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
         """Return content and tag of one object."""
         file = io.BytesIO()
-        tag = self._read_into(uri, _Counted(file, self.count, most))
+        tag = self._read_into(uri, _Counted(file, self._counted, most))
         return file.getvalue(), tag
+
+    def _counted(self, count: int) -> None:
+        self.count(count)
+        self._retry.progress(count)
 
     def _read_into(self, uri: str, file: _Counted) -> str:
         with self._translated(uri):

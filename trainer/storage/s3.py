@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import cache, partial
@@ -28,6 +29,7 @@ from trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
     TIMEOUTS,
+    UPLOAD_MARK,
     WRITER,
     ChangedError,
     Count,
@@ -36,6 +38,7 @@ from trainer.storage.store import (
     Sink,
     Stored,
     Trouble,
+    paged,
     tls_trouble,
 )
 
@@ -52,7 +55,6 @@ _ANSWERED = {
     "UploadPart": "ETag",
     "CompleteMultipartUpload": "ETag",
     "ListObjectsV2": "IsTruncated",
-    "ListMultipartUploads": "IsTruncated",
 }
 # The codes of a store without conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
@@ -176,14 +178,18 @@ class S3Bucket:
             lambda: self._client.create_multipart_upload(**where, Metadata={WRITER: writer})
         )
         upload = {**where, "UploadId": begun["UploadId"]}
+        mark = f"{key}.{uuid.uuid4().hex[:12]}{UPLOAD_MARK}"
         try:
+            self._send(mark, begun["UploadId"].encode(), Metadata={WRITER: writer})
             parts = self._parts(upload, path, expected, count)
             self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
-            # An upload that is not aborted here is found by `abort_uploads` later.
+            # An upload that is not aborted here is found by its mark later.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
+                self._client.delete_object(**self._at(mark))
             raise
+        self.remove(mark)
 
     def stat(self, key: str) -> Stored:
         """Return the description of one object."""
@@ -208,44 +214,41 @@ class S3Bucket:
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
-        how = {"Bucket": self._name, "Prefix": prefix, "MaxKeys": store.PAGE}
-        while True:
-            page = self._retry(partial(self._client.list_objects_v2, **how))
-            for each in page.get("Contents", []):
+        for each in self._listed(prefix):
+            if "Size" in each:
                 created = each["LastModified"].timestamp()
                 yield Stored(each["Key"], each["Size"], _tag(each), created)
-            if not page["IsTruncated"]:
-                return
-            how["ContinuationToken"] = page["NextContinuationToken"]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""
+        found = self._listed(prefix, Delimiter="/")
+        keys = {each.get("Key") or each["Prefix"] for each in found}
+        return sorted({key[len(prefix) :].strip("/") for key in keys})
 
-        def listed() -> list[str]:
-            found: set[str] = set()
-            for page in self._pages("list_objects_v2", prefix, Delimiter="/"):
-                found.update(each["Key"] for each in page.get("Contents", []))
-                found.update(each["Prefix"] for each in page.get("CommonPrefixes", []))
-            return sorted({key[len(prefix) :].strip("/") for key in found})
+    def _listed(self, prefix: str, **how: Any) -> Iterator[dict[str, Any]]:
+        how |= {"Bucket": self._name, "Prefix": prefix, "MaxKeys": store.PAGE}
 
-        return self._retry(listed)
+        def page(token: str | None) -> tuple[list[dict[str, Any]], str | None]:
+            after = {"ContinuationToken": token} if token else {}
+            found = self._retry(partial(self._client.list_objects_v2, **how, **after))
+            both = [*found.get("Contents", []), *found.get("CommonPrefixes", [])]
+            return both, found.get("NextContinuationToken") if found["IsTruncated"] else None
+
+        return paged(page)
 
     def remove(self, key: str) -> None:
         """Remove an object."""
         self._retry(lambda: self._client.delete_object(**self._at(key)))
 
-    def abort_uploads(self, prefix: str, before: float) -> list[str]:
-        """Abort the multipart uploads that began before a time."""
-
-        def pending() -> list[dict[str, Any]]:
-            pages = self._pages("list_multipart_uploads", prefix)
-            return [each for page in pages for each in page.get("Uploads", [])]
-
-        old = [each for each in self._retry(pending) if each["Initiated"].timestamp() < before]
-        for each in old:
-            upload = {**self._at(each["Key"]), "UploadId": each["UploadId"]}
+    def abort_upload(self, mark: str) -> None:
+        """Abort the upload that a mark names; one that is over is no error."""
+        key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
+        upload = {**self._at(key), "UploadId": self.get(mark).decode(errors="replace")}
+        try:
             self._retry(partial(self._abort, upload))
-        return [each["Key"] for each in old]
+        except boto.ClientError as error:
+            if _code(error) != "NoSuchUpload":
+                raise
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -358,10 +361,6 @@ class S3Bucket:
 
     def _abort(self, upload: dict[str, str]) -> None:
         self._client.abort_multipart_upload(**upload)
-
-    def _pages(self, operation: str, prefix: str, **how: Any) -> Any:
-        paginator = self._client.get_paginator(operation)
-        return paginator.paginate(Bucket=self._name, Prefix=prefix, **how)
 
 
 def _parts_of(path: Path, size: int) -> Iterator[bytes]:

@@ -107,6 +107,11 @@ TIMEOUTS = (5.0, 60.0)
 SUCCESS = range(200, 300)
 # The metadata key of the process that wrote an object of a published directory.
 WRITER = "flotilla-writer"
+# How the key of an object ends that says which upload in parts is going on: `KEY.TOKEN` and this. A
+# store does not say who has begun an upload.
+UPLOAD_MARK = ".flotilla-upload"
+# So many pages in a row of a listing may be empty.
+_EMPTY_PAGES = 1000
 
 
 class Trouble(enum.Enum):
@@ -204,8 +209,8 @@ class Bucket(Protocol):
     def remove(self, key: str) -> None:
         """Remove an object."""
 
-    def abort_uploads(self, prefix: str, before: float) -> list[str]:
-        """Abort the multipart uploads that began before a time; return their keys."""
+    def abort_upload(self, mark: str) -> None:
+        """Abort the upload of which a mark, see `UPLOAD_MARK`, has the key."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -225,6 +230,25 @@ class ChangedError(Exception):
 
 class DamagedInTransitError(Exception):
     """Content or an answer was damaged between this process and the store."""
+
+
+def paged(
+    page: Callable[[str | None], tuple[list[Result], str | None]],
+) -> Iterator[Result]:
+    """Yield what is on the pages of a listing; `page` returns one, and the token of the next.
+
+    Raises `DamagedInTransitError` where the listing has no end.
+    """
+    seen, empty, token = set[str](), 0, None
+    while True:
+        found, token = page(token)
+        yield from found
+        if not token:
+            return
+        empty = 0 if found else empty + 1
+        if token in seen or empty > _EMPTY_PAGES:
+            raise DamagedInTransitError("the listing of the store has no end: it repeats itself")
+        seen.add(token)
 
 
 def tls_trouble(error: BaseException) -> Trouble:

@@ -173,7 +173,7 @@ class Study:
 
 def _locked(folder: Path) -> int:
     try:
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
     try:

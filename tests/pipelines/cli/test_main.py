@@ -36,7 +36,12 @@ def interrupted(tmp_path):
         with subprocess.Popen(
             command,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[3]),
+                # Nothing may be left there.
+                "TMPDIR": str(tmp_path),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -95,6 +100,24 @@ def test_a_hang_up_that_is_ignored_stays_ignored():
         "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGHUP)", "sys.exit(3)", "1 / 0"])
+def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_file(tmp_path, end):
+    program = (
+        "import os, signal, sys, tempfile, time\n"
+        "from pipelines.cli.__main__ import _catch, _own_temporary\n"
+        "from trainer.cluster.signals import on_interrupt\n"
+        "_catch()\n_own_temporary()\n"
+        "open(os.path.join(tempfile.mkdtemp(), 'half'), 'w').close()\n"
+        "with on_interrupt(lambda: sys.exit(3)):\n"
+        f"    {end}\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, stderr=subprocess.DEVNULL, check=False)
+    assert done.returncode == (1 if "/" in end else 3)
+    assert list(tmp_path.iterdir()) == []
 
 
 # Commands that write a document, a table, lines on standard error, an object, or an error.

@@ -1,0 +1,140 @@
+"""A store that never ends what it says is not waited for for ever; uploads of others stay."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore import exceptions as boto
+
+from tests.clocks import Clock
+from tests.stores.fixtures import bucket_name
+from trainer import storage
+from trainer.errors import UserError
+from trainer.storage import gcs, object_store, retry, s3
+from trainer.storage.errors import StoreUnavailable
+from trainer.storage.s3_endpoint import Endpoint, endpoint_of
+from trainer.storage.store import ChangedError, DamagedInTransitError, paged
+from trainer.storage.uri import locate
+
+from .conftest import Make
+from .places import BucketPlace
+
+
+def transient(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError)
+
+
+def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(retry.VARIABLE, "0.1")
+    monkeypatch.setattr(retry, "LEAST_SECONDS", 0.05)
+    free = threading.Event()
+    with pytest.raises(StoreUnavailable, match=r"for 0\.1 s \(no whole answer came\)"):
+        retry.Retry().call("s3://b", free.wait, transient)
+    free.set()
+
+
+def test_an_error_of_the_request_is_raised_as_it_is() -> None:
+    def refuse() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        retry.Retry().call("s3://b", refuse, transient)
+
+
+def test_a_byte_now_and_then_is_no_progress(clock: Clock) -> None:
+    asked = retry.Retry()
+    for _ in range(10):
+        clock.passed += 60
+        asked.progress(100)
+    assert asked._left() == pytest.approx(retry.DEADLINE - 600)
+    asked.progress(retry.PROGRESS_BYTES)
+    assert asked._left() == pytest.approx(retry.DEADLINE)
+
+
+@pytest.mark.parametrize("tokens", [["a", "a"], ["a", "b", "a"]])
+def test_a_listing_whose_token_comes_again_ends(tokens: list[str]) -> None:
+    left = iter(tokens)
+    with pytest.raises(DamagedInTransitError, match="has no end"):
+        list(paged(lambda _: (["entry"], next(left))))
+
+
+def test_a_listing_of_empty_pages_ends() -> None:
+    count = iter(range(10**6))
+    with pytest.raises(DamagedInTransitError, match="has no end"):
+        list(paged(lambda _: ([], f"token {next(count)}")))
+    assert next(count) < 2000
+
+
+class Repeating:
+    """A client of either store, whose listing never ends."""
+
+    prefixes: tuple[str, ...] = ()
+    next_page_token = "again"
+
+    def list_objects_v2(self, **_: object) -> dict[str, Any]:
+        return {"IsTruncated": True, "NextContinuationToken": "again"}
+
+    def list_blobs(self, *_: object, **__: object) -> Any:
+        return self
+
+    @property
+    def pages(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("kind", [s3.S3Bucket, gcs.GcsBucket])
+def test_neither_store_lists_for_ever(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "_client", Repeating())
+    made = kind("b", *([Endpoint()] if kind is s3.S3Bucket else []), lambda request: request())
+    for listed in (made.walk, made.names):
+        with pytest.raises(DamagedInTransitError):
+            list(listed("a/"))
+
+
+def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
+    make: Make, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/team")
+    uri, bucket = storage.join(place.root, "model"), locate(place.root).bucket
+    client = s3.client(os.getpid(), endpoint_of(locate(uri)))
+    client.create_multipart_upload(Bucket=bucket, Key="team/other-tool/backup.tar")
+
+    def killed(*_: object) -> None:
+        raise boto.ClientError({}, "abort")
+
+    def changed(*_: object) -> None:
+        raise ChangedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3.S3Bucket, "_abort", killed)
+        patch.setattr(s3.S3Bucket, "_parts", changed)
+        with pytest.raises(UserError):
+            storage.publish(make(files={"large": bytes((8 << 20) + 1)}), uri, kind="x")
+
+    def uploads() -> list[str]:
+        found = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        return [each["Key"] for each in found]
+
+    assert sorted(uploads()) == ["team/model/large", "team/other-tool/backup.tar"]
+    # Its writer lives.
+    assert storage.collect_garbage(place.root) == []
+    monkeypatch.setattr(object_store, "is_gone", lambda _: True)
+    (mark,) = storage.collect_garbage(place.root)
+    assert mark.endswith(".flotilla-upload")
+    assert uploads() == ["team/other-tool/backup.tar"]
+    assert place.content(place.root) == {}
+
+
+def test_an_upload_leaves_no_mark(
+    make: Make, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    place = BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/team")
+    uri = storage.join(place.root, "model")
+    storage.publish(make(files={"large": bytes((8 << 20) + 1)}), uri, kind="x")
+    assert sorted(place.content(uri)) == ["MANIFEST.json", "large"]
+    storage.fetch(uri, tmp_path / "fetched")
