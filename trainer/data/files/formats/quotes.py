@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from trainer.data.files.formats.decompression import opened_text
@@ -67,6 +68,11 @@ class QuoteSearch:
             return escaped
         return QuoteUse(swallows=swallows, is_literal=bool(swallows) and self._is_literal())
 
+    @cached_property
+    def _typical(self) -> Sequence[frozenset[str] | str]:
+        """What values each column has in the rows that are right."""
+        return [_typical(column) for column in zip(*self.rows, strict=True)]
+
     def _pattern(self, text: bytes) -> re.Pattern[bytes]:
         names = {b"q": re.escape(self.quote.encode()), b"d": re.escape(self.delimiter.encode())}
         # A quote opens a value only where this begins.
@@ -112,10 +118,10 @@ class QuoteSearch:
     def _first_swallow(self) -> tuple[str, bool]:
         """Say where the first value is that takes rows, and whether any is not well-formed."""
         pattern = self._pattern(rb"[^<q>]*+(?:<q><q>[^<q>]*+)*+(<q>?)")
+        after = re.compile(rb" *(?:\Z|[\r\n]|%b)" % re.escape(self.delimiter.encode()))
         is_odd = False
         for row, buffer, found in self._values(pattern):
             lines = found[0].count(self.newline)
-            after = re.compile(rb" *(?:\Z|[\r\n]|%b)" % re.escape(self.delimiter.encode()))
             is_right = bool(found[1]) and bool(after.match(buffer, found.end()))
             is_odd = is_odd or not is_right
             if lines and not (is_right and not self._has_rows(buffer, found)):
@@ -133,14 +139,9 @@ class QuoteSearch:
         end = buffer.find(self.newline, found.end())
         text = buffer[begin : end if end >= 0 else len(buffer)].decode(errors="replace")
         lines = [each.rstrip("\r") for each in text.split(self.newline.decode()) if each.strip()]
-        typical = (
-            [_typical([row[at] for row in self.rows]) for at in range(len(self.rows[0]))]
-            if self.rows
-            else []
-        )
-        if not any(typical) and len(lines) < _SURE_ROWS:
+        if not any(self._typical) and len(lines) < _SURE_ROWS:
             return False
-        fits = [_fits(each.split(self.delimiter), typical, self.quote) for each in lines]
+        fits = [_fits(each.split(self.delimiter), self._typical, self.quote) for each in lines]
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _escapes(self) -> QuoteUse | None:

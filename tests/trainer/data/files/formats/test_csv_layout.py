@@ -7,9 +7,11 @@ import gzip
 import zipfile
 import zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from trainer.data.files.formats import quotes
 from trainer.data.files.formats.csv_layout import layout_of
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.raw_rows import Piece
@@ -246,3 +248,12 @@ def test_a_row_with_a_value_that_is_missing_is_no_header(tmp_path: Path) -> None
     rows, _ = table(tmp_path, "#name,score,target\na,NA,c\nb,0,u\nd,1,x\n")
     assert rows[0] == {"#name": "a", "score": "NA", "target": "c"}
     assert len(rows) == 3
+
+
+def test_what_a_column_holds_is_found_once_for_all_quoted_values(tmp_path: Path) -> None:
+    rows = "".join(f'{n},"{n} of ""them""\nin two lines"\n' for n in range(50))
+    path = tmp_path / "t.csv"
+    path.write_text(f"n,text\n{rows}")
+    with patch.object(quotes, "_typical", wraps=quotes._typical) as typical:
+        assert layout_of(path).names == ("n", "text")
+    assert typical.call_count == 2
