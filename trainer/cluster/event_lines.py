@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainer import events
@@ -95,11 +96,14 @@ def line_of(event: Event) -> str:
 
 
 def metrics_of(progress: Progress) -> str:
-    """Return loss, speed and time left."""
-    return (
-        f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s  "
-        f"{duration(progress.seconds_left)} left"
-    )
+    """Return loss, speed and, where it is known, the time left."""
+    left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
+    return f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s{left}"
+
+
+def of_first_stretch(progress: Progress) -> Progress:
+    """Return the first progress of an attempt, which builds the functions: the speed is no base."""
+    return replace(progress, seconds_left=-1.0)
 
 
 def work_of(progress: Progress) -> WorkProgress:
@@ -138,6 +142,7 @@ class LogLines:
     def _progress(self, event: Progress) -> str:
         if event.time - self._progress_at < LINE_SECONDS:
             return ""
+        event = of_first_stretch(event) if self._progress_at < 0 else event
         self._progress_at = event.time
         return f"global step {event.global_step}/{event.steps}  {metrics_of(event)}"
 
@@ -157,20 +162,23 @@ class TimeLeft:
         """Begin without a speed."""
         self._speed = 0.0
         self._last: Progress | None = None
+        self._is_first = True
 
     def take(self, event: Progress) -> None:
-        """Take the next stretch; the first one builds the functions, and counts for little."""
+        """Take the next stretch; the first one builds the functions, and does not count."""
         seconds = event.time - self._last.time if self._last else 0.0
         weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
-        known = self._speed if self._last and self._last.global_step < event.global_step else 0.0
-        self._speed = (
-            known + weight * (event.steps_per_second - known) if known else (event.steps_per_second)
-        )
+        goes_on = self._last is not None and self._last.global_step < event.global_step
+        known = self._speed if goes_on and not self._is_first else 0.0
+        self._speed = known + weight * (event.steps_per_second - known)
+        if not known:
+            self._speed = event.steps_per_second
+        self._is_first = self._last is None
         self._last = event
 
     def seconds(self, now: float) -> float | None:
         """Return what is left at the time `now`, None where there is no speed yet."""
-        if self._last is None or not self._speed > 0:
+        if self._last is None or self._is_first or not self._speed > 0:
             return None
         left = (self._last.steps - self._last.global_step) / self._speed
         return max(left - max(now - self._last.time, 0.0), 0.0)

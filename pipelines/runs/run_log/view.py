@@ -12,7 +12,7 @@ from components.table import TRAIN
 from pipelines.runs.outcome import key_metrics
 from pipelines.runs.run_log.text import RUNNER_FAILED, Line
 from trainer import events
-from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of
+from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of, of_first_stretch
 from trainer.errors import ConfigError, nearest
 from trainer.events import Event, Progress, StepBegin, StepEnd
 from trainer.masking import masked, one_line
@@ -170,6 +170,8 @@ class LogView:
         return self.leader if isinstance(event, _OF_TRAINING) else ""
 
     def _paced(self, line: Line, event: Event) -> Iterator[LogLine]:
+        if isinstance(event, Progress) and Progress not in self._paces:
+            line = replace(line, event=of_first_stretch(event))
         pace = self._paces.setdefault(type(event), _Pace())
         if pace.is_due(event.time) or self._verbose:
             progress = self._paces.get(Progress)

@@ -79,7 +79,7 @@ def test_an_interrupted_step(lines_of):
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(lines_of):
     assert lines_of(progress(20, 1000.0), progress(40, 1004.9), progress(60, 1005.0)) == [
-        "global step 20/300  loss 0.25  100 steps/s  12 s left",
+        "global step 20/300  loss 0.25  100 steps/s",
         "global step 60/300  loss 0.25  100 steps/s  12 s left",
     ]
 
@@ -96,7 +96,7 @@ def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypa
     lines = lines_of(begun("train_model"), progress(20, 1000.0), *done("train_model"))
     assert lines[:2] == [
         "train_model ...",
-        "global step 20/300  loss 0.25  100 steps/s  12 s left",
+        "global step 20/300  loss 0.25  100 steps/s",
     ]
 
 
