@@ -91,9 +91,8 @@ def in_live_view(made):
 
 def in_closing_table(made):
     rows = display.closing_table(made.result).rows
-    return next(row["metrics"] for row in rows if row["stage"] == "evaluate_model").partition("=")[
-        0
-    ]
+    metrics = next(row["metrics"] for row in rows if row["stage"] == "evaluate_model")
+    return str(metrics).partition("=")[0]
 
 
 def in_registry(made, *words):
