@@ -54,10 +54,12 @@ _PATTERNS = {
 _SEPARATORS = {"number": r"[ ,'_]", "number_comma": r"[ .'_]"}
 _DATE = (
     r"^(\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-(\d{2}|\d{4})|\d{4}-\d{1,2}-\d{1,2}"
-    r"|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}\p{L}{3,9}[ .,-]{1,2}\d{2,4}"
-    r"|(\p{L}{3,9},? )?\p{L}{3,9}\.? \d{1,2},? \d{4}|\p{L}{3,9}[ -]\d{4})([ T].{1,20})?$"
+    r"|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}[\p{L}]{3,9}[ .,-]{1,2}\d{2,4}"
+    r"|([\p{L}]{3,9},? )?[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3,9}[ -]\d{4})([ T].{1,20})?$"
 )
 _CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
+# What takes the engine most of its time to prepare, and what it is in ASCII.
+_IN_ASCII = ((r"\p{L}", "A-Za-z"), (r"\p{M}", ""), (r"\p{Sc}", "[$]"))
 # `2nd` is no number of nd.
 _ORDINALS = {"st", "nd", "rd", "th"}
 _SPACES = "[\u00a0\u2007\u2009\u202f]"
@@ -104,7 +106,9 @@ def writing_of(array: pa.Array) -> Counter[str]:
     bare &= pc.match_substring_regex(short, "[1-9]").to_numpy(zero_copy_only=False)
     found[_BARE] = int(bare.sum())
     for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
-        found[name] += pc.sum(pc.match_substring_regex(short, pattern)).as_py() or 0
+        found[name] += (
+            pc.sum(pc.match_substring_regex(short, _pattern_for(short, pattern))).as_py() or 0
+        )
     return +found
 
 
@@ -149,7 +153,7 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     plain = pc.replace_substring_regex(array, _SPACES, " ")
     plain = pc.replace_substring_regex(plain, _MINUS, "-")
     plain = pc.replace_substring_regex(plain, "[\u2019\u02bc]", "'")
-    found = pc.extract_regex(plain, _PATTERNS[kind])
+    found = pc.extract_regex(plain, _pattern_for(plain, _PATTERNS[kind]))
     right = pc.is_valid(found).to_numpy(zero_copy_only=False)
     if not right.any():
         return None
@@ -160,6 +164,15 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     closed = _is_there(fields["close"], ")")
     minus = sum(_is_there(fields[name], "-").astype(int) for name in ("sign", "inner", "trailing"))
     return fields, right & (brackets == closed) & (minus + closed <= 1)
+
+
+def _pattern_for(array: pa.Array, pattern: str) -> str:
+    """Return a pattern, or a quicker one that is the same for texts of ASCII."""
+    if not pc.all(pc.string_is_ascii(array)).as_py():
+        return pattern
+    for name, letters in _IN_ASCII:
+        pattern = pattern.replace(name, letters)
+    return pattern
 
 
 def _is_there(array: pa.Array, text: str) -> NDArray[np.bool_]:

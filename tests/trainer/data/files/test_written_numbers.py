@@ -133,3 +133,21 @@ def test_per_cent_among_other_numbers_is_refused(tmp_path, form, texts):
 def test_nothing_is_the_same_in_per_cent(tmp_path, form, texts):
     _, found = _opened(tmp_path, form, texts * 4)
     assert np.nanmax(found["x"]) == pytest.approx(0.02)
+
+
+def test_texts_of_ascii_are_read_as_all_others_are(monkeypatch):
+    texts = [
+        "5 kg",
+        "$5",
+        "USD 7",
+        "v3",
+        "(5)",
+        "1,234.5",
+        "1.234,5",
+        "May 3, 2024",
+        "3 May 2024",
+        "7:30",
+    ]
+    found = written_numbers.writing_of(pa.array(texts))
+    monkeypatch.setattr(written_numbers, "_pattern_for", lambda _array, pattern: pattern)
+    assert found == written_numbers.writing_of(pa.array(texts))
