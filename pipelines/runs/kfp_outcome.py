@@ -46,15 +46,8 @@ _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
 # So long a store may fail; there is an answer without it.
 STORE_SECONDS = 10.0
 _ABSENT = 404
-_STATUS = {
-    "SUCCEEDED": "done",
-    "CANCELED": "interrupted",
-    "FAILED": "failed",
-    "RUNNING": "running",
-    "PENDING": "waiting",
-    "CANCELING": "ending",
-    "PAUSED": "paused",
-}
+# Of a step; see `kfp_nodes`.
+_STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
 
 @dataclass(frozen=True, kw_only=True)

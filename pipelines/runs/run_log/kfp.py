@@ -19,7 +19,7 @@ from trainer.errors import UserError, nearest
 
 OnLine = Callable[[LogLine], None]
 
-_BEGUN = ("RUNNING", "SUCCEEDED", "FAILED", "CANCELING", "CANCELED")
+_BEGUN = ("RUNNING", "SUCCEEDED", "FAILED")
 
 
 class LogFollower:
