@@ -102,7 +102,8 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
     place = BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/team")
     uri, bucket = storage.join(place.root, "model"), locate(place.root).bucket
     client = s3.client(os.getpid(), endpoint_of(locate(uri)))
-    client.create_multipart_upload(Bucket=bucket, Key="team/other-tool/backup.tar")
+    foreign = locate(storage.join(place.root, "other-tool", "backup.tar")).key
+    client.create_multipart_upload(Bucket=bucket, Key=foreign)
 
     def killed(*_: object) -> None:
         raise boto.ClientError({}, "abort")
@@ -120,13 +121,13 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
         found = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
         return [each["Key"] for each in found]
 
-    assert sorted(uploads()) == ["team/model/large", "team/other-tool/backup.tar"]
+    assert sorted(uploads()) == [f"{locate(uri).key}/large", foreign]
     # Its writer lives.
     assert storage.collect_garbage(place.root) == []
     monkeypatch.setattr(object_store, "is_gone", lambda _: True)
     (mark,) = storage.collect_garbage(place.root)
     assert mark.endswith(".flotilla-upload")
-    assert uploads() == ["team/other-tool/backup.tar"]
+    assert uploads() == [foreign]
     assert place.content(place.root) == {}
 
 
