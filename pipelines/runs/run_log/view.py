@@ -234,7 +234,8 @@ def _of_user(lines: Sequence[Line]) -> Iterator[Line]:
             left, last = left + 1, those[0]
             continue
         if left:
-            yield replace(last, text=f"{' ' * indent}... {left} frames of others (--verbose)")
+            frames = f"{left} frame{'s' if left > 1 else ''}"
+            yield replace(last, text=f"{' ' * indent}... {frames} of others (--verbose)")
             left = 0
         yield from those
 

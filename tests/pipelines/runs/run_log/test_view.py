@@ -130,7 +130,7 @@ def test_of_a_traceback_the_frames_of_others_are_counted():
     lines = [of_text(each, "chief-0") for each in trace]
     assert [text for _, text in written(*lines)] == [
         head, "  ... 2 frames of others (--verbose)", *own,
-        "  ... 1 frames of others (--verbose)", last,
+        "  ... 1 frame of others (--verbose)", last,
     ]  # fmt: skip
     assert [text for _, text in written(*lines, verbose=True)] == trace
     # A bug of ours has no other frames.
