@@ -356,6 +356,8 @@ class _Reader:
             uri = self._at(f"{_REGISTRY}/models/{name}/promotions/{number}")
             try:
                 fields = storage.read_manifest(uri).fields
+                if int(fields["predecessor"]) + 1 != int(number):
+                    raise ValueError("it is one of another number")
                 made.append(
                     Promotion(
                         number=int(fields["predecessor"]) + 1,

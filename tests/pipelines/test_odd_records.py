@@ -108,8 +108,11 @@ def of_registration(folder, tree):
 
 
 def of_dataset(_folder, tree):
+    head = {"schema": 1, "kind": "dataset", "created": "2026-01-01T00:00:00Z", "files": []}
+    text = json.dumps({**tree, **head})
+
     def look():
-        DatasetSpec.from_manifest(Manifest("dataset", (), tree)).examples("train")
+        DatasetSpec.from_manifest(Manifest.from_json(text)).examples("train")
 
     refused_in_one_line(look)
 

@@ -9,7 +9,7 @@ which it is read) or "sequence" (the bytes of a tensor, or texts, whose first si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from trainer.config.schema import Config
@@ -17,7 +17,7 @@ from trainer.config.thresholds import split_rule
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.json_records import from_tree
 from trainer.statistics.statistics import NOTHING, Learnt
-from trainer.storage import Corrupt, Manifest, formed
+from trainer.storage import Corrupt, Manifest
 
 KIND = "dataset"
 # Part of a dataset's key: a change of what is written has to raise it.
@@ -132,29 +132,32 @@ class DatasetSpec:
             raise UserError(
                 f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
             )
-        with formed("the manifest of the dataset"):
-            return cls._of_fields(manifest.fields, learnt)
-
-    @classmethod
-    def _of_fields(cls, fields: Mapping[str, Any], learnt: Learnt) -> DatasetSpec:
-        return cls(
-            features={name: _feature(name, each) for name, each in fields["features"].items()},
-            inputs=tuple(fields["inputs"]),
-            targets=tuple(fields["targets"]),
-            weight=fields["weight"],
-            group=fields["group"],
-            target_counts=fields["target_counts"],
-            target_moments=fields["target_moments"],
-            learnt=learnt,
-            shards={name: tuple(split["shards"]) for name, split in fields["splits"].items()},
-        )
+        said = from_tree(_Fields, dict(manifest.fields))
+        if said is None:
+            raise Corrupt(
+                "the manifest of the dataset lacks a field, or has one of another type: prepare it "
+                "again"
+            )
+        more = {each.name: getattr(said, each.name) for each in fields(said)}
+        shards = {name: split.shards for name, split in more.pop("splits").items()}
+        return cls(shards=shards, learnt=learnt, **more)
 
 
-def _feature(name: str, tree: object) -> FeatureSpec:
-    found = from_tree(FeatureSpec, tree)
-    if found is None:
-        raise Corrupt(f"the manifest of the dataset does not describe {name!r}: prepare it again")
-    return found
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    features: Mapping[str, FeatureSpec]
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    weight: str
+    group: str
+    target_counts: Mapping[str, Mapping[str, list[int]]]
+    target_moments: Mapping[str, Mapping[str, float]]
+    splits: Mapping[str, _Split]
 
 
 def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
