@@ -22,7 +22,7 @@ from trainer.data.files.columns import Column, decide, described
 from trainer.data.files.conversion import Values, converted, spec_of
 from trainer.data.files.file_pieces import pieces_of
 from trainer.data.files.formats.class_folders import IMAGE, LABEL
-from trainer.data.files.formats.raw_rows import Piece, Rows
+from trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from trainer.data.files.pictures import Pictures
 from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
 from trainer.data.files.table_files import index_of
@@ -244,6 +244,7 @@ class FileSource(Source):
         varies = self._files.reader.varies
         # A wrong key is refused before all is read.
         columns = () if varies else self._files.roles(self._config, names, said).kept
+        require_few(len(columns), self._config.source)
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
         classes = (each for each, kind in self._said.items() if kind == "class")
         config = self._config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -171,9 +172,15 @@ def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[s
     yield f"{says}, and is taken as classes; {ways}, or {{{name}: class}} if they are classes"
 
 
+@lru_cache(maxsize=16)
+def _index(classes: tuple[str, ...]) -> ClassIndex:
+    # Of a million classes it takes seconds, and rows come in blocks.
+    return ClassIndex(classes)
+
+
 def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
     """Return the numbers of the classes of some texts, -1 where there is none."""
-    index = ClassIndex(classes)
+    index = _index(tuple(classes))
     coded = pc.dictionary_encode(texts)
     known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)
     if not len(known):

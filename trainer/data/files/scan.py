@@ -18,7 +18,7 @@ from trainer.data.examples.images import UndecodableError
 from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, is_list, kind_of
 from trainer.data.files.conversion import times_of
 from trainer.data.files.file_pieces import FilePieces
-from trainer.data.files.formats.raw_rows import Piece, Rows
+from trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from trainer.data.files.pictures import Pictures
 from trainer.errors import UserError
 from trainer.progress.work import Work
@@ -144,6 +144,7 @@ class Scan:
                 self.columns[name].merge(column)
             else:
                 self.columns[name] = column
+        require_few(len(self.columns), "all files together")
         self.broken.merge(other.broken)
         for text, files in other.notes.items():
             self.notes.setdefault(text, []).extend(files)
@@ -288,6 +289,7 @@ class PieceScan:
         if name not in columns:
             gathers = name in self.wanted.gathered
             columns[name] = ColumnScan(most=MOST_CLASSES, gathers=True) if gathers else ColumnScan()
+            require_few(len(columns), str(self.path))
         return columns[name]
 
     def _broken(self, number: int, why: str) -> None:

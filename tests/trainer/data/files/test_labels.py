@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.data.files.sources import opened, read, source
+from trainer.data.files import labels
 from trainer.errors import UserError
 
 
@@ -212,3 +213,14 @@ def test_two_words_of_a_truth_are_said(tmp_path):
     write_csv(tmp_path, ["t", "1", "f"] * 5)
     (note,) = labels_of(tmp_path)[2]
     assert "several spellings of a class, which are taken as one: '1' and 't'" in note
+
+
+def test_classes_are_indexed_once_for_all_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    index = labels.ClassIndex
+    monkeypatch.setattr(labels, "ClassIndex", lambda names: made.append(names) or index(names))
+    classes = tuple(f"c{i}" for i in range(77))
+    for start in range(5):
+        found = labels.class_ids(classes, pa.array(classes[start : start + 9]))
+        assert found.tolist() == list(range(start, start + 9))
+    assert len(made) == 1

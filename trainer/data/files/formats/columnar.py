@@ -7,16 +7,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from trainer.data.files.formats.decompression import is_compressed
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.data.files.formats.decompression import FREE_BYTES, MOST_RATIO, is_compressed
+from trainer.data.files.formats.raw_rows import BLOCK_BYTES, END, Broken, Piece, Reader, Rows
 from trainer.errors import UserError
 
 _BATCH = 1 << 16
+# Rows at once where nothing says how long values are.
+_FEW = 64
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
 
 class ParquetReader(Reader):
@@ -65,12 +70,12 @@ class ParquetReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the rows of some row groups; none of them can be broken."""
         with _file(path) as file:
-            start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             # An outer name reads all below it.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
-            for batch in file.iter_batches(
-                self.at_once, row_groups=list(_groups(file, piece)), columns=outer
-            ):
+            groups = list(_groups(file, piece))
+            most = _rows_at_once(path, file, groups, outer)
+            start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(most, row_groups=groups, columns=outer):
                 table = _flattened(pa.Table.from_batches([batch])).select(list(columns))
                 numbers = np.arange(start, start + len(table))
                 yield Rows(table, numbers, size=round(of_a_row * len(table)))
@@ -100,6 +105,73 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
             reason = str(error).splitlines()[0]
             raise UserError(f"data.source: {path} is damaged: {reason}") from error
         raise
+
+
+def _rows_at_once(
+    path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
+) -> int:
+    """Return how many rows are read at once, so that they take about `BLOCK_BYTES` of memory.
+
+    A value that comes again is stored once, so that the sizes of a file say little of it.
+
+    Raises:
+        UserError: a row group of it expands beyond all measure.
+    """
+    wanted = {*names}
+    most = float(_BATCH)
+    for number in groups:
+        group = file.metadata.row_group(number)
+        chunks = [
+            (at, chunk)
+            for at in range(group.num_columns)
+            if (chunk := group.column(at)).path_in_schema.partition(".")[0] in wanted
+        ]
+        limit = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
+        sizes = [
+            (_expanded(path, file, number, at, chunk), file.schema.column(at))
+            for at, chunk in chunks
+        ]
+        lists = sum(size for size, column in sizes if column.max_repetition_level)
+        if max(lists, sum(chunk.total_uncompressed_size for _, chunk in chunks)) > limit:
+            raise UserError(
+                f"data.source: {path} expands to more than {MOST_RATIO} times its size; write it "
+                "again without compression if that is right"
+            )
+        total = sum(size for size, _ in sizes)
+        most = min(most, BLOCK_BYTES * group.num_rows / max(total, 1))
+    return max(1, int(most))
+
+
+def _expanded(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
+    """Return the most bytes that the values of a column of a row group take in memory."""
+    stored, count = int(chunk.total_uncompressed_size), int(chunk.num_values)
+    width = _WIDTHS.get(chunk.physical_type, file.schema.column(at).length)
+    if chunk.physical_type != "BYTE_ARRAY":
+        return count * int(width)
+    if "DELTA_BYTE_ARRAY" in chunk.encodings:
+        # A value is stored as what differs from the one before.
+        return count * min(stored, BLOCK_BYTES // _FEW)
+    if not chunk.has_dictionary_page:
+        return stored
+    # No value is longer than all of them.
+    if count * stored <= BLOCK_BYTES:
+        return count * stored
+    name = chunk.path_in_schema
+    with pq.ParquetFile(path, read_dictionary=[name]) as again:
+        batch = next(again.iter_batches(1, row_groups=[group], columns=[name]))
+    return count * _longest(batch.column(0), stored) + stored
+
+
+def _longest(array: pa.Array, otherwise: int) -> int:
+    """Return the length of the longest value in a dictionary, which may be below others."""
+    while not pa.types.is_dictionary(array.type):
+        if pa.types.is_struct(array.type):
+            array = array.field(0)
+        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+            array = array.values
+        else:
+            return otherwise
+    return int(pc.max(pc.binary_length(array.dictionary)).as_py() or 0)
 
 
 def _flat(schema: pa.Schema | pa.StructType, before: str = "") -> Iterator[str]:

@@ -306,13 +306,14 @@ def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> 
         )
     named = [name for at, name in enumerate(names) if at not in left_out]
     for name, count in Counter(named).items():
+        if name and count == 1:
+            continue
         places = [at + 1 for at, each in enumerate(names) if each == name]
-        if name and count > 1:
+        if name:
             raise UserError(
                 f"{where} has two columns named {name!r} ({places}); rename one of them"
             )
-        if not name:
-            raise UserError(f"{where} has no name for column {places[0]}; name it")
+        raise UserError(f"{where} has no name for column {places[0]}; name it")
 
 
 def _delimiter(path: Path, texts: Sequence[str]) -> str:

@@ -24,9 +24,9 @@ import pyarrow as pa
 from trainer.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
-# DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.
-_MOST_RATIO = 200
-_FREE_BYTES = 256 << 20
+#: DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.
+MOST_RATIO = 200
+FREE_BYTES = 256 << 20
 _SAMPLE = 512
 _COMPRESSED = {
     "gzip": rb"\x1f\x8b\x08",
@@ -146,6 +146,11 @@ def position(file: Any) -> int:
         return 0
 
 
+def bytes_read(file: Any) -> int:
+    """Return how many bytes were read of what `opened` yields, decompressed."""
+    return expanded(file) or position(file)
+
+
 def expanded(file: Any) -> int:
     """Return how many bytes were read of a compressed file, decompressed; 0 of any other."""
     return int(getattr(getattr(file, "raw", None), "expanded", 0))
@@ -190,7 +195,7 @@ class _Bounded(io.RawIOBase):
     def __init__(self, raw: Any, path: Path, position: Callable[[], int]) -> None:
         self._raw, self.position = raw, position
         self._path = path
-        self._limit = max(_FREE_BYTES, path.stat().st_size * _MOST_RATIO)
+        self._limit = max(FREE_BYTES, path.stat().st_size * MOST_RATIO)
         self.expanded = 0
 
     def readable(self) -> bool:
@@ -201,7 +206,7 @@ class _Bounded(io.RawIOBase):
         self.expanded += len(data)
         if self.expanded > self._limit:
             raise UserError(
-                f"data.source: {self._path} expands to more than {_MOST_RATIO} times its size; "
+                f"data.source: {self._path} expands to more than {MOST_RATIO} times its size; "
                 "unpack it if that is right"
             )
         buffer[: len(data)] = data

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
-from trainer.data.files.formats.decompression import opened, position
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.data.files.formats.decompression import bytes_read, opened, position
+from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows, blocks, columns_of
 from trainer.data.tfrecords import DamagedError, records
 from trainer.errors import UserError
 
@@ -55,7 +55,7 @@ class ExampleReader(Reader):
         files: list[Any] = []
         positions = [0]
         numbered = enumerate(_records(path, files.append))
-        while block := list(islice(numbered, self.at_once)):
+        for block in blocks(numbered, self.at_once, lambda: bytes_read(files[0])):
             examples, numbers = [], []
             for number, data in block:
                 example = _example(data)
@@ -64,7 +64,7 @@ class ExampleReader(Reader):
                 else:
                     examples.append(example)
                     numbers.append(number)
-            names = columns or list(dict.fromkeys(name for each in examples for name in each))
+            names = columns or columns_of(path, examples)
             arrays = {
                 name: _array(path, name, [each.get(name) for each in examples]) for name in names
             }

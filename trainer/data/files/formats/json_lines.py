@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.files import text_values
-from trainer.data.files.formats.decompression import is_whole, opened_text, position
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.data.files.formats.decompression import bytes_read, is_whole, opened_text, position
+from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows, blocks, columns_of
 from trainer.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
@@ -94,7 +94,7 @@ class JsonReader(Reader):
         positions = [piece.start]
         end = path.stat().st_size if piece.stop == END else piece.stop
         numbered = enumerate(_records(path, piece, files.append))
-        while block := list(islice(numbered, self.at_once)):
+        for block in blocks(numbered, self.at_once, lambda: bytes_read(files[0])):
             records, numbers = [], []
             for number, record in block:
                 found = _flat(record) if isinstance(record, dict) else record
@@ -105,7 +105,8 @@ class JsonReader(Reader):
                     broken(number, found)
             positions.append(position(files[0]) or end)
             size = positions[-1] - positions[-2]
-            yield replace(_rows(records, numbers, columns), size=size)
+            names = columns or columns_of(path, records)
+            yield replace(_rows(records, numbers, names), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line; of objects in a list, or over several lines, which one it is."""
@@ -116,9 +117,8 @@ class JsonReader(Reader):
 
 
 def _rows(
-    records: Sequence[Mapping[str, Any]], numbers: Sequence[int], columns: Sequence[str]
+    records: Sequence[Mapping[str, Any]], numbers: Sequence[int], names: Sequence[str]
 ) -> Rows:
-    names = columns or list(dict.fromkeys(name for record in records for name in record))
     arrays, mixed = {}, set()
     for name in names:
         values = [record.get(name) for record in records]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from trainer.errors import UserError
+
 #: Called with the number of a record and what is wrong with it.
 Broken = Callable[[int, str], None]
 END = -1
+#: Each is an input of the model. As many take a minute to read, and no model has more.
+MOST_COLUMNS = 10_000
+# Of a block with more columns than it, records fill this share at least.
+_SOME, _FILLED = 1000, 0.02
+#: Of a file, decompressed, that are held at once.
+BLOCK_BYTES = 64 << 20
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, order=True)
@@ -43,6 +53,45 @@ class Rows:
     numbers: NDArray[np.int64]
     mixed: frozenset[str] = frozenset()
     size: int = 0
+
+
+def columns_of(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of some records.
+
+    Raises:
+        UserError: they have too many, or each has others: a table of them would be their square.
+    """
+    names = list(dict.fromkeys(name for record in records for name in record))
+    require_few(len(names), str(path))
+    if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
+        raise UserError(
+            f"data.source: records of {path} have keys of their own: {len(records)} have "
+            f"{len(names)} keys, such as {names[-1]!r}; write records with the same keys, or what "
+            "varies as a list of values"
+        )
+    return names
+
+
+def require_few(count: int, where: str) -> None:
+    """Raise `UserError` where there are more columns than are read."""
+    if count > MOST_COLUMNS:
+        raise UserError(
+            f"data.source: {where} has {count} columns, and {MOST_COLUMNS} are read at most; "
+            "keep those that matter, or write numbers that belong together as a list"
+        )
+
+
+def blocks(records: Iterator[_Record], most: int, read: Callable[[], int]) -> Iterator[list[Any]]:
+    """Yield records in lists of at most so many, and of about `BLOCK_BYTES` of what was `read`."""
+    block: list[_Record] = []
+    start = 0
+    for record in records:
+        block.append(record)
+        if len(block) == most or read() - start > BLOCK_BYTES:
+            yield block
+            block, start = [], read()
+    if block:
+        yield block
 
 
 class Reader(ABC):

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from trainer.data.files.formats import quotes
-from trainer.data.files.formats.csv_layout import layout_of
+from trainer.data.files.formats.csv_layout import _check, layout_of
 from trainer.data.files.formats.delimited import CsvReader
 from trainer.data.files.formats.raw_rows import Piece
 from trainer.errors import UserError
@@ -257,3 +257,17 @@ def test_what_a_column_holds_is_found_once_for_all_quoted_values(tmp_path: Path)
     with patch.object(quotes, "_typical", wraps=quotes._typical) as typical:
         assert layout_of(path).names == ("n", "text")
     assert typical.call_count == 2
+
+
+def test_each_name_of_a_wide_table_is_looked_up_once(tmp_path: Path) -> None:
+    class Name(str):
+        compared = 0
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+    _check(tmp_path, "FILE", [Name(f"c{i}") for i in range(2000)], set())
+    assert Name.compared < 10_000

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trainer.data.files.formats import raw_rows
 from trainer.data.files.formats.json_lines import JsonReader
 from trainer.data.files.formats.raw_rows import Piece
 from trainer.errors import UserError
@@ -127,3 +128,20 @@ def test_a_letter_of_two_halves_is_a_letter(tmp_path: Path) -> None:
 def test_a_list_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ends within a list, after record 49"):
         table(tmp_path, "[" + ",\n".join(LINES[:49]) + ",\n")
+
+
+def test_a_key_for_each_record_is_one_line_before_a_table_is_made(tmp_path):
+    """The first records have the same keys; of the others a table would be the square."""
+    lines = [{"x": 1, "label": "a"}] * 1500 + [{"x": 1, f"k{i}": 1} for i in range(3000)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(UserError, match="4500 have 3002 keys, such as 'k2999'; write records"):
+        list(JsonReader().rows(path, Piece(0), (), print))
+
+
+def test_more_keys_than_are_read_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_rows, "MOST_COLUMNS", 50)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({f"k{i}": 1 for i in range(60)}) for _ in range(3)))
+    with pytest.raises(UserError, match="has 60 columns, and 50 are read at most; keep those"):
+        list(JsonReader().rows(path, Piece(0), (), print))
