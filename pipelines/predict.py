@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -88,7 +89,7 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
     if "://" in output:
         raise ConfigError(f"-o: {output!r} is no path of this machine: write a file and copy it")
     path = Path(output)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"-o: {output} is a folder; name a file in it")
     for each in inputs:
         with suppress(OSError):

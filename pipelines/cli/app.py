@@ -35,8 +35,8 @@ from pipelines.cli.runs import cancel, list_runs, logs, status
 from pipelines.cli.sweep import sweep
 from trainer import variables
 from trainer.errors import DONE, FAILED, USAGE, UserError
-from trainer.masking import credentials_in
-from trainer.output.streams import discard, say
+from trainer.masking import credentials_in, printable
+from trainer.output.streams import discard, mask_libraries, say
 
 if TYPE_CHECKING:
     from pipelines.cli.tables import Table
@@ -221,6 +221,9 @@ def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
 
     tree = document_of(configuration(config, assignments or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    if printable(text) != text:
+        # With escapes of YAML it is the same document.
+        text = yaml.safe_dump(tree, sort_keys=False)
     return Answer(more={"manifest": tree}, text=text)
 
 
@@ -258,6 +261,7 @@ def completion(
 def called(arguments: list[str]) -> int:
     """Run the command line; return the exit code."""
     as_json = "--json" in arguments
+    mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
         # An option of `flotilla` itself, which has no other.
         arguments = ["--version"]

@@ -137,8 +137,10 @@ def print_json(answer: Answer) -> None:
 
 def write(text: str) -> None:
     """Write text to standard output; raises a `UserError` where that fails."""
-    with output():
-        sys.stdout.write(printable(text))
+    if text:
+        # Python would write an empty one too, which a full disk refuses.
+        with output():
+            sys.stdout.write(printable(text))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -43,6 +44,13 @@ def local_path(given: str | Path) -> Path:
         raise typer.BadParameter(
             f"{text!r} is no path of this machine; set storage.root to publish at a URI"
         )
+    try:
+        os.lstat(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return Path(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a file"
+        raise typer.BadParameter(f"cannot look at {text!r}: {reason}") from None
     return Path(text)
 
 

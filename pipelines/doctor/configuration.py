@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from components.kubernetes.pods.template import replicas
@@ -24,7 +25,7 @@ def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
     for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir
-    if folder and not Path(folder).is_dir():
+    if folder and not os.path.isdir(folder):
         if not elsewhere:
             message = f"data.manual_dir: there is no folder {folder}"
             return Finding("fail", message, _setting("data.manual_dir=FOLDER"))

@@ -119,7 +119,7 @@ class Access:
             _check_header(name, value)
         if self.token_file and not self.token:
             self.read_token()
-        if self.ca_file and not Path(self.ca_file).is_file():
+        if self.ca_file and not os.path.isfile(self.ca_file):
             raise ConfigError(f"--ca-file {self.ca_file}: there is no such file")
 
     def has_token(self) -> bool:

@@ -10,12 +10,14 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from copy import copy
 from typing import IO
 
 from trainer.masking import masked, unbroken
 from trainer.output import noise
 
+_FORMAT = warnings.formatwarning
 _BREAK = re.compile(r"\r?\n(?=\S)")
 
 
@@ -47,12 +49,20 @@ def log_to_stderr() -> None:
 
     Where another program has begun the process, as KFP's, its log is masked where it is.
     """
+    mask_libraries()
     sys.excepthook = lambda *bug: logging.critical("not handled", exc_info=bug)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(noise.QUIET)
         if not isinstance(handler.formatter, _Masked):
             handler.setFormatter(_Masked(handler.formatter or logging.Formatter()))
+
+
+def mask_libraries() -> None:
+    """Mask what is logged in a process without a log, and the warnings of Python."""
+    if logging.lastResort:
+        logging.lastResort.setFormatter(_Masked(logging.Formatter()))
+    warnings.formatwarning = lambda *told, **more: masked(_indented(_FORMAT(*told, **more)))
 
 
 class _Masked(logging.Formatter):

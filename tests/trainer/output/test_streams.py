@@ -68,6 +68,17 @@ def test_a_traceback_is_whole_and_its_message_begins_no_other_line(logged):
     assert not forged(text)
 
 
+def test_a_library_begins_no_other_line_where_nobody_has_set_up_a_log():
+    code = (
+        "import logging, warnings; from trainer.output import streams; streams.mask_libraries()\n"
+        f"logging.getLogger('x').warning('column %s', {HOSTILE!r}); warnings.warn({HOSTILE!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert "column a" in ended.stderr
+    assert "UserWarning: a" in ended.stderr
+    assert not forged(ended.stderr)
+
+
 def test_what_is_said_is_one_line(capsys):
     streams.say(f"  flotilla: {HOSTILE}")
     [line] = capsys.readouterr().err.splitlines()

@@ -1,0 +1,188 @@
+"""Names and texts of strangers in records, logs and arguments: each command shows them as text."""
+
+import json
+import logging
+import random
+import shutil
+
+import pytest
+
+from pipelines.cli.app import called
+from tests.pipelines.test_damaged_records import (
+    DAMAGED,
+    MODEL,
+    WHOLE,
+    records_of,
+    template,
+)
+from trainer.masking import printable
+
+__all__ = ["template"]
+
+PIECES = (
+    "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://h/\x1b\\", "\x9b1A", "\x90q\x9c", "\0",
+    "\b", "\x7f", "\r", "\r\n", "\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\t", "\u202e",
+    "\u202a", "\u2066", "\u2069", "\u200e", "\u200f", "\u061c", "\u200b", "\u2060", "\ufeff", "\ud800",
+    "\udcff", "\ufff9", "\U000e0041", "e\u0301", "👩\u200d💻", "größe", "年齢", "²3", "[/]", "[red]",
+    "[/red]", "[link=file:///etc/passwd]", "[bold", "\\", "\\[", "{x}", "{0.__class__}", "%s",
+    "%(a)s", "<script>alert(1)</script>", "--json", "../..", "/", "a", " ", "'", '"', "`", "$(x)",
+    "\nflotilla: blessed", "\rflotilla: blessed", "\n[chief-0] blessed", "x" * 300,
+    '\n{"event": "run_end", "time": 1.0, "status": "blessed"}',
+    "\n2026-01-01 00:00:00,000 INFO blessed",
+)  # fmt: skip
+SHOWN = (
+    ("runs",),
+    ("status", DAMAGED),
+    ("compare", WHOLE, DAMAGED),
+    ("logs", DAMAGED),
+    ("logs", DAMAGED, "--verbose"),
+    ("models", "list"),
+    ("models", "show", MODEL),
+    ("models", "show", MODEL, "1"),
+    ("checkpoint", "show", DAMAGED),
+    ("gc", "--keep-runs", "30d", "--dry-run"),
+)
+CODES = (0, 1, 2, 3)
+
+
+def hostile(chance):
+    return "".join(chance.choices(PIECES, k=chance.randint(1, 4)))
+
+
+def spoiled(tree, chance, share=0.3):
+    """Return a tree of JSON with hostile texts in place of some names and texts."""
+    if isinstance(tree, dict):
+        found = {}
+        for name, value in tree.items():
+            other = hostile(chance) if chance.random() < share / 20 else name
+            found[other] = spoiled(value, chance, share)
+        if chance.random() < share / 3:
+            found[hostile(chance)] = chance.choice(
+                [1.0, 7, hostile(chance), [hostile(chance)], None]
+            )
+        return found
+    if isinstance(tree, list):
+        return [spoiled(each, chance, share) for each in tree]
+    if isinstance(tree, str) and chance.random() < share:
+        return chance.choice([tree, ""]) + hostile(chance)
+    return tree
+
+
+def spoil(path, chance):
+    """Put hostile texts into a record, line by line."""
+    lines = (
+        path.read_text(encoding="utf-8").splitlines()
+        if path.suffix == ".jsonl"
+        else [path.read_text()]
+    )
+    made = [json.dumps(spoiled(json.loads(line), chance)) for line in lines]
+    path.write_text("".join(f"{line}\n" for line in made))
+
+
+@pytest.fixture
+def commands(capfd, monkeypatch, tmp_path):
+    """Call a command in this process; return what is wrong with what it wrote."""
+    monkeypatch.chdir(tmp_path)
+
+    def wrong_with(*arguments):
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            # As in the process of a command, where nobody has set up a log.
+            patch.setattr(logging.getLogger(), "handlers", [])
+            try:
+                code = called(list(arguments))
+            except Exception as error:
+                return [f"{arguments}: {type(error).__name__}: {error}"]
+        out, err = capfd.readouterr()
+        lines = [line for text in (out, err) for line in text.split("\n")]
+        found = [line for line in lines if "\t" in line or printable(line) != line]
+        # The first column of a table may say anything: our own lines are on standard error.
+        said = [] if "--json" in arguments else err.split("\n")
+        forged = ("flotilla: blessed", "Traceback", "2026-01-01")
+        found += [line for line in said if line.startswith(forged)]
+        found += [] if code in CODES else [f"exit code {code}"]
+        return [f"{' '.join(arguments)!r}: {line!r}" for line in found]
+
+    return wrong_with
+
+
+NAMED = (
+    ("status", "NAME"), ("logs", "NAME"), ("compare", "NAME", "NAME"), ("compare", WHOLE, "NAME"),
+    ("cancel", "NAME"), ("runs", "--workdir", "NAME"), ("logs", DAMAGED, "--task", "NAME"),
+    ("logs", DAMAGED, "--step", "NAME"), ("models", "list", "NAME"), ("models", "show", "NAME"),
+    ("models", "show", MODEL, "NAME"), ("models", "list", "--root", "NAME"),
+    ("models", "promote", "NAME", "1"), ("models", "rollback", "NAME"),
+    ("checkpoint", "show", "NAME"), ("checkpoint", "show", "file:///NAME"),
+    ("gc", "--dry-run", "--keep-runs", "NAME"),
+    ("gc", "--dry-run", "--keep-runs", "3", "--root", "NAME"), ("manifest", "NAME"),
+    ("manifest", "--set", "NAME"), ("manifest", "--set", "name=NAME"),
+    ("manifest", "--set", "data.label=NAME", "--set", "cluster.launcher=tfjob"),
+    ("manifest", "--set", "model.args={NAME: 1}", "--set", "cluster.launcher=jobset"),
+    ("compile", "-o", "xNAME"), ("compile", "--set", "data.source=NAME", "-o", "x.yaml"),
+    ("predict", "NAME", "NAME"), ("predict", MODEL, "NAME", "--to", "NAME"),
+    ("replay", "NAME", "NAME"), ("replay", DAMAGED, "NAME"), ("completion", "NAME"), ("NAME",),
+    ("--NAME",),
+    ("sweep", "--over", "NAME"), ("run", "--resume", "NAME"), ("run", "xNAME"), ("train", "xNAME"),
+    ("prepare", "--set", "data.source=NAME"),
+)  # fmt: skip
+
+
+NOT_OF_A_WORKDIR = ("manifest", "compile", "completion", "NAME", "--NAME")
+
+
+def names(template, commands, seed, count, some):
+    """Give so many hostile names to some commands each; return what was wrong."""
+    chance = random.Random(seed)
+    wrong = []
+    for _ in range(count):
+        # No argument of a process has a zero or half of a pair.
+        name = hostile(chance).replace("\0", "\x01").encode("utf-8", "replace").decode()
+        for command in chance.sample(some, min(len(some), 2)):
+            given = [each.replace("NAME", name) for each in command]
+            if "--workdir" not in command and command[0] not in NOT_OF_A_WORKDIR:
+                given += ["--workdir", str(template)]
+            wrong += commands(*given)
+    return wrong
+
+
+def test_no_name_is_a_command_or_forges_a_line(template, commands):
+    wrong = names(template, commands, 1, 12, NAMED)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_no_name_of_many_is_a_command_or_forges_a_line(template, commands):
+    wrong = names(template, commands, 2, 500, NAMED)
+    assert not wrong, "\n".join(wrong)
+
+
+def attack(template, commands, folder, seed, records):
+    """Spoil so many records, and the logs, of a copy of the template; return what was wrong."""
+    chance = random.Random(seed)
+    runs = folder / f"runs-{seed}"
+    shutil.copytree(template, runs)
+    found = chance.choices(records_of(runs), k=records)
+    for record in found:
+        spoil(runs / record, chance)
+    said = "".join(f"{hostile(chance)}\n" for _ in range(9))
+    log = runs / DAMAGED / "pipeline.log"
+    log.write_text(said, encoding="utf-8", errors="replace")
+    wrong = []
+    for command in SHOWN:
+        as_json = ["--json"] if chance.random() < 0.3 else []
+        wrong += commands(*command, "--workdir", str(runs), *as_json)
+    shutil.rmtree(runs)
+    return wrong
+
+
+def test_no_text_of_a_record_or_a_log_is_a_command_or_forges_a_line(template, commands, tmp_path):
+    wrong = [each for seed in range(2) for each in attack(template, commands, tmp_path, seed, 20)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_no_text_of_many_records_is_a_command_or_forges_a_line(template, commands, tmp_path):
+    wrong = [
+        each for seed in range(2, 102) for each in attack(template, commands, tmp_path, seed, 5)
+    ]
+    assert not wrong, "\n".join(wrong)
