@@ -22,8 +22,10 @@ __all__ = ["template"]
 PIECES = (
     "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://h/\x1b\\", "\x9b1A", "\x90q\x9c",
     "\0", "\b", "\x7f", "\r", "\r\n", "\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\t",
-    "\u202e", "\u202a", "\u2066", "\u2069", "\u200e", "\u200f", "\u061c", "\u200b", "\u2060", "\ufeff",
-    "\ud800", "\udcff", "\ufff9", "\U000e0041", "e\u0301", "👩\u200d💻", "größe", "年齢", "²3", "[/]", "[red]",
+    "\u202e", "\u202a", "\u2066", "\u2069", "\u200e", "\u200f", "\u061c", "\u200b",
+    "\u2060", "\ufeff",
+    "\ud800", "\udcff", "\ufff9", "\U000e0041", "e\u0301", "👩\u200d💻", "größe", "年齢", "²3",
+    "[/]", "[red]",
     "[/red]", "[link=file:///etc/passwd]", "[bold", "\\", "\\[", "{x}", "{0.__class__}", "%s",
     "%(a)s", "<script>alert(1)</script>", "--json", "../..", "/", "a", " ", "'", '"', "`", "$(x)",
     "\nflotilla: blessed", "\rflotilla: blessed", "\n[chief-0] blessed", "x" * 300,
