@@ -326,7 +326,7 @@ def execute(
         # The request came before the child could handle it.
         state.take(_interrupted(run))
     result = outcome_of(state, child.returncode, interrupted=bool(interrupts))
-    if result.status not in ("failed", "interrupted"):
+    if result.status not in ("failed", "interrupted") and result.step_of("checkpoint"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
     result = with_full_disk(result, run.folder)

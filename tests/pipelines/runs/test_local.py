@@ -14,6 +14,7 @@ import pytest
 from components.records.record import STOPPING
 from components.records.run_store import RUN_ID
 from pipelines.runs import local, local_status
+from tests.pipelines.step_events import done
 from trainer import events, storage
 from trainer.config.form import from_form, to_local_form
 from trainer.config.load import load_config, parse_config
@@ -139,6 +140,17 @@ class TestExecuting:
         assert local.execute(again, "no_such_pipeline", {}).status == "failed"
         kept = load_config(local.saved_config(workdir, run.run_id))
         assert kept == (other if begins else CONFIG)
+
+    def test_a_resume_whose_data_is_refused_leaves_it_too(self, workdir, monkeypatch):
+        run = local.new_run(CONFIG, workdir)
+        os.close(run.lock)
+        again = local.resumed_run(load_config(None, ["data.seed=9"]), workdir, run.run_id)
+        for event in done("validate_data", metrics={"decision": "refused", "reasons": ["no"]}):
+            events.append(run.folder / local.EVENTS, event)
+        ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+        monkeypatch.setattr(local, "_started", lambda *_: ended)
+        assert local.execute(again, "run", {}).status == "refused"
+        assert load_config(local.saved_config(workdir, run.run_id)) == CONFIG
 
     def test_a_cancel_before_the_runner_can_handle_it(self, workdir, monkeypatch):
         run = local.new_run(CONFIG, workdir)
