@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special, stats
+from scipy import special
 
 from trainer.config.thresholds import ChampionRule
 from trainer.evaluation.comparison import Opponents
@@ -195,6 +195,6 @@ def _of_equal(each: Recalls, confidence: float, classes: int) -> Floats:
     # Two examples more, of which one is found: that all are found is never sure (Agresti).
     share = (each.worth * each.champion + 1) / (each.worth + 2)
     differ = each.worth * share * (1 - share)
-    unlucky = stats.norm.ppf(1 - (1 - _POWER) / classes) * np.sqrt(differ)
+    unlucky = special.ndtri(1 - (1 - _POWER) / classes) * np.sqrt(differ)
     lost = np.minimum(np.maximum((differ + unlucky) / 2, unlucky), each.worth)
     return lower_bounds(np.maximum(lost - unlucky, 0), lost, each.worth, confidence)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy import special
 
 Direction = Literal["higher", "lower"]
 Floats = npt.NDArray[np.floating[Any]]
@@ -96,7 +96,7 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
         count: all examples, also wrong or right by both; need not be whole numbers.
         confidence: of each bound.
     """
-    wanted = stats.norm.ppf(confidence)
+    wanted = special.ndtri(confidence)
     # At -1 the score is infinite, or not defined where all were lost.
     low, high = np.full(len(own), -1.0), (own - other) / count
     for _ in range(_HALVINGS):
@@ -152,7 +152,7 @@ def _reach(terms: Floats, fewest: int, confidence: float) -> float:
         return 0.0
     spread = max(fourth - second**2 / len(terms), _TINY)
     freedom = min(2 * second**2 / spread, fewest - 1)
-    wanted = float(stats.t.ppf(confidence, freedom))
+    wanted = float(special.stdtrit(freedom, confidence))
     skewness = float((squares * terms).sum() / second**1.5)
     if skewness:
         third = 3 / skewness

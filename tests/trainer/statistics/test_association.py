@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from trainer.statistics import association
 from trainer.statistics.association import associated
 
 RANDOM = np.random.default_rng(0)
@@ -65,3 +66,8 @@ def test_missing_values_are_left_out(kinds):
 @pytest.mark.parametrize("kinds", KINDS)
 def test_a_constant_says_nothing(kinds):
     assert of(np.ones(2000), CLASSES, kinds) == 0
+
+
+def test_equal_values_have_the_mean_of_their_ranks():
+    values = np.array([3.0, -1.0, 3.0, 0.0, 3.0, 0.0])
+    assert association._ranks(values).tolist() == stats.rankdata(values).tolist()
