@@ -169,12 +169,17 @@ class Lease(NoLease):
             renewed=now(),
         )
         self._number = 0
+        self._dead: LeaseHolder | None = None
         self._lost = ""
         self._released = False
         self._mutex = threading.Lock()
 
-    def acquire(self) -> None:
-        """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`."""
+    def acquire(self, dead: LeaseHolder | None = None) -> None:
+        """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`.
+
+        `dead` did not renew it for as long as it lasts, whatever its clock said.
+        """
+        self._dead = dead
         while not self._number:
             found = holders(self._uri)
             self._refuse_held(found)
@@ -275,7 +280,7 @@ class Lease(NoLease):
 
     def _is_free(self, holder: LeaseHolder) -> bool:
         over = holder.released or self._now() >= holder.until or is_gone(holder.writer)
-        return over or self._is_same_job(holder) or self._is_own(holder)
+        return over or holder == self._dead or self._is_same_job(holder) or self._is_own(holder)
 
     def _is_same_job(self, holder: LeaseHolder) -> bool:
         return bool(holder.job) and holder.job == self._own.job
@@ -288,18 +293,19 @@ class Lease(NoLease):
 
 
 def acquire_waiting(
-    acquire: Callable[[], None], pause: Callable[[float], None] = time.sleep
+    acquire: Callable[[LeaseHolder | None], None], pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Call `acquire` again while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    Raises `LeaseHeldError` where the holder is alive, or another one was faster, or its clock is
-    wrong; also `RunInterruptedError` and `UserError`.
+    It is dead where it does not renew the lease for as long as that lasts, whatever its clock said.
+    Raises `LeaseHeldError` where the holder is alive, or another one was faster; also
+    `RunInterruptedError` and `UserError`.
     """
     first: LeaseHolder | None = None
     waited = 0.0
-    while refused := _refusal(acquire):
+    while refused := _refusal(partial(acquire, first if waited > LEASE_SECONDS else None)):
         holder = refused.holder
-        if is_living(holder.writer) or holder != (first or holder) or waited > LEASE_SECONDS:
+        if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
         # Logging would swallow an exception that a signal handler raises.

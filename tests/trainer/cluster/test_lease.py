@@ -642,10 +642,17 @@ def test_of_several_that_wait_one_acquires_it_and_the_others_fail(time_, elsewhe
 
 
 def test_a_holder_with_a_wrong_clock_is_not_waited_for_for_ever(time_, elsewhere):
-    ahead = elsewhere("digits-1", ahead=3600.0)
-    refused(lambda: time_.acquired("digits-2"))
+    dead = elsewhere("digits-1", ahead=365 * 86400.0)
+    time_.acquired("digits-2").check()
     assert LEASE_SECONDS < time_.waited <= LEASE_SECONDS + 2 * POLL_SECONDS
-    ahead.check()
+    assert "was taken over by run digits-2" in lost(dead.check)
+
+
+def test_a_holder_with_a_wrong_clock_that_renews_it_is_left_alone(time_, elsewhere):
+    living = elsewhere("digits-1", ahead=365 * 86400.0)
+    time_.then[RENEW_SECONDS] = living.renew
+    refused(lambda: time_.acquired("digits-2"))
+    living.check()
 
 
 def test_an_error_of_the_store_ends_the_wait(time_, elsewhere, monkeypatch):

@@ -76,8 +76,8 @@ class Repeating:
     prefixes: tuple[str, ...] = ()
     next_page_token = "again"
 
-    def list_objects_v2(self, **_: object) -> dict[str, Any]:
-        return {"IsTruncated": True, "NextContinuationToken": "again"}
+    def __getattr__(self, _operation: str) -> Any:
+        return lambda **_: {"IsTruncated": True, "NextContinuationToken": "again"}
 
     def list_blobs(self, *_: object, **__: object) -> Any:
         return self
