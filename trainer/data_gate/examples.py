@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
 from trainer.data_gate.findings import Finding, Question, percent
 from trainer.data_gate.profile import DatasetProfile, SplitProfile
@@ -37,7 +37,7 @@ def duplicates(question: Question) -> Iterator[Finding]:
         if not again or expected is None:
             continue
         value = again / examples
-        chance = stats.binom.sf(again - 1, examples, min(expected, 1.0))
+        chance = special.bdtrc(again - 1, examples, min(expected, 1.0))
         if value > expected + limit and chance < question.significance:
             found[split] = value, expected
     if found:
@@ -181,7 +181,7 @@ def copied(
     expected = again / whole if whole else 0.0
     by_chance = _by_chance(dataset)
     if by_chance is not None and by_chance < max(limit, _RARE):
-        chance = float(stats.binom.sf(found - 1, examples, max(expected, by_chance)))
+        chance = float(special.bdtrc(found - 1, examples, max(expected, by_chance)))
     else:
         chance = more_often(found, examples, again, whole)
     if not found or found / examples <= expected + limit or chance >= significance:
@@ -203,9 +203,9 @@ def copied_only(dataset: DatasetProfile, known: SplitProfile, significance: floa
     ))  # fmt: skip
     by_chance = _by_chance(dataset)
     if by_chance is not None and by_chance < _RARE:
-        chance = stats.binom.sf(found - 1, examples, by_chance)
+        chance = special.bdtrc(found - 1, examples, by_chance)
     else:
-        chance = stats.binom.sf(found - 1, found + others, 0.5)
+        chance = special.bdtrc(found - 1, found + others, 0.5)
     if not found or chance >= significance:
         return None
     return Copies(found=found, asked=examples, whole=asked.examples, expected=0.0)
