@@ -32,7 +32,7 @@ PIECES = (
     '\n{"event": "run_end", "time": 1.0, "status": "blessed"}',
     "\n2026-01-01 00:00:00,000 INFO blessed",
 )  # fmt: skip
-SHOWN = (
+READ_ONLY = (
     ("runs",),
     ("status", DAMAGED),
     ("compare", WHOLE, DAMAGED),
@@ -170,7 +170,7 @@ def attack(template, commands, folder, seed, records):
     log = runs / DAMAGED / "pipeline.log"
     log.write_text(said, encoding="utf-8", errors="replace")
     wrong = []
-    for command in SHOWN:
+    for command in READ_ONLY:
         as_json = ["--json"] if chance.random() < 0.3 else []
         wrong += commands(*command, "--workdir", str(runs), *as_json)
     shutil.rmtree(runs)
