@@ -62,7 +62,7 @@ def mask_libraries() -> None:
     """Mask what is logged in a process without a log, and the warnings of Python."""
     if logging.lastResort:
         logging.lastResort.setFormatter(_Masked(logging.Formatter()))
-    warnings.formatwarning = lambda *told, **more: masked(_indented(_FORMAT(*told, **more)))
+    warnings.formatwarning = lambda *warned, **more: masked(_indented(_FORMAT(*warned, **more)))
 
 
 class _Masked(logging.Formatter):
