@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -165,6 +166,15 @@ def _own_addresses() -> set[str]:
         for each in addresses
         if each.family in {socket.AF_INET, socket.AF_INET6}
     }
+
+
+@pytest.fixture(autouse=True)
+def _formatters() -> Iterator[None]:
+    """Give pytest's own handlers their formatters back, which a step of a test may replace."""
+    before = [(handler, handler.formatter) for handler in logging.getLogger().handlers]
+    yield
+    for handler, formatter in before:
+        handler.setFormatter(formatter)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,9 @@ def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields
     source = folder / f"source-{storage.name_of(uri)}"
     source.mkdir()
     for name, tree in files.items():
-        (source / name).write_text(json.dumps(tree), encoding="utf-8")
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(tree), encoding="utf-8")
     storage.publish(source, uri, kind=kind, fields=fields)
     return uri
 

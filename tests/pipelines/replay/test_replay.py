@@ -181,7 +181,8 @@ class TestLookedUp:
     def test_the_champion_of_now_is_copied(self, root, tmp_path):
         assert self.looked_up(root, tmp_path / "own") == []
         at = storage.join(registry.home(root, "model"), "versions", "000003")
-        published(tmp_path, at, "model", {"a.json": 3}, version=3)
+        files = {"a.json": 3, "serving/model/3/saved_model.pb": 0}
+        published(tmp_path, at, "model", files, version=3, saved_model="serving/model/3")
         registry.promote(root, "model", 3, after=0, by="me")
         (said,) = self.looked_up(root, tmp_path / "own")
         assert said == "the champion is version 3, that of now"
