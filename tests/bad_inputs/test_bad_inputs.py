@@ -58,6 +58,8 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
     for name, value in row.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(NO_PAUSE, lambda _: 0)
+    # It would be that of the next tests as well.
+    monkeypatch.setattr(flotilla, "_own_temporary", lambda: None)
     monkeypatch.setattr(sys, "argv", [row.program, *words])
     main = trainer.main if row.program == "trainer" else flotilla.main
     with pytest.raises(SystemExit) as ended:

@@ -52,7 +52,7 @@ BUDGETS = {
     "trainer/report": 1825,
     "trainer/signing": 325,
     "trainer/statistics": 1050,
-    "trainer/storage": 3475,
+    "trainer/storage": 3500,
     "trainer/strategies": 4850,
     "trainer/sweeps": 875,
     "trainer/tasks": 5375,

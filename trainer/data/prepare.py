@@ -236,8 +236,12 @@ def _whole(uri: str) -> Manifest | None:
 
 def _require_same(uri: str, written: Written) -> None:
     """Raise `UserError` where the examples are others than those of a damaged dataset."""
-    there = storage.read_manifest(uri).fields.get("fingerprint", written.fingerprint)
-    if there != written.fingerprint:
+    try:
+        there = storage.read_manifest(uri).fields.get("fingerprint")
+    except storage.Corrupt:
+        # Nothing says what they were.
+        return
+    if there and there != written.fingerprint:
         raise UserError(
             f"data.source: its examples are others than {storage.name_of(uri)}, which is damaged, "
             f"was made of; bring these back, or remove {uri} if the new ones are meant"

@@ -339,7 +339,9 @@ class ObjectStore:
 
     def _call(self, request: Callable[[], Result]) -> Result:
         result = self._retry.call(
-            self._home, request, lambda error: self._bucket.judge(error) is Trouble.TRANSIENT
+            self._home,
+            lambda: self._retry.within_deadline(request),
+            lambda error: self._bucket.judge(error) is Trouble.TRANSIENT,
         )
         self._answered = True
         return result

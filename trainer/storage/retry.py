@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from typing import TypeVar
 
 import tenacity
@@ -79,7 +80,7 @@ class Retry:
             reraise=True,
         )
         try:
-            result = retrying(lambda: self._within(request))
+            result = retrying(request)
         except Exception as error:
             if not transient(error):
                 raise
@@ -90,28 +91,26 @@ class Retry:
         self._succeeded_at = time.monotonic()
         return result
 
-    def _within(self, request: Callable[[], Result]) -> Result:
+    def within_deadline(self, request: Callable[[], Result]) -> Result:
         """Return the result of a request; raises `TimeoutError` where no time is left for it.
 
         A client limits the time between two bytes alone. The thread that waits for them ends with
         this process.
         """
-        future, context = Future[Result](), copy_context()
-
-        def send() -> None:
-            try:
-                future.set_result(context.run(request))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=send, name="request", daemon=True).start()
+        future = Future[Result]()
+        send = partial(_send, copy_context(), request)
+        threading.Thread(target=send, args=(future,), name="request", daemon=True).start()
         least = time.monotonic() + LEAST_SECONDS
         while not future.done():
             left = max(self._left(), least - time.monotonic())
             if left <= 0:
                 raise TimeoutError("no whole answer came")
             wait([future], left)
-        return future.result()
+        try:
+            return future.result()
+        finally:
+            # Its error has the frames that hold it: the collector alone would close their sockets.
+            del future
 
     def _left(self) -> float:
         return self._succeeded_at + self._seconds - time.monotonic()
@@ -130,6 +129,15 @@ class Retry:
             pause,
             self._left(),
         )
+
+
+def _send(context: Context, request: Callable[[], Result], future: Future[Result]) -> None:
+    try:
+        future.set_result(context.run(request))
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future
 
 
 def until_deadline(where: str, request: Callable[[], Result]) -> Result:

@@ -36,6 +36,7 @@ def flotilla(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["flotilla", *map(str, arguments)])
+        monkeypatch.setattr(__main__, "_own_temporary", lambda: None)
         with pytest.raises(SystemExit) as ended:
             __main__.main()
         return (ended.value.code, *capsys.readouterr())

@@ -131,7 +131,6 @@ COMMANDS_THAT_WRITE = [
             (["--help"], 0),
             (["--version"], 0),
             (["manifest"], 0),
-            (["gc", "--workdir", "runs"], 0),
             (["nonsense"], 2),
         )
     ),

@@ -60,7 +60,7 @@ def test_lines_have_the_name_of_their_task_and_events_are_words(
     logs.take()
     assert lines.taken() == ["chief-0 loading"]
     assert caplog.messages == [
-        "global step 20/300  loss 0.25  100 steps/s  12 s left",
+        "global step 20/300  loss 0.25  100 steps/s",
         "checkpoint of global step 5: u",
     ]
 

@@ -32,9 +32,9 @@ def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(
 ) -> None:
     monkeypatch.setenv(retry.VARIABLE, "0.1")
     monkeypatch.setattr(retry, "LEAST_SECONDS", 0.05)
-    free = threading.Event()
+    free, asked = threading.Event(), retry.Retry()
     with pytest.raises(StoreUnavailable, match=r"for 0\.1 s \(no whole answer came\)"):
-        retry.Retry().call("s3://b", free.wait, transient)
+        asked.call("s3://b", lambda: asked.within_deadline(free.wait), transient)
     free.set()
 
 
@@ -43,7 +43,7 @@ def test_an_error_of_the_request_is_raised_as_it_is() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        retry.Retry().call("s3://b", refuse, transient)
+        retry.Retry().within_deadline(refuse)
 
 
 def test_a_byte_now_and_then_is_no_progress(clock: Clock) -> None:
