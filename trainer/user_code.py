@@ -211,7 +211,7 @@ def is_users_file(file: str, module: str = "") -> bool:
     """Return whether a file of a traceback is the user's, neither installed nor of Flotilla."""
     if file.startswith("<") or _GENERATED.search(file):
         return False
-    if module.partition(".")[0] in _imported:
+    if module and module.partition(".")[0] in _imported:
         return True
     return not (file.startswith(_LIBRARIES) or _INSTALLED.intersection(Path(file).parts))
 

@@ -298,3 +298,10 @@ def test_a_long_traceback_keeps_its_head_and_its_end(blocks, monkeypatch):
     assert text.startswith("Traceback (most recent call last):\n  ...\n")
     assert text.endswith("bad shape\nand more\n")
     assert len(text) < 100
+
+
+def test_a_frame_without_a_module_is_judged_by_its_file(monkeypatch):
+    # A model `:f` has been asked for before.
+    monkeypatch.setattr(user_code, "_imported", {""})
+    assert not user_code.is_users_file("/usr/lib/python3/site-packages/keras/layer.py")
+    assert user_code.is_users_file("/home/ann/net.py")
