@@ -5,7 +5,7 @@
 Each night a new model and the champion score new test examples of two classes, and the gate's own
 code judges them. Scores are normal, those of the positive class shifted, so that the true areas are
 known. In each class the scores of both models correlate. The script prints the tables of
-`docs/how-to/gate.md`, from one seed.
+`benchmarks/results/gate.md`, from one seed.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 from tests.docs.claims import missing_path, wrong_command, wrong_key
 from tests.docs.markdown import page, read, simple_commands
 from tests.house_rules.source import files, python_files, text
+from tests.house_rules.test_sizes import BUDGETS
 from trainer.config.data_gate import LIMITS, RULES
 from trainer.config.load import REMOVED, parse_config
 from trainer.config.schema import Config
@@ -76,9 +77,9 @@ def test_every_key_of_the_configuration_is_one(document):
 
 
 def is_module(word):
-    """Say whether a word such as `storage.newest` names a part of the trainer."""
+    """Say whether a word such as `storage.newest` or `training.py` names a module."""
     package, _, name = word.partition(".")
-    return (ROOT / "trainer" / package / f"{name}.py").exists()
+    return name == "py" or (ROOT / "trainer" / package / f"{name}.py").exists()
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,19 @@ def test_every_page_is_two_links_away_from_the_readme():
     second = set().union(*map(linked, first))
     decisions = {path for path in pages if "decisions" in path.parts}
     assert not set(pages) - {readme} - first - second - decisions
+
+
+def test_every_room_has_a_row_and_a_file_to_read_first():
+    table = text("docs/where-is-what.md").partition("| room |")[2].partition("\n\n")[0]
+    named = set()
+    for line in table.splitlines()[2:]:
+        cells = line.split("|")
+        rows, files_first = (re.findall(r"`([\w/]+(?:\.py)?)`", cells[place]) for place in (1, 3))
+        folders = [ROOT / row for row in rows]
+        named |= {row.rstrip("/") for row in rows}
+        for name in files_first:
+            assert any((folder / name).is_file() for folder in [ROOT, *folders]), line
+    assert not set(BUDGETS) - named - {"trainer"}
 
 
 def test_a_page_is_taken_apart():
