@@ -32,7 +32,7 @@ from benchmarks import (
     whole_run,
 )
 from benchmarks.baselines import mnist
-from trainer.errors import RunInterruptedError, UserError
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
 
 OUTPUT = Path("build/bench.json")
 MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Comparison]]] = {

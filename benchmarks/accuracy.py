@@ -21,9 +21,9 @@ from benchmarks import launched
 from benchmarks.baselines import cluster
 from benchmarks.baselines.mnist import Floats, held_out_examples
 from benchmarks.comparisons import Comparison, alternating
-from trainer.checkpoints import checkpoints
-from trainer.checkpoints.index import index_of
-from trainer.events import Progress
+from flotilla.trainer.checkpoints import checkpoints
+from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.events import Progress
 
 GOAL = 0.97
 ROUNDS = 3

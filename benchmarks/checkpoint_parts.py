@@ -21,20 +21,20 @@ import keras
 import tensorflow as tf
 
 from benchmarks.comparisons import Comparison
-from trainer import storage
-from trainer.checkpoints.checkpoints import Checkpoints, restore
-from trainer.checkpoints.contents import contents
-from trainer.checkpoints.part_server import PartServer
-from trainer.checkpoints.servers import PartServers, server_of, side_by_side
-from trainer.checkpoints.tensor_bundle import Variables
-from trainer.cluster import signals
-from trainer.cluster.local import held_cluster
-from trainer.config.load import parse_config
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.parameter_server import NUMBER_FILE, Served
-from trainer.strategies.placement import build_at, places_of
-from trainer.strategies.strategy import create
-from trainer.topology import Cluster, Task, from_tf_config
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, restore
+from flotilla.trainer.checkpoints.contents import contents
+from flotilla.trainer.checkpoints.part_server import PartServer
+from flotilla.trainer.checkpoints.servers import PartServers, server_of, side_by_side
+from flotilla.trainer.checkpoints.tensor_bundle import Variables
+from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.strategies.parameter_server import NUMBER_FILE, Served
+from flotilla.trainer.strategies.placement import build_at, places_of
+from flotilla.trainer.strategies.strategy import create
 
 MEGABYTES = int(os.environ.get("BENCH_MEGABYTES", "2000"))
 SAVES = 3

@@ -22,16 +22,16 @@ import numpy as np
 
 from benchmarks import launched
 from benchmarks.comparisons import Comparison, alternating
-from trainer import storage
-from trainer.checkpoints.index import index_of
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.data.prepare import prepare
-from trainer.data.read import labelled_columns, stage_shards
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation.evaluate import evaluate
-from trainer.models import two_tower
-from trainer.models.spec import InputSpec
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.data.read import labelled_columns, stage_shards
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.models import two_tower
+from flotilla.trainer.models.spec import InputSpec
 
 FILE = Path(__file__).parents[1] / "examples/clicks_large/clicks_large.yaml"
 SEEDS = (1, 2, 3)

@@ -15,15 +15,15 @@ from sklearn import metrics as scores
 from sklearn.calibration import calibration_curve
 
 from benchmarks.comparisons import Comparison, alternating
-from trainer import storage
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.config.load import parse_config
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.records import encode
-from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.evaluation.evaluate import evaluate
-from trainer.models import registry
-from trainer.models.spec import InputSpec
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.features.dataset_spec import SCHEMA, FeatureSpec
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
 
 EXAMPLES, CLASSES, SHAPE = 20_000, 10, (28, 28, 1)
 ROUNDS = 5

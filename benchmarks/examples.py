@@ -22,9 +22,9 @@ from benchmarks import launched
 from benchmarks.baselines import tfds_input
 from benchmarks.baselines.mnist import VALIDATION
 from benchmarks.comparisons import Comparison, alternating
-from trainer import storage
-from trainer.data.read import stage_shards, training_batches
-from trainer.data.spec import DatasetSpec
+from flotilla.trainer import storage
+from flotilla.trainer.data.read import stage_shards, training_batches
+from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 ROUNDS = 3
 BATCH = 100

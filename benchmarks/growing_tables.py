@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.comparisons import Comparison, alternating
-from trainer.models.classifiers import outputs
-from trainer.models.embedding_table import EmbeddingTable
-from trainer.models.spec import InputSpec, scaled_input
+from flotilla.trainer.models.classifiers import outputs
+from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.models.spec import InputSpec, scaled_input
 
 ROUNDS = 5
 ROWS, DIMENSION, BATCH, STEPS = 1_000_000, 16, 8192, 100

@@ -17,13 +17,13 @@ import psutil
 
 from benchmarks.baselines.cluster import free_ports
 from benchmarks.comparisons import Comparison
-from trainer.cluster import signals
+from flotilla.trainer.runtime import signals
 
 # Of which a server takes some 45 MB and 93 threads on two cores, and 60 MB and 145 threads on 16.
 WORKERS = int(os.environ.get("BENCH_STUBS", "64"))
 # In one process.
 TOGETHER = 64
-# Updates of a turn; see `trainer.strategies.async_parameter_server`.
+# Updates of a turn; see `flotilla.trainer.strategies.async_parameter_server`.
 TURN = 20
 SECONDS = 5.0
 ROUNDS = 2

@@ -80,10 +80,10 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
     import keras  # noqa: PLC0415
     import tensorflow as tf  # noqa: PLC0415
 
-    from trainer.config.load import parse_config  # noqa: PLC0415
-    from trainer.strategies.strategy import Problem, create  # noqa: PLC0415
-    from trainer.topology import Cluster, Task  # noqa: PLC0415
-    from trainer.training.optimizers import build_optimizer  # noqa: PLC0415
+    from flotilla.trainer.config.load import parse_config  # noqa: PLC0415
+    from flotilla.trainer.config.topology import Cluster, Task  # noqa: PLC0415
+    from flotilla.trainer.optimizers.optimizers import build_optimizer  # noqa: PLC0415
+    from flotilla.trainer.strategies.strategy import Problem, create  # noqa: PLC0415
 
     kind, args, _ = OPTIMIZERS[name]
     optimizer = {"name": kind, "args": args}

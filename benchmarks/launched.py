@@ -17,14 +17,14 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.baselines.mnist import VALIDATION, folder
-from trainer import events, storage
-from trainer.cluster import local
-from trainer.cluster.launcher import Job
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.events import Progress
-from trainer.models import registry as models
-from trainer.models.spec import InputSpec
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import Progress
+from flotilla.trainer.models import registry as models
+from flotilla.trainer.models.spec import InputSpec
 
 # The model, the optimizer and the batch of the published program.
 SAME_AS_BASELINE = {
@@ -74,8 +74,8 @@ def mnist() -> str:
 def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
     """Publish MNIST below a folder, with other settings where there are some; return its URI."""
     program = (
-        "import sys; from pathlib import Path; from trainer.data import prepare; "
-        "from trainer.config.data import DataConfig; "
+        "import sys; from pathlib import Path; from flotilla.trainer.data import prepare; "
+        "from flotilla.trainer.config.data import DataConfig; "
         "print(prepare.prepare(DataConfig.model_validate_json(sys.argv[1]), sys.argv[2], "
         "Path(sys.argv[3])).uri)"
     )

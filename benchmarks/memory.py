@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.comparisons import Comparison
 from benchmarks.watched import Look, watched
-from trainer.config.load import load_config
+from flotilla.trainer.config.load import load_config
 
 ROUNDS = 3
 EARLY, LATE = 5_000, 50_000

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, stats
 
-from trainer.config.thresholds import GateConfig
-from trainer.evaluation import constant, noninferiority
-from trainer.evaluation.classes import compare_classes
-from trainer.evaluation.comparison import Opponents
-from trainer.evaluation.estimates import Metric
-from trainer.promotion import gate
-from trainer.tasks.base import Part, Target, Whole
-from trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.config.thresholds import GateConfig
+from flotilla.trainer.evaluation import constant, noninferiority
+from flotilla.trainer.evaluation.classes import compare_classes
+from flotilla.trainer.evaluation.comparison import Opponents
+from flotilla.trainer.evaluation.estimates import Metric
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.tasks.base import Part, Target, Whole
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
 
 NIGHTS = 1000
 # Of a chain of champions.

@@ -16,8 +16,8 @@ import tensorflow as tf
 from benchmarks import launched
 from benchmarks.baselines import tfds_input
 from benchmarks.comparisons import Comparison, alternating
-from trainer import storage
-from trainer.data import prepare
+from flotilla.trainer import storage
+from flotilla.trainer.data import prepare
 
 ROUNDS = 3
 FLOTILLA, TFDS = "flotilla", "tfds"

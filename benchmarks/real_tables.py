@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks import PAGE, ROOT, launched, put
-from trainer import storage
-from trainer.checkpoints.decisions import handed_on
-from trainer.config.load import parse_config
-from trainer.data.prepare import prepare
-from trainer.evaluation.evaluate import evaluate
-from trainer.promotion import gate
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.decisions import handed_on
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.promotion import gate
 
 Table = Any
 

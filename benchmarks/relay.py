@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from trainer.cluster import signals
+from flotilla.trainer.runtime import signals
 
 CHUNK = 1 << 18
 

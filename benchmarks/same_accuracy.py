@@ -21,7 +21,7 @@ from benchmarks import launched
 from benchmarks.accuracy import accuracy_of
 from benchmarks.baselines.plain import Settings
 from benchmarks.comparisons import Comparison, alternating
-from trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import index_of
 
 SEEDS = 3
 # 0.3 points of 98.

@@ -12,34 +12,37 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from benchmarks.comparisons import Comparison
-from components.table import STEPS
-from trainer.cluster.process import MODULES
+from flotilla.components.table import STEPS
+from flotilla.trainer.cluster.process import MODULES
 
 ROUNDS = 3
-_STEP = ("kfp.dsl.executor_main", "trainer.tensorflow_import")
+_STEP = ("kfp.dsl.executor_main", "flotilla.trainer.runtime.tensorflow_import")
 # What a step loads in its body, in every run that finds its dataset prepared.
 _BODIES = {
     "prepare_data": (
-        "trainer.data.prepare", "trainer.data.embedded.scikit", "trainer.data_gate.validate",
+        "flotilla.trainer.data.prepare", "flotilla.trainer.data.embedded.scikit", "flotilla.trainer.data_gate.validate",
     ),
-    "evaluate_model": ("trainer.evaluation.evaluate",),
-    "export_model": ("trainer.export.export",),
+    "evaluate_model": ("flotilla.trainer.evaluation.evaluate",),
+    "export_model": ("flotilla.trainer.export.export",),
 }  # fmt: skip
 #: The modules that the process of each step and of each task loads, by its name.
 PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **{
-            step.name: (*_STEP, f"components.{step.name}", *_BODIES.get(step.name, ()))
+            step.name: (*_STEP, f"flotilla.components.{step.name}", *_BODIES.get(step.name, ()))
             for step in STEPS
         },
-        **{f"task: {role}": ("trainer.__main__", module) for role, module in MODULES.items()},
+        **{
+            f"task: {role}": ("flotilla.trainer.__main__", module)
+            for role, module in MODULES.items()
+        },
     }
 )
 #: Sum of all, in imports of TensorFlow.
 AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
-from trainer import tensorflow_import
+from flotilla.trainer.runtime import tensorflow_import
 tensorflow_import.prepare()
 for name in sys.argv[1:]:
     importlib.import_module(name)

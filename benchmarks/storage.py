@@ -19,10 +19,10 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.comparisons import Comparison, alternating
-from trainer import events, storage
-from trainer.errors import UserError
-from trainer.events import Event, Progress, Saved
-from trainer.storage import retry
+from flotilla.trainer import events, storage
+from flotilla.trainer.events import Event, Progress, Saved
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import retry
 
 FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3

@@ -15,12 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.placement import server_device
-from trainer.strategies.turns import TURN
-from trainer.topology import Cluster, Task
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.placement import server_device
+from flotilla.trainer.strategies.self_scheduling import TURN
 
 # Before it, closures are sent to all workers.
 WARM_SECONDS = 3.0

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from trainer import storage
-from trainer.checkpoints.index import index_of
-from trainer.cluster import local
-from trainer.cluster.launcher import Job
-from trainer.config.load import load_config
-from trainer.config.schema import Config
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 3
@@ -68,11 +68,11 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
     """Train one configuration in one way, and return its metrics on the test split."""
     # TensorFlow is for this process alone: the parent starts many.
     from benchmarks.baselines import compiled  # noqa: PLC0415
-    from trainer.data.prepare import prepare  # noqa: PLC0415
-    from trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
-    from trainer.data.spec import DatasetSpec  # noqa: PLC0415
-    from trainer.evaluation.evaluate import restored  # noqa: PLC0415
-    from trainer.tasks.registry import objective_of, with_positive  # noqa: PLC0415
+    from flotilla.trainer.data.prepare import prepare  # noqa: PLC0415
+    from flotilla.trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
+    from flotilla.trainer.evaluation.evaluate import restored  # noqa: PLC0415
+    from flotilla.trainer.features.dataset_spec import DatasetSpec  # noqa: PLC0415
+    from flotilla.trainer.tasks.registry import objective_of, with_positive  # noqa: PLC0415
 
     config = configuration(name, way, seed)
     dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri

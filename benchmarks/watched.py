@@ -10,10 +10,10 @@ from typing import Any
 
 import psutil
 
-from pipelines.runs import local
-from trainer.config.schema import Config
-from trainer.errors import RunInterruptedError
-from trainer.events import Event, Progress
+from flotilla.pipelines.runs import local
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import Event, Progress
+from flotilla.trainer.runtime.errors import RunInterruptedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def tasks_below(folder: Path) -> dict[str, Used]:
         # Some that were there a moment ago have ended.
         with suppress(psutil.NoSuchProcess):
             words = process.cmdline()
-            if words[1:4] == ["-m", "trainer", "task"]:
+            if words[1:4] == ["-m", "flotilla.trainer", "task"]:
                 place = Path(words[words.index("--workdir") + 1])
                 if place.is_relative_to(folder):
                     found[place.name] = _used(process)

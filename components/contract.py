@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from components.table import STEPS
-from trainer.errors import ConfigError
+from flotilla.components.table import STEPS
+from flotilla.trainer.runtime.errors import ConfigError
 
 #: Of the command of the first step, which KFP's executor passes over. What follows is the mark: the
 #: Flotilla that has compiled it, and the digest of its steps.

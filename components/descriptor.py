@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.errors import UserError
-from trainer.events import to_tree
-from trainer.json_records import record_in
+from flotilla.trainer import storage
+from flotilla.trainer.events import to_tree
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import record_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,17 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor
-from components.image import component
-from components.records.record import Step
-from components.records.run_store import output_of, scratch_folder
-from trainer import storage
-from trainer.code.bundle import configured
-from trainer.config.main_metric import MainMetric
-from trainer.config.schema import Config
-from trainer.promotion import gate, trained
-from trainer.promotion.registry import opponent
+from flotilla.components import descriptor
+from flotilla.components.image import component
+from flotilla.components.records.record import Step
+from flotilla.components.records.run_store import output_of, scratch_folder
+from flotilla.trainer import storage
+from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.promotion import training_data as trained
+from flotilla.trainer.promotion.registry import opponent
 
 
 # The word is the single output: KFP's local runner resolves a condition on no other.
@@ -37,8 +38,8 @@ def evaluate_model(
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
     """Return "blessed" or "refused"; `decision_uri` is the URI of the reasons."""
-    from components.evaluate_model import work
-    from components.records.record import run
+    from flotilla.components.evaluate_model import work
+    from flotilla.components.records.record import run
 
     return run(work, locals())
 
@@ -109,7 +110,7 @@ class Inputs:
 
 def evaluated(config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path) -> Any:
     """Measure a checkpoint of a run next to a champion; return the `Evaluation`."""
-    from trainer.evaluation import evaluate
+    from flotilla.trainer.evaluation import evaluate
 
     checkpoint, champion = inputs.checkpoint, inputs.champion
     created = storage.read_manifest(checkpoint).created

@@ -7,15 +7,16 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor, evaluate_model
-from components.image import component
-from components.records.record import Step
-from components.records.run_store import is_local_run, output_of, scratch_folder
-from trainer import storage
-from trainer.code.bundle import configured
-from trainer.config.schema import Config
-from trainer.data import listing
-from trainer.promotion import gate, lineage, registration, registry, trained
+from flotilla.components import descriptor, evaluate_model
+from flotilla.components.image import component
+from flotilla.components.records.record import Step
+from flotilla.components.records.run_store import is_local_run, output_of, scratch_folder
+from flotilla.trainer import storage
+from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data import listing
+from flotilla.trainer.promotion import gate, lineage, registration, registry
+from flotilla.trainer.promotion import training_data as trained
 
 
 @component
@@ -34,8 +35,8 @@ def export_model(
     decision_descriptor: dsl.Input[dsl.Artifact] = None,
 ) -> str:
     """Export the checkpoint that the decision at its URI has blessed; return "promoted" or not."""
-    from components.export_model import work
-    from components.records.record import run
+    from flotilla.components.export_model import work
+    from flotilla.components.records.record import run
 
     return run(work, locals())
 
@@ -52,7 +53,7 @@ def export(step: Step) -> str:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
         descriptor.check(step.decision_descriptor, step.decision)
-        from trainer.export import export
+        from flotilla.trainer.export import export
 
         settings = configured(step.config)
         # A decision against another champion is another decision, and leads to another model.

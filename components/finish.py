@@ -6,13 +6,13 @@ from pathlib import Path
 
 from kfp import dsl
 
-from components import launchers
-from components.image import component
-from components.records import gather_report
-from components.records.record import Step
-from components.records.run_store import folder_of_run, root_of, run_id_of
-from trainer import storage
-from trainer.errors import UserError
+from flotilla.components import launchers
+from flotilla.components.image import component
+from flotilla.components.records import gather_report
+from flotilla.components.records.record import Step
+from flotilla.components.records.run_store import folder_of_run, root_of, run_id_of
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def finish(
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
     """End what is left of the training cluster; write the report of what the run has published."""
-    from components.finish import work
-    from components.records.record import run
+    from flotilla.components.finish import work
+    from flotilla.components.records.record import run
 
     run(work, locals())
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.code.bundle import Bundle, publish
-from trainer.config.schema import Config
-from trainer.json_records import parse_mapping
-from trainer.storage.waiting import is_recent, waited
+from flotilla.trainer import storage
+from flotilla.trainer.code.bundle import Bundle, publish
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.storage.waiting import is_recent, waited
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"

@@ -6,20 +6,20 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from components.image import DEFAULTS, PodDefaults
-from trainer import events
-from trainer.cluster import completion, local
-from trainer.cluster.launcher import Job
-from trainer.config.cluster import Launcher
-from trainer.config.form import tree_of
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.output.streams import relay
+from flotilla.components.image import DEFAULTS, PodDefaults
+from flotilla.trainer import events
+from flotilla.trainer.cluster import completion, local
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.cluster import Launcher
+from flotilla.trainer.config.form import tree_of
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.output.streams import relay
 
 if TYPE_CHECKING:
-    from components.kubernetes.engine import Engine
-    from components.kubernetes.names import Tree
+    from flotilla.components.kubernetes.engine import Engine
+    from flotilla.components.kubernetes.names import Tree
 
 # Set for a step in a debugger: it trains in its own process.
 DEBUGGER = "FLOTILLA_DEBUGGER"
@@ -31,17 +31,17 @@ def engine(name: str) -> Engine:
     """Return the engine with this name."""
     # Importing the client of Kubernetes takes half a second, which a local run does not need.
     if name == "jobset":
-        from components.jobset.engine import JobSets
+        from flotilla.components.jobset.engine import JobSets
 
         return JobSets()
-    from components.tfjob.engine import TFJobs
+    from flotilla.components.tfjob.engine import TFJobs
 
     return TFJobs()
 
 
 def document_of(config: Config) -> Tree:
     """Return the job of a configuration, with placeholders; raises `ConfigError`."""
-    from components.kubernetes.engine import document
+    from flotilla.components.kubernetes.engine import document
 
     found = engine(config.cluster.launcher)
     found.check(config)
@@ -53,7 +53,7 @@ def choose(job: Job) -> Launcher:
     launcher = job.config.cluster.launcher
     if launcher != "auto":
         return launcher
-    from components.kubernetes import choice
+    from flotilla.components.kubernetes import choice
 
     namespace = job.config.cluster.kubernetes.namespace
     return choice.launcher([engine(name) for name in ENGINES], namespace, job.run_id)
@@ -65,8 +65,8 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     if launcher == "local":
         _launch_here(job)
         return
-    from components.kubernetes import launcher as kubernetes
-    from components.kubernetes.pods.template import leading
+    from flotilla.components.kubernetes import launcher as kubernetes
+    from flotilla.components.kubernetes.pods.template import leading
 
     kubernetes.launch(engine(launcher), job, defaults)
     # Whatever the job and its pods say.
@@ -75,7 +75,7 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 def _launch_here(job: Job) -> None:
     if os.environ.get(DEBUGGER):
-        from trainer.training import task
+        from flotilla.trainer.training import task
 
         task.train_here(job)
         return
@@ -100,11 +100,11 @@ def end(settings: Mapping[str, Any], run_id: str) -> None:
     if launcher == "local":
         return
     if launcher == "auto":
-        from components.kubernetes import choice
+        from flotilla.components.kubernetes import choice
 
         if not choice.is_on_a_cluster():
             return
-    from components.kubernetes.launcher import delete_jobs
+    from flotilla.components.kubernetes.launcher import delete_jobs
 
     failed: list[UserError] = []
     for name in ENGINES if launcher == "auto" else (launcher,):

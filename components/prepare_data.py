@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 from kfp import dsl
 
-from components import contract, descriptor, in_use, resolve_config
-from components.image import component
-from components.records import run_store
-from components.records.record import Step
-from components.records.run_store import output_of
-from components.table import READY, REFUSED, UNCHANGED
-from trainer import events
-from trainer.cluster import fitting
-from trainer.code.bundle import configured
-from trainer.errors import ConfigError
+from flotilla.components import contract, descriptor, in_use, resolve_config
+from flotilla.components.image import component
+from flotilla.components.records import run_store
+from flotilla.components.records.record import Step
+from flotilla.components.records.run_store import output_of
+from flotilla.components.table import READY, REFUSED, UNCHANGED
+from flotilla.trainer import events
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.runtime.errors import ConfigError
 
 
-# The fields of the form; a test holds them against `trainer.config.form`.
+# The fields of the form; a test holds them against `flotilla.trainer.config.form`.
 @contract.marked
 @component
 def prepare_data(
@@ -56,8 +56,8 @@ def prepare_data(
     `published` is the URI of a dataset to train on, in place of one that is prepared. It says
     "unchanged" in a whole run alone, which has promoted a model then.
     """
-    from components.prepare_data import work
-    from components.records.record import run
+    from flotilla.components.prepare_data import work
+    from flotilla.components.records.record import run
 
     return run(work, locals())
 
@@ -136,7 +136,7 @@ def _tried(step: Step, config: str) -> Iterator[None]:
 def prepare(step: Step) -> str:
     """Download, split, shard and publish the dataset; a published one is reused."""
     with run_store.scratch_folder() as scratch:
-        from trainer.data import prepare
+        from flotilla.trainer.data import prepare
 
         section = configured(step.config).data
         key = f"version of {section.name}"
@@ -165,7 +165,7 @@ def prepare(step: Step) -> str:
 def validate(step: Step) -> str:
     """Return `accepted` or `refused`: by the rules, and beside the champion's dataset."""
     # It loads SciPy, which takes longer than a run that finds nothing new.
-    from trainer.data_gate import validate
+    from flotilla.trainer.data_gate import validate
 
     settings = configured(step.config)
     found = validate.check(settings, step.dataset_uri, validate.opponent(step.root, settings.name))

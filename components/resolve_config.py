@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from components import contract, descriptor, table
-from components.records import record, run_store, step_record
-from components.records.record import Step
-from trainer import events, storage
-from trainer.code import bundle
-from trainer.config.data import SINCE_CHAMPION, DataConfig
-from trainer.config.form import from_form
-from trainer.config.model import CHAMPION, initial_weights
-from trainer.config.schema import AUTO, OF_TWO_CLASSES, Config, OutputConfig
-from trainer.data import listing
-from trainer.errors import ConfigError
-from trainer.masking import printable
-from trainer.promotion import trained
-from trainer.promotion.registry import champion_checkpoint, champion_positive
-from trainer.storage import patterns
+from flotilla.components import contract, descriptor, table
+from flotilla.components.records import record, run_store, step_record
+from flotilla.components.records.record import Step
+from flotilla.trainer import events, storage
+from flotilla.trainer.code import bundle
+from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
+from flotilla.trainer.config.form import from_form
+from flotilla.trainer.config.model import CHAMPION, initial_weights
+from flotilla.trainer.config.schema import AUTO, OF_TWO_CLASSES, Config, OutputConfig
+from flotilla.trainer.data import listing
+from flotilla.trainer.promotion import training_data as trained
+from flotilla.trainer.promotion.registry import champion_checkpoint, champion_positive
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.masking import printable
+from flotilla.trainer.storage import patterns
 
 # Under which the digest of the listing is pinned, and of what it is one.
 _FILES, _LISTED = "listing of data.source", "what was listed"

@@ -107,7 +107,7 @@ STEPS = (
         ),
         deadline_seconds=_DAY,
         may_use_gpus=True,
-        loads="trainer.evaluation.evaluate",
+        loads="flotilla.trainer.evaluation.evaluate",
     ),
     # It compares the model with a champion that the gate has not seen.
     StepSpec(
@@ -118,7 +118,7 @@ STEPS = (
         ),
         deadline_seconds=_DAY,
         may_use_gpus=True,
-        loads="trainer.export.export",
+        loads="flotilla.trainer.export.export",
     ),
     StepSpec(
         name="finish",

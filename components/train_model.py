@@ -4,18 +4,18 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor, launchers
-from components.image import PodDefaults, component
-from components.records import gather_report
-from components.records.record import Step
-from components.records.run_store import folder_of_run
-from trainer import storage
-from trainer.checkpoints.decisions import HandedOn, handed_on
-from trainer.checkpoints.index import require_first_weights
-from trainer.cluster import fitting
-from trainer.cluster.launcher import Job
-from trainer.code.bundle import configured
-from trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
+from flotilla.components import descriptor, launchers
+from flotilla.components.image import PodDefaults, component
+from flotilla.components.records import gather_report
+from flotilla.components.records.record import Step
+from flotilla.components.records.run_store import folder_of_run
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.decisions import HandedOn, handed_on
+from flotilla.trainer.checkpoints.index import require_first_weights
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
 
 
 @component
@@ -31,8 +31,8 @@ def train_model(
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
     """Train on the dataset at URI `dataset`; return the URI of the checkpoint to hand on."""
-    from components.records.record import run
-    from components.train_model import work
+    from flotilla.components.records.record import run
+    from flotilla.components.train_model import work
 
     return run(work, locals())
 
@@ -46,8 +46,8 @@ def train(step: Step) -> str:
     """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = configured(step.config)
-    from trainer.data.shards.shard_store import streaming_of
-    from trainer.data.spec import DatasetSpec, require_slices
+    from flotilla.trainer.data.shards.shard_store import streaming_of
+    from flotilla.trainer.features.dataset_spec import DatasetSpec, require_slices
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.records import gather_report
-from pipelines.runs.local import check_run_id
-from trainer import storage
-from trainer.config.main_metric import BY_LOSS, MainMetric, main_first
-from trainer.errors import ConfigError
-from trainer.json_records import is_number
-from trainer.report import headline
+from flotilla.components.records import gather_report
+from flotilla.pipelines.runs.local import check_run_id
+from flotilla.trainer import storage
+from flotilla.trainer.config.main_metric import BY_LOSS, MainMetric, main_first
+from flotilla.trainer.report import headline
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.json_records import is_number
 
 _FEWEST = 2
 _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")

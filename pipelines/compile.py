@@ -19,15 +19,15 @@ from typing import Any
 import yaml
 from kfp import compiler
 
-from components import contract
-from components.image import IMAGE
-from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
-from pipelines.training import COMPONENTS, cluster_pipeline
-from trainer.config.form import SETTINGS
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.promotion import lineage
+from flotilla.components import contract
+from flotilla.components.image import IMAGE
+from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
+from flotilla.pipelines.training import COMPONENTS, cluster_pipeline
+from flotilla.trainer.config.form import SETTINGS
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import lineage
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 
 def compile_all(

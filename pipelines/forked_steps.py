@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from components.table import STEPS
-from trainer.cluster import signals
-from trainer.cluster.forks import fork_server, forked
-from trainer.cluster.forks.fork_request import Request
-from trainer.cluster.process import MODULES
-from trainer.tensorflow_import import has_gpus
+from flotilla.components.table import STEPS
+from flotilla.trainer.cluster.forks import fork_server, forked
+from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster.process import MODULES
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.tensorflow_import import has_gpus
 
 # What KFP's runner puts between the command and the source of a step.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
@@ -60,7 +60,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
     if asked == forked.NONE or not _is_possible():
         yield lambda: None
         return
-    steps = [f"components.{step.name}" for step in STEPS]
+    steps = [f"flotilla.components.{step.name}" for step in STEPS]
     # A copy of a process that has seen a GPU cannot use it.
     later = pipeline in TRAINING and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
@@ -175,7 +175,7 @@ def _forked(
     command = ["python3", "-m", _EXECUTOR, "--component_module_path", str(source), *arguments]
     wanted = Request(
         command=command,
-        loaded=module or f"components.{name}",
+        loaded=module or f"flotilla.components.{name}",
         folder=os.getcwd(),
         environment={**os.environ, **env_vars, KFP_RUNTIME: "true"},
     )

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.config.main_metric import MainMetric
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.promotion import registration, registry
-from trainer.promotion.registry import Promotion
-from trainer.storage.uri import require_uri
+from flotilla.trainer import storage
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.promotion import registration, registry
+from flotilla.trainer.promotion.registry import Promotion
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.storage.uri import require_uri
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines import models
-from trainer import events, storage
-from trainer.cluster import child_process, signals, termination
-from trainer.errors import USAGE, ConfigError, RunInterruptedError, UserError
-from trainer.events import Event
-from trainer.promotion import registry
-from trainer.storage.uri import require_uri
+from flotilla.pipelines import models
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import child_process, termination
+from flotilla.trainer.events import Event
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import USAGE, ConfigError, RunInterruptedError, UserError
+from flotilla.trainer.storage.uri import require_uri
 
 FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 STANDARD_OUTPUT = "-"

@@ -13,14 +13,14 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from components.image import SECRET_KEYS
-from components.kubernetes import names
-from components.table import PREPARE, StepSpec
-from trainer.config import pod_fields
-from trainer.config.load import parse_value
-from trainer.errors import ConfigError, UserError
-from trainer.storage.s3_endpoint import KFP_SECRET
-from trainer.storage.uri import scheme_of
+from flotilla.components.image import SECRET_KEYS
+from flotilla.components.kubernetes import names
+from flotilla.components.table import PREPARE, StepSpec
+from flotilla.trainer.config import pod_fields
+from flotilla.trainer.config.load import parse_value
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
+from flotilla.trainer.storage.uri import scheme_of
 
 
 def check_image(name: str) -> None:

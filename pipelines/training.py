@@ -1,6 +1,6 @@
-"""The pipeline: wiring only; `components.table` has the properties of each step.
+"""The pipeline: wiring only; `flotilla.components.table` has the properties of each step.
 
-The run parameters are the fields of the form, see `trainer.config.form`, and the image.
+The run parameters are the fields of the form, see `flotilla.trainer.config.form`, and the image.
 """
 
 import inspect
@@ -11,16 +11,16 @@ from typing import Any
 
 from kfp import dsl
 
-from components.evaluate_model import evaluate_model
-from components.export_model import export_model
-from components.finish import finish
-from components.image import IMAGE
-from components.prepare_data import prepare_data
-from components.table import READY, STEPS, Output, StepSpec, maker_of, step_of
-from components.train_model import train_model
-from pipelines.step_settings import NO_SETTINGS, StepPods, configuration
-from trainer.config.form import FIELDS, SETTINGS, Field, to_form
-from trainer.config.schema import Config
+from flotilla.components.evaluate_model import evaluate_model
+from flotilla.components.export_model import export_model
+from flotilla.components.finish import finish
+from flotilla.components.image import IMAGE
+from flotilla.components.prepare_data import prepare_data
+from flotilla.components.table import READY, STEPS, Output, StepSpec, maker_of, step_of
+from flotilla.components.train_model import train_model
+from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, configuration
+from flotilla.trainer.config.form import FIELDS, SETTINGS, Field, to_form
+from flotilla.trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
 #: The field of the form that is no key of the configuration.
@@ -31,7 +31,7 @@ _BEFORE = "storage_root"
 
 def component_of(step: StepSpec) -> Any:
     """Return the KFP component of a row of the table."""
-    return getattr(import_module(f"components.{step.name}"), step.name)
+    return getattr(import_module(f"flotilla.components.{step.name}"), step.name)
 
 
 COMPONENTS = tuple(map(component_of, STEPS))

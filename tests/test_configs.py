@@ -6,9 +6,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from trainer.config.base import Whole
-from trainer.config.load import load_config
-from trainer.config.schema import Config
+from flotilla.trainer.config.base import Whole
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))

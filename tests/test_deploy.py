@@ -12,8 +12,8 @@ import pytest
 import yaml
 from kubernetes import client
 
-from components.kubernetes import names
-from components.kubernetes.api.rbac import BASE, FILE
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.rbac import BASE, FILE
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 

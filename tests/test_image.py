@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from components.image import IMAGE
+from flotilla.components.image import IMAGE
 from tests.conftest import ROOT
 from tests.dockerfile import copied, instructions, is_ignored, stages
 

@@ -96,7 +96,14 @@ def test_the_audit_sees_a_header_a_test_and_a_library(audited):
 def test_a_whole_run_opens_nothing_of_it(audited, tmp_path):
     environment, seen, _ = audited
     settings = [word for each in SMALL for word in ("--set", each)]
-    command = [sys.executable, "-m", "pipelines.cli", "run", "configs/digits.yaml", *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "flotilla.pipelines.cli",
+        "run",
+        "configs/digits.yaml",
+        *settings,
+    ]
     ended = subprocess.run(
         [*command, "--workdir", str(tmp_path / "runs"), "--json"],
         cwd=ROOT,
@@ -108,6 +115,6 @@ def test_a_whole_run_opens_nothing_of_it(audited, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1])["status"] == "blessed"
     processes = seen.with_suffix(".processes").read_text(encoding="utf-8")
-    for each in ("trainer task", "pipelines.runs.local_child"):
+    for each in ("trainer task", "flotilla.pipelines.runs.local_child"):
         assert each in processes
     assert not seen.exists(), seen.read_text()

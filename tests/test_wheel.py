@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 HIDING = ("components", "pipelines", "trainer")
 MODEL = """
 import sibling
-from trainer.models.spec import scaled_input
+from flotilla.trainer.models.spec import scaled_input
 import keras
 
 

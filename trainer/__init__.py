@@ -3,7 +3,7 @@
 import os
 import sys
 
-# `python -m trainer` puts the working folder first, where a `json.py` is not Python's own. Each
+# `python -m flotilla.trainer` puts the working folder first, where a `json.py` is not Python's own. Each
 # package says this for itself: another of the name may be in that folder.
 if (
     sys.argv[:1] == ["-m"]

@@ -1,7 +1,7 @@
-"""`python -m trainer task`: one task of a training cluster, in this process.
+"""`python -m flotilla.trainer task`: one task of a training cluster, in this process.
 
 Pipeline steps call the stages as functions; this is what launchers start, and containers run. An
-error is one line, on standard error and as the termination message; see `trainer.errors` for the
+error is one line, on standard error and as the termination message; see `flotilla.trainer.runtime.errors` for the
 exit codes.
 """
 
@@ -17,15 +17,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer import cores, events, tensorflow_import, user_code, variables
-from trainer.checkpoints import index
-from trainer.cluster import process, signals, termination
-from trainer.code import bundle
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, ConfigError, TransientError, UserError
-from trainer.output import stamps, streams
-from trainer.training import task
+from flotilla.trainer import events
+from flotilla.trainer.checkpoints import index
+from flotilla.trainer.cluster import process, termination
+from flotilla.trainer.code import bundle
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime import cores, signals, tensorflow_import, user_code
+from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    FAILED,
+    TRY_AGAIN,
+    USAGE,
+    ConfigError,
+    TransientError,
+    UserError,
+)
+from flotilla.trainer.runtime.output import stamps, streams
+from flotilla.trainer.training import task
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m trainer", description=__doc__.splitlines()[0] if __doc__ else None
+        prog="python -m flotilla.trainer", description=__doc__.splitlines()[0] if __doc__ else None
     )
     stages = parser.add_subparsers(required=True, metavar="STAGE")
     own = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
@@ -105,7 +115,7 @@ def _task(options: argparse.Namespace) -> None:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from trainer.prediction import predict
+    from flotilla.trainer.prediction import predict
 
     predict.answer(options.request, options.workdir)
 
@@ -135,8 +145,8 @@ def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     # It loads TensorFlow, for which a task has its own time.
     import tensorflow as tf
 
-    from trainer.preflight.sample import sampled
-    from trainer.training import dry_run
+    from flotilla.trainer.preflight.sample import sampled
+    from flotilla.trainer.training import dry_run
 
     # To make graphs faster, which run once, takes longer than they do.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

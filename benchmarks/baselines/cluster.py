@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import signals
+from flotilla.trainer.runtime import signals
 
 # Of the time when all workers were there; before it they import, connect and trace.
 _WARM = 0.1

@@ -8,14 +8,14 @@ from typing import Any
 
 import keras
 
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.data.read import stage_shards, training_batches
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation import evaluate
-from trainer.tasks import registry as tasks
-from trainer.tasks.base import Task
-from trainer.training.optimizers import build_optimizer
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.read import stage_shards, training_batches
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.base import Task
 
 _BINARY = keras.losses.BinaryCrossentropy(from_logits=True)
 LOSSES = {

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from benchmarks.baselines.mnist import Batches, training_examples
-from trainer.cluster import signals
+from flotilla.trainer.runtime import signals
 
 PIXELS, HIDDEN, CLASSES = 784, 100, 10
 BATCH, RATE = 100, 0.01

@@ -9,7 +9,7 @@ from benchmarks.baselines import mnist
 from benchmarks.experiments.measure import Measured, Run, measured
 from benchmarks.experiments.rows import ROWS
 from benchmarks.experiments.table import page
-from trainer.errors import UserError
+from flotilla.trainer.runtime.errors import UserError
 
 FOLDER = Path("build/experiments")
 PAGE = Path("docs/experiments.md")

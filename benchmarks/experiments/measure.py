@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.baselines import mnist
-from trainer import storage
-from trainer.checkpoints.history import read_history
-from trainer.config.load import load_config
-from trainer.errors import UserError
-from trainer.evaluation.evaluate import evaluate
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import read_history
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.runtime.errors import UserError
 
 # Also the checkpoint that is made before the first step.
 KEEP_ALL = "training.keep=1000"

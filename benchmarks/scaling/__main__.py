@@ -21,7 +21,7 @@ from benchmarks.baselines import mnist
 from benchmarks.scaling import fleets, page
 from benchmarks.scaling.costs import MEASURED
 from benchmarks.scaling.fit import Point, fit
-from trainer.errors import RunInterruptedError, UserError
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
 
 MEASUREMENTS, SCALING = Path("benchmarks/results/scaling.md"), Path("docs/scaling.md")
 

@@ -77,7 +77,7 @@ def gradient_of(model: str) -> dict[str, Any]:
 
 
 def _held(model: Any) -> dict[str, list[int]]:
-    from trainer.strategies.placement import Sized, assign  # noqa: PLC0415
+    from flotilla.trainer.strategies.placement import Sized, assign  # noqa: PLC0415
 
     sized = [
         Sized(path=each.path, bytes=int(np.prod(each.shape)) * each.value.dtype.size)

@@ -13,8 +13,8 @@ from benchmarks.scaling import gradient
 from benchmarks.scaling.fit import Point
 from benchmarks.scaling.gradient import MODELS
 from benchmarks.watched import Look, watched
-from trainer.config.base import MOST
-from trainer.strategies.turns import LONG_RUN
+from flotilla.trainer.config.base import MOST
+from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
 # Runs that the constants are not fitted to: what they are compared with is predicted.

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from components.kubernetes import names
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.engine import Engine, JobEnd, condition, with_digest
-from components.kubernetes.names import JOBS, JobKind, Resource, Tree
-from components.kubernetes.pods.pod_state import TaskEnd
-from components.kubernetes.pods.template import (
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.engine import Engine, JobEnd, condition, with_digest
+from flotilla.components.kubernetes.names import JOBS, JobKind, Resource, Tree
+from flotilla.components.kubernetes.pods.pod_state import TaskEnd
+from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
     labels,
@@ -28,12 +28,12 @@ from components.kubernetes.pods.template import (
     replicas,
     without_empty,
 )
-from components.kubernetes.stop import Stop, SuspendingStop
-from trainer.cluster.launcher import Job
-from trainer.config.kubernetes import JobConfig
-from trainer.config.schema import Config
-from trainer.errors import DONE, RETRYABLE, ConfigError
-from trainer.topology import Task
+from flotilla.components.kubernetes.stop import Stop, SuspendingStop
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.kubernetes import JobConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.runtime.errors import DONE, RETRYABLE, ConfigError
 
 LAUNCHER: Literal["jobset"] = "jobset"
 # The labels of JobSet, on the child Jobs and on the pods.

@@ -14,13 +14,13 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from components.kubernetes import names, stop
-from components.kubernetes.api.client import Api, RefusedError, SilentControllerError
-from components.kubernetes.api.retry import refused, with_retry
-from components.kubernetes.engine import Engine
-from components.kubernetes.names import PODS, Tree
-from trainer.config.kubernetes import DeadlinesConfig
-from trainer.errors import UserError
+from flotilla.components.kubernetes import names, stop
+from flotilla.components.kubernetes.api.client import Api, RefusedError, SilentControllerError
+from flotilla.components.kubernetes.api.retry import refused, with_retry
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.names import PODS, Tree
+from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0

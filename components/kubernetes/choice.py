@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from components.kubernetes import names
-from components.kubernetes.api.client import Api, RefusedError, connect
-from components.kubernetes.api.retry import refused, with_retry
-from components.kubernetes.engine import Engine
-from components.kubernetes.names import Tree
-from trainer.config.cluster import Launcher
-from trainer.errors import UserError
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api, RefusedError, connect
+from flotilla.components.kubernetes.api.retry import refused, with_retry
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.names import Tree
+from flotilla.trainer.config.cluster import Launcher
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 # How long an API that does not answer is asked again.

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Callable, Collection
 
-from components.kubernetes.api.retry import silent_controller
-from components.kubernetes.engine import Engine
-from components.kubernetes.names import Tree
-from components.kubernetes.pods import pod_state
-from trainer import events
-from trainer.config.kubernetes import DeadlinesConfig
+from flotilla.components.kubernetes.api.retry import silent_controller
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.names import Tree
+from flotilla.components.kubernetes.pods import pod_state
+from flotilla.trainer import events
+from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
 _ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from components.image import DEFAULTS, PodDefaults
-from components.kubernetes import names
-from components.kubernetes.api.client import Api
-from components.kubernetes.names import JobKind, Tree
-from components.kubernetes.pods.pod_state import TaskEnd
-from components.kubernetes.pods.template import Place
-from components.kubernetes.stop import Stop
-from trainer import storage
-from trainer.cluster.launcher import Job
-from trainer.config.cluster import Launcher
-from trainer.config.schema import Config
-from trainer.tracking import addresses
+from flotilla.components.image import DEFAULTS, PodDefaults
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api
+from flotilla.components.kubernetes.names import JobKind, Tree
+from flotilla.components.kubernetes.pods.pod_state import TaskEnd
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.kubernetes.stop import Stop
+from flotilla.trainer import storage
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.cluster import Launcher
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.tracking import addresses
 
 # Placeholders of a document without a run.
 _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
 
-from components.kubernetes import names
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.retry import deleted_by_another, refused, with_retry
-from components.kubernetes.names import LEASES, JobKind, Tree
-from components.kubernetes.owned_objects import own_labels
-from trainer.background import Loop
-from trainer.config.kubernetes import DeadlinesConfig
-from trainer.errors import UserError
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.api.retry import deleted_by_another, refused, with_retry
+from flotilla.components.kubernetes.names import LEASES, JobKind, Tree
+from flotilla.components.kubernetes.owned_objects import own_labels
+from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 # Several heartbeats may be lost before the guard takes the job for an orphan.

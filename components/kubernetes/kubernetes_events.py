@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.deadlines import Deadlines
-from components.kubernetes.names import EVENTS, JobKind, Tree
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.deadlines import Deadlines
+from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 
 log = logging.getLogger(__name__)
 # So many events are part of a report.

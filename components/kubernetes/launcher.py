@@ -29,11 +29,11 @@ from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
-from components.image import DEFAULTS, PodDefaults
-from components.kubernetes import names, owned_objects, stop
-from components.kubernetes.adoption import Adoption
-from components.kubernetes.api import rbac
-from components.kubernetes.api.client import (
+from flotilla.components.image import DEFAULTS, PodDefaults
+from flotilla.components.kubernetes import names, owned_objects, stop
+from flotilla.components.kubernetes.adoption import Adoption
+from flotilla.components.kubernetes.api import rbac
+from flotilla.components.kubernetes.api.client import (
     Api,
     Connection,
     RefusedError,
@@ -41,24 +41,24 @@ from components.kubernetes.api.client import (
     Watch,
     connect,
 )
-from components.kubernetes.api.retry import refused, with_retry
-from components.kubernetes.deadlines import Deadlines
-from components.kubernetes.engine import Engine
-from components.kubernetes.heartbeat import Heartbeat
-from components.kubernetes.logs import EventRelay, Logs
-from components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
-from components.kubernetes.pods.pod_state import Loss
-from components.kubernetes.pods.template import Place, grace_seconds, leading, replicas
-from components.kubernetes.restarts import Restarts
-from components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
-from trainer import events
-from trainer.cluster.launcher import Job
-from trainer.cluster.signals import on_interrupt
-from trainer.config.kubernetes import KubernetesConfig
-from trainer.errors import ConfigError, RunInterruptedError, UserError
-from trainer.output import streams
-from trainer.topology import Task
-from trainer.tracking import addresses
+from flotilla.components.kubernetes.api.retry import refused, with_retry
+from flotilla.components.kubernetes.deadlines import Deadlines
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.heartbeat import Heartbeat
+from flotilla.components.kubernetes.logs import EventRelay, Logs
+from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
+from flotilla.components.kubernetes.pods.pod_state import Loss
+from flotilla.components.kubernetes.pods.template import Place, grace_seconds, leading, replicas
+from flotilla.components.kubernetes.restarts import Restarts
+from flotilla.components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
+from flotilla.trainer import events
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.kubernetes import KubernetesConfig
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError
+from flotilla.trainer.runtime.output import streams
+from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
 # Variables of the step that address the object store; its credentials come from secrets.
@@ -73,7 +73,7 @@ DELETE_SECONDS = 120.0
 
 
 def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` as a job of an engine; see `trainer.cluster.launcher.Launcher`.
+    """Train `job` as a job of an engine; see `flotilla.trainer.cluster.launcher.Launcher`.
 
     After SIGINT or SIGTERM the chief publishes a last checkpoint within its grace period, and the
     job is deleted; a second signal deletes it without that. `defaults` hold where the

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.names import PODS, Tree
-from components.kubernetes.pods import pod_state
-from trainer import events
-from trainer.cluster.event_lines import LogLines, work_of
-from trainer.topology import Task
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.names import PODS, Tree
+from flotilla.components.kubernetes.pods import pod_state
+from flotilla.trainer import events
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.events.event_lines import LogLines, work_of
 
 log = logging.getLogger(__name__)
 # So many lines of a failed task are part of its report.

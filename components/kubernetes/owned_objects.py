@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from components.kubernetes import names
-from components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 
 
 def step_pod() -> Tree | None:

@@ -6,14 +6,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from components.kubernetes.api.client import Api
-from components.kubernetes.engine import Engine
-from components.kubernetes.kubernetes_events import last_events
-from components.kubernetes.pods.pod_state import Loss, TaskEnd
-from trainer import events
-from trainer.config.schema import Config
-from trainer.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAGE, UserError
-from trainer.topology import Task
+from flotilla.components.kubernetes.api.client import Api
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.kubernetes_events import last_events
+from flotilla.components.kubernetes.pods.pod_state import Loss, TaskEnd
+from flotilla.trainer import events
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAGE, UserError
 
 
 def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:

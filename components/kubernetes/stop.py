@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from components.kubernetes import names
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.names import LEASES, PODS, JobKind, Tree
-from components.kubernetes.pods import pod_state
-from trainer.topology import Task
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.names import LEASES, PODS, JobKind, Tree
+from flotilla.components.kubernetes.pods import pod_state
+from flotilla.trainer.config.topology import Task
 
 log = logging.getLogger(__name__)
 # How long the guard may take to answer the request of a stop, and how often its end is looked for.

@@ -12,23 +12,29 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.api.retry import deleted_by_another, refused, unreachable
-from components.kubernetes.deadlines import Deadlines
-from components.kubernetes.engine import Engine
-from components.kubernetes.kubernetes_events import PodRefusals, last_events
-from components.kubernetes.logs import Logs
-from components.kubernetes.names import PODS, Tree
-from components.kubernetes.pods import pod_state
-from components.kubernetes.pods.pod_state import Loss, TaskEnd
-from components.kubernetes.pods.template import leading
-from components.kubernetes.restarts import Restarts, report_of
-from trainer import events
-from trainer.cluster import completion
-from trainer.cluster.launcher import Job
-from trainer.errors import DONE, RunInterruptedError, TransientError, UserError, kind_of
-from trainer.progress.work import Work
-from trainer.topology import Task
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.api.retry import deleted_by_another, refused, unreachable
+from flotilla.components.kubernetes.deadlines import Deadlines
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.kubernetes_events import PodRefusals, last_events
+from flotilla.components.kubernetes.logs import Logs
+from flotilla.components.kubernetes.names import PODS, Tree
+from flotilla.components.kubernetes.pods import pod_state
+from flotilla.components.kubernetes.pods.pod_state import Loss, TaskEnd
+from flotilla.components.kubernetes.pods.template import leading
+from flotilla.components.kubernetes.restarts import Restarts, report_of
+from flotilla.trainer import events
+from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    RunInterruptedError,
+    TransientError,
+    UserError,
+    kind_of,
+)
 
 log = logging.getLogger(__name__)
 # At least so often the deadlines are checked, whether or not an event comes.

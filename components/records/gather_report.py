@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from components.records.run_store import CONFIG
-from components.records.step_record import (
+from flotilla.components.records.run_store import CONFIG
+from flotilla.components.records.step_record import (
     OF_STEPS,
     StepRecord,
     all_step_records,
@@ -21,7 +21,7 @@ from components.records.step_record import (
     read,
     tries_of,
 )
-from components.table import (
+from flotilla.components.table import (
     EXIT_STEP,
     UNCHANGED,
     WORKING,
@@ -30,20 +30,20 @@ from components.table import (
     maker_of,
     published_by,
 )
-from trainer import events, storage
-from trainer.checkpoints.history import merge_validations, read_history, read_validations
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.events import (
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.history import merge_validations, read_history, read_validations
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPublished,
     UserCodeFailed,
     to_tree,
 )
-from trainer.json_records import from_tree, parse, parse_mapping
-from trainer.report import report
-from trainer.run_state import INCIDENTS, RunState, state_of
-from trainer.topology import topology_of
+from flotilla.trainer.events.run_state import INCIDENTS, RunState, state_of
+from flotilla.trainer.report import report
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import from_tree, parse, parse_mapping
 
 
 def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def displayed(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes
 
 
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
-    """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
+    """Return the facts of a run, as far as they are there; see `flotilla.trainer.report.report`."""
     known = _known(folder)
     shared = [
         _with_traceback(each, known)

@@ -21,14 +21,17 @@ from typing import Any, NoReturn, TypeVar
 
 import tenacity
 
-from components.records import run_store, step_record
-from components.records.step_record import PublishedRecord
-from components.table import EXIT_STEP, ends_run, published_by, stages_after, step_with
-from trainer import cores, events, tensorflow_import, variables
-from trainer.background import Loop
-from trainer.cluster import signals
-from trainer.config.main_metric import MainMetric
-from trainer.errors import (
+from flotilla.components.records import run_store, step_record
+from flotilla.components.records.step_record import PublishedRecord
+from flotilla.components.table import EXIT_STEP, ends_run, published_by, stages_after, step_with
+from flotilla.trainer import events
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events import StepBegin, StepEnd
+from flotilla.trainer.events.run_state import RunState
+from flotilla.trainer.runtime import cores, signals, tensorflow_import
+from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import (
     DONE,
     FAILED,
     INTERRUPTED,
@@ -36,11 +39,9 @@ from trainer.errors import (
     TransientError,
     UserError,
 )
-from trainer.events import StepBegin, StepEnd
-from trainer.output import stamps, streams
-from trainer.run_state import RunState
-from trainer.tracking.tracker import following_step
-from trainer.user_code import line_of, traceback_of
+from flotilla.trainer.runtime.output import stamps, streams
+from flotilla.trainer.runtime.user_code import line_of, traceback_of
+from flotilla.trainer.tracking.tracker import following_step
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
 STOPPING = "FLOTILLA_STOPPING"
@@ -293,7 +294,7 @@ class _Course:
         if not self.published.reported:
             return
         # The report takes a tenth of a second to load, which no other step needs.
-        from components.records.gather_report import AGAIN, write_again
+        from flotilla.components.records.gather_report import AGAIN, write_again
 
         state = AGAIN
         if ended and ended.status != "done":

@@ -5,7 +5,7 @@ Below the URI of a run, `<root>/<run id>`, and in its folder on this machine, wh
     config.json          the configuration
     pinned_inputs.json   on this machine: what the run has looked up, for when it is resumed
     given/STEP.json      what a step was given, written before its body begins
-    steps/STEP.json      the record of a step, see `components.records.step_record`
+    steps/STEP.json      the record of a step, see `flotilla.components.records.step_record`
     trials/...           of a sweep: its trials, and which go on to a rung
 
 What the steps publish is next to them, see `output_of`.
@@ -24,14 +24,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainer import storage, user_code
-from trainer.config.form import from_form
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.events import now, to_tree
-from trainer.json_records import parse, parse_mapping, record_in
-from trainer.masking import masked
-from trainer.promotion import lineage, trained
+from flotilla.trainer import storage
+from flotilla.trainer.config.form import from_form
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import now, to_tree
+from flotilla.trainer.promotion import lineage
+from flotilla.trainer.promotion import training_data as trained
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import parse, parse_mapping, record_in
+from flotilla.trainer.runtime.masking import masked
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"

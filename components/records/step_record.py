@@ -15,12 +15,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from components.records.run_store import CONFIG, STEPS, file_of
-from components.table import EXIT_STEP, ends_run, stages_after, step_with
-from trainer import storage
-from trainer.config.main_metric import MainMetric
-from trainer.errors import FAILED
-from trainer.events import (
+from flotilla.components.records.run_store import CONFIG, STEPS, file_of
+from flotilla.components.table import EXIT_STEP, ends_run, stages_after, step_with
+from flotilla.trainer import storage
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events import (
     Interrupted,
     RunBegin,
     RunEnd,
@@ -30,11 +29,12 @@ from trainer.events import (
     now,
     to_tree,
 )
-from trainer.json_records import record_in
-from trainer.masking import masked
-from trainer.output.streams import say
-from trainer.run_state import RunState, StepTry
-from trainer.storage.retry import in_parallel, shorter_retry
+from flotilla.trainer.events.run_state import RunState, StepTry
+from flotilla.trainer.runtime.errors import FAILED
+from flotilla.trainer.runtime.json_records import record_in
+from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
 # All that the records and the outcome of a run are made from.
@@ -66,7 +66,7 @@ class StepRecord(StepResult):
     Attributes:
         began: seconds since 1970, as is `ended`.
         earlier: the tries before the last.
-        held: what it holds of the cluster, see `components.records.gather_report`.
+        held: what it holds of the cluster, see `flotilla.components.records.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
     """
 

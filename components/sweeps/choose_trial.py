@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-from components.image import component
-from components.records.record import Step
-from components.sweeps import run_trial
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.json_records import record_in
-from trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, compared_by, ranked
+from flotilla.components.image import component
+from flotilla.components.records.record import Step
+from flotilla.components.sweeps import run_trial
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import record_in
+from flotilla.trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, compared_by, ranked
 
 
 @component
@@ -21,8 +21,8 @@ def choose_trial(
     rung: int,
 ) -> NamedTuple("Chosen", [("config", str), ("checkpoint", str)]):
     """Publish which trials go on; return configuration and checkpoint of the best one."""
-    from components.records.record import run
-    from components.sweeps.choose_trial import work
+    from flotilla.components.records.record import run
+    from flotilla.components.sweeps.choose_trial import work
 
     return run(work, locals())
 

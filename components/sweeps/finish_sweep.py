@@ -8,15 +8,15 @@ from typing import Any
 
 from kfp import dsl
 
-from components import finish, launchers
-from components.image import component
-from components.records.record import Step, run
-from components.records.run_store import root_of, run_id_of
-from components.records.step_record import published_records
-from components.sweeps import run_trial
-from trainer import storage
-from trainer.errors import UserError
-from trainer.sweeps.sweep import Sweep, as_markdown
+from flotilla.components import finish, launchers
+from flotilla.components.image import component
+from flotilla.components.records.record import Step, run
+from flotilla.components.records.run_store import root_of, run_id_of
+from flotilla.components.records.step_record import published_records
+from flotilla.components.sweeps import run_trial
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.sweeps.sweep import Sweep, as_markdown
 
 TABLE = "sweep.md"
 
@@ -33,13 +33,13 @@ def finish_sweep(
     trials: dsl.Output[dsl.Markdown],
 ) -> None:
     """End what is left of the training jobs; write the table of the trials and the report."""
-    from components.sweeps.finish_sweep import run_step
+    from flotilla.components.sweeps.finish_sweep import run_step
 
     run_step(locals())
 
 
 def run_step(call: Mapping[str, Any]) -> None:
-    """End the jobs of all trials, and write their table; see `components.finish`."""
+    """End the jobs of all trials, and write their table; see `flotilla.components.finish`."""
     step = Step(**call)
     run_id = run_id_of(step.kfp_run_id)
     # Whatever fails here must not keep the report from being written.

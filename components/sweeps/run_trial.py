@@ -9,17 +9,17 @@ from typing import Any
 
 from kfp import dsl
 
-from components import train_model
-from components.image import component
-from components.records.record import run
-from components.records.run_store import TRIALS, file_of
-from components.records.step_record import StepRecord, published_records
-from components.table import maker_of
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.errors import INTERRUPTED, ConfigError
-from trainer.json_records import parse, record_in, tree_of
-from trainer.sweeps.sweep import FAILED, Sweep, Trial
+from flotilla.components import train_model
+from flotilla.components.image import component
+from flotilla.components.records.record import run
+from flotilla.components.records.run_store import TRIALS, file_of
+from flotilla.components.records.step_record import StepRecord, published_records
+from flotilla.components.table import maker_of
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
+from flotilla.trainer.runtime.json_records import parse, record_in, tree_of
+from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
 #: What the step of a place without a trial returns.
 EMPTY = "{}"
@@ -43,7 +43,7 @@ def run_trial(
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
     """Train the trial at this place to the steps of a rung; return what became of it, as JSON."""
-    from components.sweeps.run_trial import run_step
+    from flotilla.components.sweeps.run_trial import run_step
 
     return run_step(locals())
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from components.kubernetes import names
-from components.kubernetes.api.client import Api
-from components.kubernetes.engine import Engine, JobEnd, condition, with_digest
-from components.kubernetes.names import JobKind, Resource, Tree
-from components.kubernetes.pods import pod_state
-from components.kubernetes.pods.pod_state import TaskEnd
-from components.kubernetes.pods.template import (
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api
+from flotilla.components.kubernetes.engine import Engine, JobEnd, condition, with_digest
+from flotilla.components.kubernetes.names import JobKind, Resource, Tree
+from flotilla.components.kubernetes.pods import pod_state
+from flotilla.components.kubernetes.pods.pod_state import TaskEnd
+from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
     labels,
@@ -26,12 +26,12 @@ from components.kubernetes.pods.template import (
     replicas,
     without_empty,
 )
-from components.kubernetes.stop import Stop
-from trainer.cluster.launcher import Job
-from trainer.config.kubernetes import JobConfig
-from trainer.config.schema import Config
-from trainer.errors import RETRYABLE
-from trainer.topology import Cluster, Task
+from flotilla.components.kubernetes.stop import Stop
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.kubernetes import JobConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime.errors import RETRYABLE
 
 LAUNCHER: Literal["tfjob"] = "tfjob"
 KIND = JobKind(

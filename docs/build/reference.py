@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from components.table import STAGES, STEPS, StepSpec
-from pipelines.training import SIGNATURE
-from trainer.config.form import FIELDS
-from trainer.config.optimizer import ARGS, ScheduleConfig
-from trainer.config.schema import Config
-from trainer.errors import EXIT_CODES
+from flotilla.components.table import STAGES, STEPS, StepSpec
+from flotilla.pipelines.training import SIGNATURE
+from flotilla.trainer.config.form import FIELDS
+from flotilla.trainer.config.optimizer import ARGS, ScheduleConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import EXIT_CODES
 
 NOTICE = "<!-- Generated from the code by `make golden`; change the descriptions there. -->"
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# As `pipelines.cli.exit` has them: nothing can be imported in the middle of an import.
+# As `flotilla.pipelines.cli.exit` has them: nothing can be imported in the middle of an import.
 INTERRUPTED = 130
 _OWN: list[tuple[int, str]] = []
 ANSWER = (
@@ -70,7 +70,7 @@ def main() -> NoReturn:
     _open_closed_streams()
     _own_temporary()
     sys.excepthook = _show_bug
-    from pipelines.cli.app import called
+    from flotilla.pipelines.cli.app import called
 
     sys.exit(called(sys.argv[1:]))
 
@@ -97,8 +97,8 @@ def _require_utf8() -> None:
 
 
 def _show_bug(_kind: object, error: BaseException, _trace: object) -> None:
-    from trainer.masking import masked
-    from trainer.output.streams import traceback_of
+    from flotilla.trainer.runtime.masking import masked
+    from flotilla.trainer.runtime.output.streams import traceback_of
 
     sys.stderr.write(f"{masked(traceback_of(error))}\n")
 

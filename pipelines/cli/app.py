@@ -15,11 +15,11 @@ from typer.completion import (  # type: ignore[attr-defined]
     get_completion_script,
 )
 
-from pipelines.cli.doctor import check, doctor
-from pipelines.cli.exit import Answer, answers, fail, finish, output
-from pipelines.cli.kfp import reschedule, schedule, submit, unschedule, upload
-from pipelines.cli.models import checkpoint, models
-from pipelines.cli.options import (
+from flotilla.pipelines.cli.doctor import check, doctor
+from flotilla.pipelines.cli.exit import Answer, answers, fail, finish, output
+from flotilla.pipelines.cli.kfp import reschedule, schedule, submit, unschedule, upload
+from flotilla.pipelines.cli.models import checkpoint, models
+from flotilla.pipelines.cli.options import (
     TRAINED,
     Assignments,
     Config,
@@ -28,19 +28,19 @@ from pipelines.cli.options import (
     local_path,
     of_pods,
 )
-from pipelines.cli.predict import predict
-from pipelines.cli.retention import COLLECTED, gc
-from pipelines.cli.run import RUNS, prepare, replay, run, train
-from pipelines.cli.runs import cancel, list_runs, logs, status
-from pipelines.cli.sweep import sweep
-from trainer import variables
-from trainer.errors import DONE, FAILED, USAGE, UserError
-from trainer.masking import credentials_in, printable
-from trainer.output.streams import discard, mask_libraries, say
+from flotilla.pipelines.cli.predict import predict
+from flotilla.pipelines.cli.retention import COLLECTED, gc
+from flotilla.pipelines.cli.run import RUNS, prepare, replay, run, train
+from flotilla.pipelines.cli.runs import cancel, list_runs, logs, status
+from flotilla.pipelines.cli.sweep import sweep
+from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, UserError
+from flotilla.trainer.runtime.masking import credentials_in, printable
+from flotilla.trainer.runtime.output.streams import discard, mask_libraries, say
 
 if TYPE_CHECKING:
-    from pipelines.cli.tables import Table
-    from pipelines.compare import Comparison
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.compare import Comparison
 
 app = typer.Typer(
     name="flotilla",
@@ -68,7 +68,7 @@ def _print_version(context: typer.Context, is_wanted: bool) -> None:
         return
     from importlib.metadata import version
 
-    from trainer.promotion.lineage import commit
+    from flotilla.trainer.promotion.lineage import commit
 
     number, at = version("flotilla"), commit()
     answer = Answer(
@@ -127,9 +127,9 @@ def compile_(
     ] = None,
 ) -> Answer:
     """Compile the pipeline to the YAML that a KFP instance takes."""
-    from components.image import IMAGE
-    from pipelines.compile import compile_all, image_remark
-    from trainer.config.load import load_config
+    from flotilla.components.image import IMAGE
+    from flotilla.pipelines.compile import compile_all, image_remark
+    from flotilla.trainer.config.load import load_config
 
     defaults = load_config(config, assignments or (), rebases=True)
     written = compile_all(output, image, components, pods, defaults)
@@ -150,8 +150,8 @@ def compare(
     workdir: Workdir = RUNS,
 ) -> Answer:
     """Compare runs side by side."""
-    from pipelines.cli.display import Terminal
-    from pipelines.compare import compare as compare_runs
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.compare import compare as compare_runs
 
     found = compare_runs(runs, workdir)
     with output():
@@ -163,9 +163,9 @@ def compare(
 def _comparison_table(found: Comparison) -> Table:
     from rich.text import Text
 
-    from pipelines.cli.tables import Table
-    from trainer.progress.durations import duration
-    from trainer.report.wording import formatted, rounded, spoken
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.trainer.events.progress.durations import duration
+    from flotilla.trainer.report.wording import formatted, rounded, spoken
 
     lines = []
     for group, rows in found.groups.items():
@@ -193,8 +193,8 @@ def _comparison_table(found: Comparison) -> Table:
 
 def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
     """Return the values of a metric, each with its difference to the first."""
-    from trainer.report.headline import difference
-    from trainer.report.wording import like, rounded
+    from flotilla.trainer.report.headline import difference
+    from flotilla.trainer.report.wording import like, rounded
 
     cells = []
     for value, interval in zip(row, intervals or [None] * len(row), strict=True):
@@ -216,8 +216,8 @@ def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
     """Print the job of a configuration as YAML: a TFJob, or a JobSet."""
     import yaml
 
-    from components.launchers import document_of
-    from pipelines.runs.local import configuration
+    from flotilla.components.launchers import document_of
+    from flotilla.pipelines.runs.local import configuration
 
     tree = document_of(configuration(config, assignments or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -318,7 +318,7 @@ def _removed(arguments: list[str]) -> str:
         for each, after in zip(arguments, [*arguments[1:], ""], strict=True):
             option, _, joined = each.partition("=")
             if option == PARAMETER:
-                from trainer.config.old_parameters import spelled
+                from flotilla.trainer.config.old_parameters import spelled
 
                 given = joined or after
                 name = given.partition("=")[0] or given

@@ -12,19 +12,19 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from components.table import EXIT_STEP, step_with
-from pipelines.cli.tables import Row, Table, displayed, wrapped
-from pipelines.runs.outcome import RunResult, begun_of, key_metrics, model_of
-from trainer import storage
-from trainer.masking import one_line
-from trainer.output.streams import discard
-from trainer.progress.durations import duration
-from trainer.report.headline import constant_of, main_value
+from flotilla.components.table import EXIT_STEP, step_with
+from flotilla.pipelines.cli.tables import Row, Table, displayed, wrapped
+from flotilla.pipelines.runs.outcome import RunResult, begun_of, key_metrics, model_of
+from flotilla.trainer import storage
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report.headline import constant_of, main_value
+from flotilla.trainer.runtime.masking import one_line
+from flotilla.trainer.runtime.output.streams import discard
 
 if TYPE_CHECKING:
-    from components.records.step_record import StepRecord
-    from pipelines.runs.kfp_nodes import Step
-    from pipelines.runs.kfp_run import RemoteRun
+    from flotilla.components.records.step_record import StepRecord
+    from flotilla.pipelines.runs.kfp_nodes import Step
+    from flotilla.pipelines.runs.kfp_run import RemoteRun
 
 _COLOURS = {
     "done": "green",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, output
-from pipelines.cli.options import (
+from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.options import (
     Assignments,
     Code,
     Config,
@@ -20,16 +20,16 @@ from pipelines.cli.options import (
     of_instance,
     of_pods,
 )
-from pipelines.cli.run import RUNS
-from pipelines.runs.kfp_access import Instance
-from trainer import user_code
-from trainer.errors import DONE, FAILED, ConfigError, UserError
-from trainer.masking import unbroken
+from flotilla.pipelines.cli.run import RUNS
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError, UserError
+from flotilla.trainer.runtime.masking import unbroken
 
 if TYPE_CHECKING:
-    from pipelines.doctor.checks import DoctorOptions
-    from pipelines.doctor.examination import Check, Finding
-    from trainer.config.schema import Config as RunConfig
+    from flotilla.pipelines.doctor.checks import DoctorOptions
+    from flotilla.pipelines.doctor.examination import Check, Finding
+    from flotilla.trainer.config.schema import Config as RunConfig
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 _WIDTH = len("skipped")
@@ -55,9 +55,9 @@ _ServiceAccount = Annotated[
 @answers
 def check(config: Config = None, assignments: Assignments = None, code: Code = None) -> Answer:
     """Check a configuration with its source and your code, in seconds; nothing is started."""
-    from pipelines.doctor.configuration import described
-    from pipelines.runs.local import configuration, require_current_folder
-    from trainer.preflight.check import check as checked
+    from flotilla.pipelines.doctor.configuration import described
+    from flotilla.pipelines.runs.local import configuration, require_current_folder
+    from flotilla.trainer.preflight.check import check as checked
 
     require_current_folder()
     loaded = configuration(config, assignments or ())
@@ -88,11 +88,11 @@ def doctor(
     image: Image = "",
 ) -> Answer:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
-    from pipelines.doctor.checks import DoctorOptions
-    from pipelines.doctor.permissions import check_name
-    from pipelines.runs.kfp_access import check_namespace, found_namespace
-    from pipelines.runs.local import configuration, require_current_folder
-    from pipelines.step_settings import check_image
+    from flotilla.pipelines.doctor.checks import DoctorOptions
+    from flotilla.pipelines.doctor.permissions import check_name
+    from flotilla.pipelines.runs.kfp_access import check_namespace, found_namespace
+    from flotilla.pipelines.runs.local import configuration, require_current_folder
+    from flotilla.pipelines.step_settings import check_image
 
     require_current_folder()
     check_name(service_account)
@@ -116,9 +116,9 @@ def doctor(
 
 
 def _examine(options: DoctorOptions) -> Answer:
-    from pipelines.cli.display import Terminal
-    from pipelines.doctor.checks import checks
-    from pipelines.doctor.examination import examine
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.doctor.checks import checks
+    from flotilla.pipelines.doctor.examination import examine
 
     terminal = Terminal()
     listed = checks(options)

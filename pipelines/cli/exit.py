@@ -12,10 +12,16 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from trainer.cluster.signals import on_interrupt
-from trainer.errors import DONE, FAILED, INTERRUPTED, RunInterruptedError, UserError
-from trainer.masking import printable, without_credentials
-from trainer.output.streams import discard, say
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    RunInterruptedError,
+    UserError,
+)
+from flotilla.trainer.runtime.masking import printable, without_credentials
+from flotilla.trainer.runtime.output.streams import discard, say
+from flotilla.trainer.runtime.signals import on_interrupt
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
@@ -42,7 +48,7 @@ class Answer:
 
     def json(self) -> str:
         """Return the JSON object, on one line."""
-        from trainer.json_records import finite
+        from flotilla.trainer.runtime.json_records import finite
 
         keys = ("status", "run_id", "metrics", "artifacts", "message")
         tree = {key: getattr(self, key) for key in keys} | dict(self.more)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, detaching, output
-from pipelines.cli.options import (
+from flotilla.pipelines.cli.exit import Answer, answers, detaching, output
+from flotilla.pipelines.cli.options import (
     Assignments,
     AtOnce,
     CatchUp,
@@ -24,15 +24,15 @@ from pipelines.cli.options import (
     of_pods,
     of_submission,
 )
-from pipelines.cli.run import answer_of, bundle_lines
-from pipelines.cli.runs import continues
-from pipelines.runs.kfp_access import UI, Access, Instance
-from trainer.output.streams import say
+from flotilla.pipelines.cli.run import answer_of, bundle_lines
+from flotilla.pipelines.cli.runs import continues
+from flotilla.pipelines.runs.kfp_access import UI, Access, Instance
+from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
-    from pipelines.runs.schedule import Scheduled
-    from pipelines.runs.submission import Submission
-    from pipelines.runs.upload import Version
+    from flotilla.pipelines.runs.schedule import Scheduled
+    from flotilla.pipelines.runs.submission import Submission
+    from flotilla.pipelines.runs.upload import Version
 
 
 @answers
@@ -53,9 +53,9 @@ def upload(
     name: Annotated[str, typer.Option(help="Of the pipeline; its own when left out.")] = "",
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
-    from pipelines.compile import image_remark, package_to_upload
-    from pipelines.runs.upload import default_of
-    from pipelines.runs.upload import upload as upload_package
+    from flotilla.pipelines.compile import image_remark, package_to_upload
+    from flotilla.pipelines.runs.upload import default_of
+    from flotilla.pipelines.runs.upload import upload as upload_package
 
     access = instance.access()
     package = package_to_upload(file, assignments or (), image, pods)
@@ -121,9 +121,9 @@ def submit(
     code: Code = None,
 ) -> Answer:
     """Start a run on a KFP instance."""
-    from pipelines.runs.local import configuration
-    from pipelines.runs.submission import Submission, package_to_send
-    from trainer.storage.s3_endpoint import plain_http_remark
+    from flotilla.pipelines.runs.local import configuration
+    from flotilla.pipelines.runs.submission import Submission, package_to_send
+    from flotilla.trainer.storage.s3_endpoint import plain_http_remark
 
     access = instance.access()
     submission = Submission(
@@ -139,7 +139,7 @@ def submit(
 
 def _with_code(submission: Submission, folder: Path | None) -> Submission:
     """Publish the user's modules where the run finds them, and say so."""
-    from pipelines.runs.submission import with_code
+    from flotilla.pipelines.runs.submission import with_code
 
     if folder is None:
         return submission
@@ -150,12 +150,12 @@ def _with_code(submission: Submission, folder: Path | None) -> Submission:
 
 
 def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
-    from pipelines.cli.display import Terminal, show_result
-    from pipelines.cli.live import Steps
-    from pipelines.runs.kfp_client import connect
-    from pipelines.runs.kfp_outcome import result_of
-    from pipelines.runs.kfp_watch import command, watch
-    from pipelines.runs.submission import start
+    from flotilla.pipelines.cli.display import Terminal, show_result
+    from flotilla.pipelines.cli.live import Steps
+    from flotilla.pipelines.runs.kfp_client import connect
+    from flotilla.pipelines.runs.kfp_outcome import result_of
+    from flotilla.pipelines.runs.kfp_watch import command, watch
+    from flotilla.pipelines.runs.submission import start
 
     client = connect(access)
     run_id = ""
@@ -207,9 +207,9 @@ def schedule(
     code: Code = None,
 ) -> Answer:
     """Start runs on a KFP instance regularly: one schedule of each name."""
-    from pipelines.runs import schedule as scheduling
-    from pipelines.runs.local import configuration
-    from pipelines.runs.submission import Submission
+    from flotilla.pipelines.runs import schedule as scheduling
+    from flotilla.pipelines.runs.local import configuration
+    from flotilla.pipelines.runs.submission import Submission
 
     timing = scheduling.timing(
         cron,
@@ -256,7 +256,7 @@ def reschedule(
     ] = "",
 ) -> Answer:
     """Make a schedule again, with its time and configuration, for the newest version of ours."""
-    from pipelines.runs import schedule as scheduling
+    from flotilla.pipelines.runs import schedule as scheduling
 
     return _scheduled(scheduling.reschedule(instance.access(), name, pipeline, image))
 
@@ -268,7 +268,7 @@ def unschedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
 ) -> Answer:
     """Remove a schedule from a KFP instance; its runs stay."""
-    from pipelines.runs import schedule as scheduling
+    from flotilla.pipelines.runs import schedule as scheduling
 
     removed = scheduling.unschedule(instance.access(), name)
     say(f"schedule {name} was removed")

@@ -16,11 +16,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from components.table import EXIT_STEP, FIRST_STAGE, maker_of
-from pipelines.cli.display import Terminal, mark, step_line, steps_table
-from pipelines.cli.tables import displayed, wrapped
-from trainer.cluster.event_lines import LogLines, TimeLeft, line_of, work_of
-from trainer.events import (
+from flotilla.components.table import EXIT_STEP, FIRST_STAGE, maker_of
+from flotilla.pipelines.cli.display import Terminal, mark, step_line, steps_table
+from flotilla.pipelines.cli.tables import displayed, wrapped
+from flotilla.trainer.events import (
     Event,
     Interrupted,
     Progress,
@@ -30,15 +29,16 @@ from trainer.events import (
     Validation,
     WorkProgress,
 )
-from trainer.progress.durations import duration
-from trainer.progress.wording import line_of as line_of_work
-from trainer.progress.wording import parts_of
-from trainer.progress.work import LOG_SECONDS
-from trainer.report.wording import rounded, spoken
+from flotilla.trainer.events.event_lines import LogLines, TimeLeft, line_of, work_of
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress.wording import line_of as line_of_work
+from flotilla.trainer.events.progress.wording import parts_of
+from flotilla.trainer.events.progress.work import LOG_SECONDS
+from flotilla.trainer.report.wording import rounded, spoken
 
 if TYPE_CHECKING:
-    from pipelines.runs.kfp_run import RemoteRun
-    from trainer.sweeps.sweep import Sweep, Trial
+    from flotilla.pipelines.runs.kfp_run import RemoteRun
+    from flotilla.trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
 # How the line of an error begins that a user can mend; the run ends with it.
@@ -330,7 +330,7 @@ class SweepDisplay(LiveView):
 
     def _work(self) -> WorkProgress:
         """Return how far the sweep is, as any other work."""
-        from trainer.sweeps.sweep import best_of
+        from flotilla.trainer.sweeps.sweep import best_of
 
         trials = self._sweep.trials
         share = self._sweep.share({number: each[1] for number, each in self._running.items()})

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, output
-from pipelines.cli.options import Root, Workdir
-from pipelines.cli.retention import sized
-from pipelines.cli.run import RUNS
-from trainer.errors import DONE, FAILED
-from trainer.output.streams import say
+from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.options import Root, Workdir
+from flotilla.pipelines.cli.retention import sized
+from flotilla.pipelines.cli.run import RUNS
+from flotilla.trainer.runtime.errors import DONE, FAILED
+from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.checkpoints.contents import Contents
-    from trainer.promotion.registry import Promotion
+    from flotilla.trainer.checkpoints.contents import Contents
+    from flotilla.trainer.promotion.registry import Promotion
 
 models = typer.Typer(help="The registry: the models, their versions and champions.")
 checkpoint = typer.Typer(help="What is in a checkpoint.")
@@ -38,10 +38,10 @@ def list_models(
     root: Root = "",
 ) -> Answer:
     """List the versions of one model, or of all."""
-    from pipelines import models as registered
-    from pipelines.cli.display import Terminal
-    from pipelines.cli.tables import Table
-    from trainer.report.headline import constant_of, main_value
+    from flotilla.pipelines import models as registered
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.trainer.report.headline import constant_of, main_value
 
     place = registered.root_of(root, workdir)
     found = registered.versions(place, name)
@@ -84,11 +84,11 @@ def show_model(
     root: Root = "",
 ) -> Answer:
     """Show one version with its lineage; the champion when left out."""
-    from pipelines import models as registered
-    from pipelines.cli.display import Terminal, display_path
-    from pipelines.cli.tables import Table
-    from trainer.report.headline import headline
-    from trainer.report.wording import formatted, rounded
+    from flotilla.pipelines import models as registered
+    from flotilla.pipelines.cli.display import Terminal, display_path
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.trainer.report.headline import headline
+    from flotilla.trainer.report.wording import formatted, rounded
 
     found = registered.details(registered.root_of(root, workdir), name, version)
     row = asdict(found.version)
@@ -128,7 +128,7 @@ def promote_model(
     root: Root = "",
 ) -> Answer:
     """Make a version the champion."""
-    from pipelines import models as registered
+    from flotilla.pipelines import models as registered
 
     return _promoted(name, registered.promote(registered.root_of(root, workdir), name, version))
 
@@ -137,13 +137,13 @@ def promote_model(
 @answers
 def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
     """Make the previous champion the champion again."""
-    from pipelines import models as registered
+    from flotilla.pipelines import models as registered
 
     return _promoted(name, registered.rollback(registered.root_of(root, workdir), name))
 
 
 def _promoted(name: str, made: Promotion) -> Answer:
-    from pipelines.cli.display import Terminal
+    from flotilla.pipelines.cli.display import Terminal
 
     with output():
         Terminal().print(f"{name}: version {made.version} is champion (promotion {made.number})")
@@ -160,7 +160,7 @@ def show_checkpoint(
     workdir: Workdir = RUNS,
 ) -> Answer:
     """Show the variables of a checkpoint, the newest one of a run: rows, bytes and parts."""
-    from trainer.checkpoints.contents import contents
+    from flotilla.trainer.checkpoints.contents import contents
 
     found = contents(_checkpoint_uri(which, workdir))
     _draw(found)
@@ -173,10 +173,10 @@ def show_checkpoint(
 
 
 def _checkpoint_uri(which: str, workdir: Path) -> str:
-    from pipelines.runs.local import root_of, saved_config
-    from trainer import storage
-    from trainer.config.load import load_config
-    from trainer.storage.uri import require_uri
+    from flotilla.pipelines.runs.local import root_of, saved_config
+    from flotilla.trainer import storage
+    from flotilla.trainer.config.load import load_config
+    from flotilla.trainer.storage.uri import require_uri
 
     if "://" in which:
         require_uri("URI|RUN", which)
@@ -186,8 +186,8 @@ def _checkpoint_uri(which: str, workdir: Path) -> str:
 
 
 def _draw(found: Contents) -> None:
-    from pipelines.cli.display import Terminal
-    from pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.cli.tables import Table
 
     rows = [
         {

@@ -10,9 +10,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from pipelines.cli.exit import with_options
-from pipelines.runs.kfp_access import Instance
-from trainer.output.streams import say
+from flotilla.pipelines.cli.exit import with_options
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.trainer.runtime.output.streams import say
 
 # In the help of a command that trains.
 TRAINED = (
@@ -174,7 +174,7 @@ def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:
-        from pipelines.step_settings import step_pods
+        from flotilla.pipelines.step_settings import step_pods
 
         return step_pods(**{name: value for name, value in named.items() if value})
 

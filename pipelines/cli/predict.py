@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipelines.cli.exit import Answer, answers
-from pipelines.cli.options import Root, Workdir
-from pipelines.cli.run import RUNS
-from trainer.errors import ConfigError
-from trainer.output.streams import say
+from flotilla.pipelines.cli.exit import Answer, answers
+from flotilla.pipelines.cli.options import Root, Workdir
+from flotilla.pipelines.cli.run import RUNS
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.output.streams import say
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="NAME (its champion), NAME@VERSION or a URI.")
@@ -67,9 +67,9 @@ def predict(
     root: Root = "",
 ) -> Answer:
     """Ask a model about data of any size: classes, probabilities, numbers."""
-    from pipelines import models
-    from pipelines import predict as predicting
-    from pipelines.cli.live import Display
+    from flotilla.pipelines import models
+    from flotilla.pipelines import predict as predicting
+    from flotilla.pipelines.cli.live import Display
 
     given = _inputs(inputs, split)
     form = predicting.form_of(output, to or "")

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, failure, output
-from pipelines.cli.options import Assignments, Config, Workdir
-from pipelines.cli.run import RUNS
-from trainer.errors import ConfigError, UserError
-from trainer.output.streams import say
+from flotilla.pipelines.cli.exit import Answer, answers, failure, output
+from flotilla.pipelines.cli.options import Assignments, Config, Workdir
+from flotilla.pipelines.cli.run import RUNS
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipelines.retention.plan import Item, Plan, Policy
+    from flotilla.pipelines.retention.plan import Item, Plan, Policy
 
 COLLECTED = (
     "--json adds `removed`, the URIs of what was removed; with --keep-runs or --keep-versions also "
@@ -46,9 +46,9 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove without a question.")] = False,
 ) -> Answer:
     """Remove what dead writers left below the storage root, and old runs and versions."""
-    from pipelines.retention.plan import policy
-    from pipelines.retention.removal import collect
-    from pipelines.runs.local import configuration, root_of
+    from flotilla.pipelines.retention.plan import policy
+    from flotilla.pipelines.retention.removal import collect
+    from flotilla.pipelines.runs.local import configuration, root_of
 
     wanted = policy(keep_runs, keep_versions)
     is_asked = wanted.runs is not None or wanted.versions is not None
@@ -69,10 +69,10 @@ def gc(
 def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: bool) -> Answer:
     from datetime import UTC, datetime
 
-    from pipelines.retention.inventory import read
-    from pipelines.retention.plan import planned
-    from pipelines.retention.removal import remove
-    from trainer import storage
+    from flotilla.pipelines.retention.inventory import read
+    from flotilla.pipelines.retention.plan import planned
+    from flotilla.pipelines.retention.removal import remove
+    from flotilla.trainer import storage
 
     plan = planned(read(root, workdir), wanted, datetime.now(UTC))
     for remark in plan.remarks:
@@ -119,8 +119,8 @@ def _ask(plan: Plan) -> None:
 
 
 def _show(plan: Plan, root: str) -> None:
-    from pipelines.cli.display import Terminal
-    from pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.cli.tables import Table
 
     if not plan.going:
         say(f"nothing below {root} is old enough, and needed by nothing that stays")

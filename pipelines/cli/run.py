@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, output
-from pipelines.cli.options import (
+from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.options import (
     Assignments,
     Code,
     Config,
@@ -20,15 +20,15 @@ from pipelines.cli.options import (
     Workdir,
     of_instance,
 )
-from pipelines.runs.kfp_access import Instance
-from trainer.errors import FAILED, INTERRUPTED, USAGE, UserError
-from trainer.output.streams import say
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, USAGE, UserError
+from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
-    from pipelines.runs.local import LocalRun, RunOptions
-    from pipelines.runs.outcome import RunResult
-    from trainer.code.bundle import Bundle
-    from trainer.events import StepResult
+    from flotilla.pipelines.runs.local import LocalRun, RunOptions
+    from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.trainer.code.bundle import Bundle
+    from flotilla.trainer.events import StepResult
 
 RUNS = Path("runs")
 
@@ -98,9 +98,9 @@ def _run(
     dataset: str = "",
     code: Path | None = None,
 ) -> Answer:
-    from pipelines.cli import display, live
-    from pipelines.runs import local
-    from trainer.storage.s3_endpoint import plain_http_remark
+    from flotilla.pipelines.cli import display, live
+    from flotilla.pipelines.runs import local
+    from flotilla.trainer.storage.s3_endpoint import plain_http_remark
 
     options = local.RunOptions(
         pipeline=pipeline,
@@ -158,7 +158,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     """Return the line of the user's code, the log that has its traceback, and how to debug it."""
-    from pipelines.runs.run_log.local import failure_of
+    from flotilla.pipelines.runs.run_log.local import failure_of
 
     failure = failure_of(run.folder)
     if failure is None:
@@ -197,8 +197,8 @@ def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:
 
 
 def _has_checkpoint(run: LocalRun) -> bool:
-    from trainer import storage
-    from trainer.checkpoints.index import list_checkpoints
+    from flotilla.trainer import storage
+    from flotilla.trainer.checkpoints.index import list_checkpoints
 
     try:
         uri = storage.join(run.config.storage.root, run.run_id, "checkpoints")
@@ -226,8 +226,8 @@ def replay(
 
     A run of a cluster is found by --set storage.root=URI, or by --endpoint.
     """
-    from pipelines.replay.replay import find
-    from pipelines.replay.replay import replay as replayed
+    from flotilla.pipelines.replay.replay import find
+    from flotilla.pipelines.replay.replay import replay as replayed
 
     recorded = find(run, step, settings=assignments or (), workdir=workdir, instance=instance)
     result = replayed(recorded, workdir, debug=pdb, on_line=lambda line: say(f"flotilla: {line}"))

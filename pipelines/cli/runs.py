@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from components.table import STAGES
-from pipelines.cli.exit import Answer, answers, detaching, output, write
-from pipelines.cli.options import Run, RunsDir, of_instance
-from pipelines.cli.run import RUNS, answer_of
-from pipelines.runs.kfp_access import Instance, is_named
-from trainer.masking import unbroken
-from trainer.output.streams import say
+from flotilla.components.table import STAGES
+from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, write
+from flotilla.pipelines.cli.options import Run, RunsDir, of_instance
+from flotilla.pipelines.cli.run import RUNS, answer_of
+from flotilla.pipelines.runs.kfp_access import Instance, is_named
+from flotilla.trainer.runtime.masking import unbroken
+from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipelines.runs.outcome import RunResult
-    from pipelines.runs.run_log.view import LogLine
+    from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.pipelines.runs.run_log.view import LogLine
 
 
 # The longest name of a stage.
@@ -37,8 +37,8 @@ def list_runs(
     """List runs, newest first: those of the KFP instance that is named, else of this machine."""
     if experiment or is_named(instance.endpoint):
         return _list_remote(instance, experiment, limit)
-    from pipelines.cli.display import Terminal, runs_table
-    from pipelines.runs import control
+    from flotilla.pipelines.cli.display import Terminal, runs_table
+    from flotilla.pipelines.runs import control
 
     found = control.list_local(workdir, limit)
     with output():
@@ -47,7 +47,7 @@ def list_runs(
 
 
 def _row(run: RunResult) -> dict[str, Any]:
-    from pipelines.runs.outcome import begun_of, model_of
+    from flotilla.pipelines.runs.outcome import begun_of, model_of
 
     moment, seconds = begun_of(run)
     return {
@@ -62,8 +62,8 @@ def _row(run: RunResult) -> dict[str, Any]:
 
 
 def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
-    from pipelines.cli.display import Terminal, remote_runs_table
-    from pipelines.runs import control
+    from flotilla.pipelines.cli.display import Terminal, remote_runs_table
+    from flotilla.pipelines.runs import control
 
     access = instance.access()
     found = control.list_remote(instance, experiment=experiment, limit=limit)
@@ -89,8 +89,8 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Show the status of a run, on a KFP instance or on this machine."""
     from rich.text import Text
 
-    from pipelines.cli.display import Terminal, show_result, show_verdict, word
-    from pipelines.runs import control
+    from flotilla.pipelines.cli.display import Terminal, show_result, show_verdict, word
+    from flotilla.pipelines.runs import control
 
     found = control.status(run, workdir=workdir, instance=instance)
     is_remote_running = bool(found.state) and found.status == "running"
@@ -132,8 +132,8 @@ def logs(
     workdir: RunsDir = RUNS,
 ) -> Answer:
     """Show what a run has said: its steps, losses and warnings, and what your code prints."""
-    from pipelines.runs import control
-    from trainer.json_records import time_at
+    from flotilla.pipelines.runs import control
+    from flotilla.trainer.runtime.json_records import time_at
 
     days: list[str] = []
 
@@ -160,8 +160,8 @@ def logs(
 
 
 def _continues(run: str, workdir: Path, instance: Instance) -> tuple[str, str]:
-    from pipelines.runs import local_status
-    from pipelines.runs.kfp_watch import command
+    from flotilla.pipelines.runs import local_status
+    from flotilla.pipelines.runs.kfp_watch import command
 
     if not local_status.is_local(workdir, run):
         return continues(run, command(instance.access(), "cancel", run))
@@ -179,7 +179,7 @@ def continues(run_id: str, cancel: str) -> tuple[str, str]:
 @of_instance
 def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Cancel a run, on a KFP instance or on this machine; it ends with a last checkpoint."""
-    from pipelines.runs import control
+    from flotilla.pipelines.runs import control
 
     found = control.cancel(run, workdir=workdir, instance=instance)
     say(found.message)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import Answer, answers, output
-from pipelines.cli.options import Config, Image, Workdir, local_path, of_pods
-from pipelines.cli.run import RUNS
-from trainer.errors import INTERRUPTED, ConfigError
-from trainer.output.streams import say
+from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.options import Config, Image, Workdir, local_path, of_pods
+from flotilla.pipelines.cli.run import RUNS
+from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
+from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
-    from pipelines.cli.tables import Table
-    from pipelines.runs.outcome import RunResult
-    from pipelines.sweeps.plan import SweepOptions
-    from trainer.sweeps.sweep import Result, Sweep, Trial
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.pipelines.sweeps.plan import SweepOptions
+    from flotilla.trainer.sweeps.sweep import Result, Sweep, Trial
 
 Searched = Annotated[
     list[str] | None,
@@ -85,8 +85,8 @@ def sweep(
     image: Image = "",
 ) -> Answer:
     """Try settings, choose the best by validation, and promote that one."""
-    from pipelines.step_settings import NO_SETTINGS
-    from pipelines.sweeps.plan import SweepOptions
+    from flotilla.pipelines.step_settings import NO_SETTINGS
+    from flotilla.pipelines.sweeps.plan import SweepOptions
 
     options = SweepOptions(
         config=config,
@@ -113,9 +113,9 @@ def sweep(
 
 
 def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer:
-    from components.image import IMAGE
-    from pipelines.compile import image_remark
-    from pipelines.sweeps.pipeline import compile_sweep
+    from flotilla.components.image import IMAGE
+    from flotilla.pipelines.compile import image_remark
+    from flotilla.pipelines.sweeps.pipeline import compile_sweep
 
     planned = compile_sweep(options, file, image, pods)
     say(f"wrote {file}: {len(planned.trials)} trials, {options.parallel} at a time")
@@ -129,9 +129,9 @@ def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answe
 
 
 def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
-    from pipelines.cli.display import Terminal, show_verdict
-    from pipelines.cli.live import SweepDisplay
-    from pipelines.sweeps import local
+    from flotilla.pipelines.cli.display import Terminal, show_verdict
+    from flotilla.pipelines.cli.live import SweepDisplay
+    from flotilla.pipelines.sweeps import local
 
     begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
     errors = Terminal(stderr=True)
@@ -164,7 +164,7 @@ def _line(sweep: Sweep, trial: Trial) -> str:
     steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""
     if trial.status == "running":
         return f"{begin} ...{steps}"
-    from trainer.progress.durations import duration
+    from flotilla.trainer.events.progress.durations import duration
 
     if trial.status == "done" and trial.last:
         value = _value(sweep, trial.last)
@@ -173,7 +173,7 @@ def _line(sweep: Sweep, trial: Trial) -> str:
 
 
 def _value(sweep: Sweep, result: Result) -> str:
-    from trainer.report.wording import rounded, spoken
+    from flotilla.trainer.report.wording import rounded, spoken
 
     return f"{spoken(result.by.metric or sweep.objective.metric)} {rounded(result.value)}"
 
@@ -214,7 +214,7 @@ def _answer(sweep: Sweep, result: RunResult) -> Answer:
 
 
 def _trees(sweep: Sweep) -> list[dict[str, Any]]:
-    from trainer.json_records import tree_of
+    from flotilla.trainer.runtime.json_records import tree_of
 
     return [tree_of(each) for each in sweep.trials]
 
@@ -222,8 +222,8 @@ def _trees(sweep: Sweep) -> list[dict[str, Any]]:
 def _table(sweep: Sweep) -> Table:
     from rich.text import Text
 
-    from pipelines.cli.tables import Table
-    from trainer.sweeps.sweep import table_of
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.trainer.sweeps.sweep import table_of
 
     heads, rows = table_of(sweep)
     colours = {"failed": "red", "interrupted": "yellow", "best": "bold green"}

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from trainer.masking import unbroken
+from flotilla.trainer.runtime.masking import unbroken
 
 # Between two columns, so that a program can tell them from words.
 _GAP = 2

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from components.image import IMAGE, PodDefaults
-from components.kubernetes.api.rbac import LAUNCHER, TRAINER
-from components.kubernetes.engine import Engine
-from components.kubernetes.names import JobKind
-from components.kubernetes.pods.template import leading
-from components.launchers import ENGINES, engine
-from pipelines.doctor import cluster as clusters
-from pipelines.doctor import (
+from flotilla.components.image import IMAGE, PodDefaults
+from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.names import JobKind
+from flotilla.components.kubernetes.pods.template import leading
+from flotilla.components.launchers import ENGINES, engine
+from flotilla.pipelines.doctor import cluster as clusters
+from flotilla.pipelines.doctor import (
     configuration,
     machine,
     named_objects,
@@ -24,20 +24,26 @@ from pipelines.doctor import (
     resources,
     storage,
 )
-from pipelines.doctor.cluster import Cluster
-from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
-from pipelines.doctor.permissions import Account
-from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
-from pipelines.runs.kfp_client import health
-from pipelines.runs.local import root_of
-from pipelines.step_settings import NO_SETTINGS, StepPods
-from trainer.cluster import fitting
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.signing import signing
-from trainer.storage.probe import SILENT, Probe
-from trainer.tracking import addresses, mlflow_run
-from trainer.tracking.hub import Hub
+from flotilla.pipelines.doctor.cluster import Cluster
+from flotilla.pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
+from flotilla.pipelines.doctor.permissions import Account
+from flotilla.pipelines.runs.kfp_access import (
+    ENDPOINT,
+    NAMESPACE,
+    Instance,
+    found_namespace,
+    is_named,
+)
+from flotilla.pipelines.runs.kfp_client import health
+from flotilla.pipelines.runs.local import root_of
+from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.signing import signing
+from flotilla.trainer.storage.probe import SILENT, Probe
+from flotilla.trainer.tracking import addresses, mlflow_run
+from flotilla.trainer.tracking.hub import Hub
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS, ENGINE = "GPUs of the cluster", "engine"

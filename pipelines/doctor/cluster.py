@@ -12,22 +12,22 @@ from http import HTTPStatus
 
 import urllib3
 
-from components.image import DEFAULTS, PodDefaults
-from components.kubernetes import choice
-from components.kubernetes.api.client import (
+from flotilla.components.image import DEFAULTS, PodDefaults
+from flotilla.components.kubernetes import choice
+from flotilla.components.kubernetes.api.client import (
     Api,
     RefusedError,
     UnreachableError,
     connect,
 )
-from components.kubernetes.engine import Engine, document
-from components.kubernetes.names import Tree
-from components.kubernetes.pods.template import replicas
-from components.launchers import ENGINES, engine
-from pipelines.doctor.examination import Finding
-from trainer.config.cluster import Launcher
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.components.kubernetes.engine import Engine, document
+from flotilla.components.kubernetes.names import Tree
+from flotilla.components.kubernetes.pods.template import replicas
+from flotilla.components.launchers import ENGINES, engine
+from flotilla.pipelines.doctor.examination import Finding
+from flotilla.trainer.config.cluster import Launcher
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 _NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 

@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from pathlib import PurePosixPath
 from typing import Any
 
-from components.kubernetes.pods.template import replicas
-from components.launchers import ENGINES, engine
-from pipelines.doctor.cluster import is_on_kubernetes
-from pipelines.doctor.examination import Finding
-from trainer import storage
-from trainer.cluster import fitting
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.preflight.check import check
+from flotilla.components.kubernetes.pods.template import replicas
+from flotilla.components.launchers import ENGINES, engine
+from flotilla.pipelines.doctor.cluster import is_on_kubernetes
+from flotilla.pipelines.doctor.examination import Finding
+from flotilla.trainer import storage
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.preflight.check import check
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:

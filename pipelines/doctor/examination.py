@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from components.kubernetes.api.client import RefusedError, UnreachableError
-from trainer.cluster.signals import on_interrupt
-from trainer.errors import RunInterruptedError, UserError
-from trainer.storage.probe import Probe
+from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
+from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.storage.probe import Probe
 
 State = Literal["ok", "warn", "fail", "skipped"]
 SECONDS = 10.0

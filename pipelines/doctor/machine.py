@@ -9,10 +9,10 @@ from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipelines.doctor.examination import Finding, State
-from trainer.cluster import loopback as ports
-from trainer.config.schema import Config
-from trainer.storage.uri import speaks_s3
+from flotilla.pipelines.doctor.examination import Finding, State
+from flotilla.trainer.cluster import loopback as ports
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.storage.uri import speaks_s3
 
 # Less than that and a run of the embedded dataset does not end; less than the second is soon full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30

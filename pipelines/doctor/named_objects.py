@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from components.image import IMAGE
-from components.kubernetes import names
-from components.kubernetes.api.client import RefusedError
-from components.kubernetes.api.rbac import TRAINER, granting
-from components.kubernetes.names import Tree
-from pipelines.doctor.cluster import Cluster, PlannedJob
-from pipelines.doctor.examination import Finding
+from flotilla.components.image import IMAGE
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import RefusedError
+from flotilla.components.kubernetes.api.rbac import TRAINER, granting
+from flotilla.components.kubernetes.names import Tree
+from flotilla.pipelines.doctor.cluster import Cluster, PlannedJob
+from flotilla.pipelines.doctor.examination import Finding
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"

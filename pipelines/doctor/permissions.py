@@ -8,13 +8,13 @@ from functools import partial
 from http import HTTPStatus
 from urllib.parse import quote
 
-from components.kubernetes.api import rbac
-from components.kubernetes.api.client import RefusedError, SilentControllerError
-from components.kubernetes.api.rbac import FILE, LAUNCHER, Permission, granting, needed
-from components.kubernetes.names import PODS, JobKind, Tree
-from pipelines.doctor.cluster import CONTROLLERS, Cluster, PlannedJob, Role
-from pipelines.doctor.examination import Finding
-from trainer.errors import ConfigError
+from flotilla.components.kubernetes.api import rbac
+from flotilla.components.kubernetes.api.client import RefusedError, SilentControllerError
+from flotilla.components.kubernetes.api.rbac import FILE, LAUNCHER, Permission, granting, needed
+from flotilla.components.kubernetes.names import PODS, JobKind, Tree
+from flotilla.pipelines.doctor.cluster import CONTROLLERS, Cluster, PlannedJob, Role
+from flotilla.pipelines.doctor.examination import Finding
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from decimal import Decimal
 
 from kubernetes.utils.quantity import parse_quantity
 
-from components.kubernetes.names import Tree
-from pipelines.doctor.cluster import NODES, Cluster, PlannedJob, Role
-from pipelines.doctor.examination import Finding
+from flotilla.components.kubernetes.names import Tree
+from flotilla.pipelines.doctor.cluster import NODES, Cluster, PlannedJob, Role
+from flotilla.pipelines.doctor.examination import Finding
 
 
 def amount(text: object) -> Decimal:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from components.kubernetes.api.client import RefusedError
-from pipelines.doctor.cluster import Cluster
-from pipelines.doctor.examination import Finding
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.promotion import registry
-from trainer.signing import signing
-from trainer.storage.probe import SILENT, Probe, Unfit
-from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, endpoint_of
-from trainer.storage.store import Trouble
-from trainer.storage.uri import Location, locate
+from flotilla.components.kubernetes.api.client import RefusedError
+from flotilla.pipelines.doctor.cluster import Cluster
+from flotilla.pipelines.doctor.examination import Finding
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.signing import signing
+from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
+from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, endpoint_of
+from flotilla.trainer.storage.store import Trouble
+from flotilla.trainer.storage.uri import Location, locate
 
 _LOGINS = {
     "gs": "gcloud auth application-default login",

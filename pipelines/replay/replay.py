@@ -1,7 +1,7 @@
 """Replay a step: all its stages, with the arguments on record, in a process of its own.
 
 What it takes is read where it is; what it publishes goes to a root below `<workdir>/replays/`. No
-store of the run, no registry and no tracker is written to. `python -m pipelines.replay.replay
+store of the run, no registry and no tracker is written to. `python -m flotilla.pipelines.replay.replay
 FOLDER` is that process.
 """
 
@@ -25,10 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from components import contract
-from components.launchers import DEBUGGER
-from components.records.record import STOPPING
-from components.records.run_store import (
+from flotilla.components import contract
+from flotilla.components.launchers import DEBUGGER
+from flotilla.components.records.record import STOPPING
+from flotilla.components.records.run_store import (
     PINNED,
     RUN_FOLDER,
     RUN_ID,
@@ -38,24 +38,24 @@ from components.records.run_store import (
     read_given,
     root_of,
 )
-from components.records.step_record import StepRecord, published_records, tries_of
-from components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, step_of
-from pipelines.runs import local, local_status
-from pipelines.runs.control import step_named
-from pipelines.runs.kfp_access import Instance, is_named
-from trainer import cores, events, storage, user_code
-from trainer.cluster import signals
-from trainer.config.form import SETTINGS, WHOLE, tree_of
-from trainer.errors import ConfigError, RunInterruptedError, UserError, nearest
-from trainer.events import StepBegin, StepEnd
-from trainer.promotion import lineage, registry
-from trainer.run_state import state_of
-from trainer.storage.errors import reported
-from trainer.storage.manifest import MANIFEST
-from trainer.storage.uri import locate
-from trainer.tensorflow_import import has_gpus
-from trainer.tracking.addresses import HUB
-from trainer.user_code import frames_of
+from flotilla.components.records.step_record import StepRecord, published_records, tries_of
+from flotilla.components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, step_of
+from flotilla.pipelines.runs import local, local_status
+from flotilla.pipelines.runs.control import step_named
+from flotilla.pipelines.runs.kfp_access import Instance, is_named
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.form import SETTINGS, WHOLE, tree_of
+from flotilla.trainer.events import StepBegin, StepEnd
+from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.promotion import lineage, registry
+from flotilla.trainer.runtime import cores, signals, user_code
+from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError, nearest
+from flotilla.trainer.runtime.tensorflow_import import has_gpus
+from flotilla.trainer.runtime.user_code import frames_of
+from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.manifest import MANIFEST
+from flotilla.trainer.storage.uri import locate
+from flotilla.trainer.tracking.addresses import HUB
 
 REPLAYS, CALL, STORAGE = "replays", "replay.json", "storage"
 # So long a step that was asked to end may take.
@@ -295,7 +295,7 @@ def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> tuple[tuple[St
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.replay.replay", str(folder)],
+            [sys.executable, "-m", "flotilla.pipelines.replay.replay", str(folder)],
             env=_environment(recorded, folder, debug=debug),
             stdin=None if debug else subprocess.DEVNULL,
             # Standard output is that of the command.
@@ -378,7 +378,7 @@ def _called(
             (place / name).write_text(json.dumps(said["tree"]), encoding="utf-8")
     # Of an output path the file is here.
     given |= {name: str(place / name) for name in given if name == "decision_uri"}
-    call = getattr(import_module(f"components.{step}"), step).python_func
+    call = getattr(import_module(f"flotilla.components.{step}"), step).python_func
     taken = inspect.signature(call).parameters
     call(**{name: value for name, value in given.items() if name in taken})
 
@@ -454,8 +454,8 @@ def _found(
         if not storage.names(storage.join(root, run, "steps")):
             raise UserError(f"no run {run!r} below {root}{_nearest_run(root, run)}")
         return _published(storage.join(root, run), run, name)
-    from pipelines.runs.kfp_client import connect
-    from pipelines.runs.kfp_run import run_of
+    from flotilla.pipelines.runs.kfp_client import connect
+    from flotilla.pipelines.runs.kfp_run import run_of
 
     found = run_of(connect(instance.access()), run)
     if not found.at:

@@ -20,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from components import in_use
-from components.records.run_store import STEPS as RECORDS
-from components.table import STEPS, SWEEP_STEPS
-from pipelines.retention.plan import (
+from flotilla.components import in_use
+from flotilla.components.records.run_store import STEPS as RECORDS
+from flotilla.components.table import STEPS, SWEEP_STEPS
+from flotilla.pipelines.retention.plan import (
     NOTE,
     RUN,
     SHARED,
@@ -34,22 +34,22 @@ from pipelines.retention.plan import (
     Model,
     Promotion,
 )
-from trainer import storage
-from trainer.cluster.lease import FOLDER as LEASES
-from trainer.cluster.lease import holders
-from trainer.code import bundle
-from trainer.code.bundle import FOLDER
-from trainer.errors import ConfigError, UserError
-from trainer.json_records import number_in, parse, parse_mapping, time_at
-from trainer.promotion import registry
-from trainer.storage.errors import reported
-from trainer.storage.local import is_gone
-from trainer.storage.manifest import MANIFEST
-from trainer.storage.publishing import store_for
-from trainer.storage.retry import in_parallel
-from trainer.storage.uri import names_in
-from trainer.sweeps.study import FILE as SWEEP_STATE
-from trainer.sweeps.study import read as read_sweep
+from flotilla.trainer import storage
+from flotilla.trainer.cluster.lease import FOLDER as LEASES
+from flotilla.trainer.cluster.lease import holders
+from flotilla.trainer.code import bundle
+from flotilla.trainer.code.bundle import FOLDER
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import number_in, parse, parse_mapping, time_at
+from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.local import is_gone
+from flotilla.trainer.storage.manifest import MANIFEST
+from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.retry import in_parallel
+from flotilla.trainer.storage.uri import names_in
+from flotilla.trainer.sweeps.study import FILE as SWEEP_STATE
+from flotilla.trainer.sweeps.study import read as read_sweep
 
 _MODEL = "model"
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from trainer.errors import ConfigError
+from flotilla.trainer.runtime.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
 #: A record that is no run's: it keeps what it names, and never goes.
@@ -74,7 +74,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """One promotion, as `trainer.promotion.registry` has it."""
+    """One promotion, as `flotilla.trainer.promotion.registry` has it."""
 
     number: int
     version: int

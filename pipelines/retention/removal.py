@@ -17,9 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from components import in_use
-from pipelines.retention.inventory import is_changed, read, read_model
-from pipelines.retention.plan import (
+from flotilla.components import in_use
+from flotilla.pipelines.retention.inventory import is_changed, read, read_model
+from flotilla.pipelines.retention.plan import (
     RUN,
     SHARED,
     SWEEP,
@@ -32,11 +32,11 @@ from pipelines.retention.plan import (
     reached,
     run_of,
 )
-from trainer import storage
-from trainer.cluster.lease import remove_expired
-from trainer.errors import UserError
-from trainer.promotion import registry
-from trainer.storage.retry import in_parallel
+from flotilla.trainer import storage
+from flotilla.trainer.cluster.lease import remove_expired
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.retry import in_parallel
 
 # Of a run these go last: by them a later removal sees how old the rest is.
 _LAST = ("config.json", "events.jsonl", "lock")

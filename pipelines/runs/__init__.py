@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.runs.control import Cancellation, cancel, logs, status
-    from pipelines.runs.kfp_access import Instance
-    from pipelines.runs.kfp_watch import follow
-    from pipelines.runs.local import prepare, run, train
-    from pipelines.runs.outcome import RunResult
-    from pipelines.runs.submission import Submitted, submit
+    from flotilla.pipelines.runs.control import Cancellation, cancel, logs, status
+    from flotilla.pipelines.runs.kfp_access import Instance
+    from flotilla.pipelines.runs.kfp_watch import follow
+    from flotilla.pipelines.runs.local import prepare, run, train
+    from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.pipelines.runs.submission import Submitted, submit
 
 # Loaded when first used: the client of KFP costs half a second, which `flotilla --help` and runs
 # on this machine do without.

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.table import STEPS, SWEEP_STEPS, StepSpec
-from pipelines.runs import local_status
-from pipelines.runs.kfp_access import Instance
-from pipelines.runs.outcome import RunResult
-from pipelines.runs.run_log import local as local_logs
-from pipelines.runs.run_log.view import LogLine, LogView
-from trainer.errors import DONE, ConfigError, UserError, nearest
+from flotilla.components.table import STEPS, SWEEP_STEPS, StepSpec
+from flotilla.pipelines.runs import local_status
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.pipelines.runs.run_log import local as local_logs
+from flotilla.pipelines.runs.run_log.view import LogLine, LogView
+from flotilla.trainer.runtime.errors import DONE, ConfigError, UserError, nearest
 
 if TYPE_CHECKING:
-    from pipelines.runs.kfp_client import Client
-    from pipelines.runs.kfp_run import RemoteRun
-    from pipelines.runs.kfp_watch import OnNote
+    from flotilla.pipelines.runs.kfp_client import Client
+    from flotilla.pipelines.runs.kfp_run import RemoteRun
+    from flotilla.pipelines.runs.kfp_watch import OnNote
 
 RUNS = Path("runs")
 OnLine = Callable[[LogLine], None]
@@ -51,9 +51,9 @@ def list_remote(
     instance: Instance | None = None, *, experiment: str = "", limit: int = 20
 ) -> tuple[RemoteRun, ...]:
     """Return the runs on a KFP instance, of one experiment or of all, newest first."""
-    from pipelines.runs.kfp_client import connect, pages
-    from pipelines.runs.kfp_run import view
-    from pipelines.runs.upload import NEWEST, equals
+    from flotilla.pipelines.runs.kfp_client import connect, pages
+    from flotilla.pipelines.runs.kfp_run import view
+    from flotilla.pipelines.runs.upload import NEWEST, equals
 
     client = connect((instance or Instance()).access())
     named: dict[str, Any] = {}
@@ -73,8 +73,8 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
     """Return the result of a run, or how far it has come; raises `UserError`."""
     if local_status.is_local(Path(workdir), run):
         return local_status.status_of(Path(workdir), run)
-    from pipelines.runs.kfp_outcome import result_of
-    from pipelines.runs.kfp_run import run_of
+    from flotilla.pipelines.runs.kfp_outcome import result_of
+    from flotilla.pipelines.runs.kfp_run import run_of
 
     client = _client(run, workdir, instance)
     return result_of(client, run_of(client, run))
@@ -115,8 +115,8 @@ def logs(
     if client is None:
         local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
         return local_status.status_of(folder, run)
-    from pipelines.runs.kfp_run import run_of
-    from pipelines.runs.run_log import kfp
+    from flotilla.pipelines.runs.kfp_run import run_of
+    from flotilla.pipelines.runs.run_log import kfp
 
     note = on_note or (lambda _line: None)
     last = kfp.follow_logs(
@@ -162,9 +162,9 @@ def cancel(
 
 
 def _cancel_remote(client: Client, run: str) -> Cancellation:
-    from pipelines.runs.kfp_client import InstanceError, ask
-    from pipelines.runs.kfp_run import run_of
-    from pipelines.runs.kfp_watch import command
+    from flotilla.pipelines.runs.kfp_client import InstanceError, ask
+    from flotilla.pipelines.runs.kfp_run import run_of
+    from flotilla.pipelines.runs.kfp_watch import command
 
     remote, asked = run_of(client, run), False
     if not remote.has_ended and remote.state != "CANCELING":
@@ -200,7 +200,7 @@ def _interrupt(folder: Path) -> bool:
 
 
 def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
-    from pipelines.runs.kfp_client import connect
+    from flotilla.pipelines.runs.kfp_client import connect
 
     try:
         return connect((instance or Instance()).access())
@@ -210,7 +210,7 @@ def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
 
 def _experiments(client: Client, only: str = "") -> Iterator[Any]:
     """Yield the experiments of the instance that a filter lets through."""
-    from pipelines.runs.kfp_client import pages
+    from flotilla.pipelines.runs.kfp_client import pages
 
     named: dict[str, Any] = {"filter": only} if only else {}
     return pages(client.list_experiments, "experiments", **named)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer.errors import ConfigError, UserError
-from trainer.masking import HIDDEN, is_sent_openly
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.masking import HIDDEN, is_sent_openly
 
 # The first is the variable of the SDK, the others are those of its command line.
 ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")

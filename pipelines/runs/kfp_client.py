@@ -29,9 +29,9 @@ from kfp_server_api.exceptions import ApiException
 from kfp_server_api.rest import RESTClientObject
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
-from pipelines.runs.kfp_access import Access
-from trainer import masking
-from trainer.errors import UserError
+from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.trainer.runtime import masking
+from flotilla.trainer.runtime.errors import UserError
 
 # Of a message of the instance, which may contain a stack trace.
 _MOST_WORDS = 300

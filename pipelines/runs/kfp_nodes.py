@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
-from trainer.json_records import time_of
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
+from flotilla.trainer.runtime.json_records import time_of
 
 _GONE = (404, 405, 410, 501)
 _DENIED = (401, 403)

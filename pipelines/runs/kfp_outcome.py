@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from components.records.run_store import STEPS as FOLDER
-from components.records.run_store import file_of
-from components.records.step_record import StepRecord, published_records
-from components.table import (
+from flotilla.components.records.run_store import STEPS as FOLDER
+from flotilla.components.records.run_store import file_of
+from flotilla.components.records.step_record import StepRecord, published_records
+from flotilla.components.table import (
     EXIT_STEP,
     STAGES,
     STEPS,
@@ -28,13 +28,13 @@ from components.table import (
     step_of,
     step_with,
 )
-from pipelines.runs.kfp_client import Client, InstanceError, one_line
-from pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
-from pipelines.runs.kfp_run import RemoteRun
-from pipelines.runs.outcome import RunResult, joined
-from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
-from trainer.json_records import record_in
-from trainer.storage.retry import shorter_retry
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, one_line
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
+from flotilla.pipelines.runs.kfp_run import RemoteRun
+from flotilla.pipelines.runs.outcome import RunResult, joined
+from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
+from flotilla.trainer.runtime.json_records import record_in
+from flotilla.trainer.storage.retry import shorter_retry
 
 DATA, TRAINER = maker_of("validation"), maker_of("checkpoint")
 GATE, REGISTRY = maker_of("decision"), maker_of("registration")

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from components.records.run_store import root_of
-from components.records.step_record import StepRecord
-from pipelines.runs.kfp_client import Client, ask, is_id, pages
-from pipelines.runs.kfp_nodes import Nodes, Step, nodes_of
-from pipelines.runs.upload import NEWEST, equals
-from trainer import storage
-from trainer.errors import ConfigError, UserError
+from flotilla.components.records.run_store import root_of
+from flotilla.components.records.step_record import StepRecord
+from flotilla.pipelines.runs.kfp_client import Client, ask, is_id, pages
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Step, nodes_of
+from flotilla.pipelines.runs.upload import NEWEST, equals
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _EPOCH = 1970
-# The folder below a pipeline root, see `components.records.run_store.root_of`.
+# The folder below a pipeline root, see `flotilla.components.records.run_store.root_of`.
 _FOLDER = "flotilla"
 
 

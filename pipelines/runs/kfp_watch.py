@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from components.records.step_record import StepRecord
-from pipelines.runs.kfp_access import Access, Instance
-from pipelines.runs.kfp_client import Client, InstanceError, connect
-from pipelines.runs.kfp_outcome import (
+from flotilla.components.records.step_record import StepRecord
+from flotilla.pipelines.runs.kfp_access import Access, Instance
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, connect
+from flotilla.pipelines.runs.kfp_outcome import (
     cause_of,
     doing_of,
     explained,
@@ -18,9 +18,9 @@ from pipelines.runs.kfp_outcome import (
     result_of,
     waiting_pods,
 )
-from pipelines.runs.kfp_run import RemoteRun, run_of, seen
-from pipelines.runs.outcome import RunResult
-from trainer.errors import UserError
+from flotilla.pipelines.runs.kfp_run import RemoteRun, run_of, seen
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.trainer.runtime.errors import UserError
 
 LOOK_SECONDS = 3.0
 # Between two looks at the records of the stages, and where none could be read.

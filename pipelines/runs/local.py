@@ -22,22 +22,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from components.in_use import bundled
-from components.records.record import STOPPING
-from components.records.run_store import RUN_FOLDER, RUN_ID
-from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
-from trainer import events, storage
-from trainer.cluster import child_process
-from trainer.cluster.process import require_gpus
-from trainer.code.bundle import Bundle
-from trainer.config.form import to_local_form
-from trainer.config.load import load_config, override
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.events import AttemptBegin, Event, Interrupted
-from trainer.run_state import RunState
-from trainer.storage.uri import require_uri
-from trainer.tracking import tracker
+from flotilla.components.in_use import bundled
+from flotilla.components.records.record import STOPPING
+from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
+from flotilla.pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import child_process
+from flotilla.trainer.cluster.process import require_gpus
+from flotilla.trainer.code.bundle import Bundle
+from flotilla.trainer.config.form import to_local_form
+from flotilla.trainer.config.load import load_config, override
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import AttemptBegin, Event, Interrupted
+from flotilla.trainer.events.run_state import RunState
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.storage.uri import require_uri
+from flotilla.trainer.tracking import tracker
 
 OnEvent = Callable[[Event], None]
 
@@ -93,7 +93,7 @@ class RunOptions:
         return configuration(config, self.settings)
 
     def target(self) -> tuple[str, dict[str, str]]:
-        """Return a name of `pipelines.training.PIPELINES`, and its further arguments."""
+        """Return a name of `flotilla.pipelines.training.PIPELINES`, and its further arguments."""
         return ("train_on", {"dataset": self.dataset}) if self.dataset else (self.pipeline, {})
 
 
@@ -221,7 +221,7 @@ def start(options: RunOptions) -> LocalRun:
     config, workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
         # It takes a tenth of a second to load, which what watches runs does without.
-        from trainer.preflight.check import require_source  # noqa: PLC0415
+        from flotilla.trainer.preflight.check import require_source  # noqa: PLC0415
 
         require_source(config.data)
     if options.pipeline != "prepare" and config.cluster.launcher == "local":
@@ -307,7 +307,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
 def execute(
     run: LocalRun, pipeline: str, extra: Mapping[str, str], on_event: OnEvent | None = None
 ) -> RunResult:
-    """Run `pipeline` (a name of `pipelines.training.PIPELINES`) to its end.
+    """Run `pipeline` (a name of `flotilla.pipelines.training.PIPELINES`) to its end.
 
     In the main thread, where Python delivers signals, SIGINT and SIGTERM end it with a last
     checkpoint; a second one ends it at once. `extra` are further arguments of the pipeline.
@@ -349,7 +349,7 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
         raise UserError(f"cannot write to {run.folder}: {error.strerror}") from None
     with log:
         return child_process.start(
-            "pipelines.runs.local_child",
+            "flotilla.pipelines.runs.local_child",
             pipeline,
             str(run.folder),
             *(("resumed",) if run.begin else ()),

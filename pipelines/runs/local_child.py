@@ -14,14 +14,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from components.records.record import STOPPING
-from components.table import FIRST_STAGE
-from pipelines.forked_steps import KFP_RUNTIME, TRAINING, forking
-from trainer import events
-from trainer.cluster import fitting, signals
-from trainer.config.form import from_form
-from trainer.errors import ConfigError
-from trainer.run_state import state_of
+from flotilla.components.records.record import STOPPING
+from flotilla.components.table import FIRST_STAGE
+from flotilla.pipelines.forked_steps import KFP_RUNTIME, TRAINING, forking
+from flotilla.trainer import events
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.form import from_form
+from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import ConfigError
 
 EVENTS = "events.jsonl"
 _SECONDS_TO_BEGIN, _PAUSE = 60.0, 0.1
@@ -103,7 +104,7 @@ def _goes_on(folder: Path) -> bool:
 def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
     from kfp import local  # noqa: PLC0415
 
-    from pipelines.training import PIPELINES  # noqa: PLC0415
+    from flotilla.pipelines.training import PIPELINES  # noqa: PLC0415
 
     local.init(
         runner=local.SubprocessRunner(use_venv=False),

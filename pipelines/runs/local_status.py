@@ -11,21 +11,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from components.records.step_record import OF_STEPS, step_records
-from pipelines.runs import local
-from pipelines.runs.outcome import RunResult, outcome_of
-from trainer import events
-from trainer.cluster.event_lines import line_of
-from trainer.errors import DONE, FAILED
-from trainer.events import RunEnd
-from trainer.json_records import number_in
-from trainer.run_state import RunState, state_of
-from trainer.storage.errors import reported
+from flotilla.components.records.step_record import OF_STEPS, step_records
+from flotilla.pipelines.runs import local
+from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.trainer import events
+from flotilla.trainer.events import RunEnd
+from flotilla.trainer.events.event_lines import line_of
+from flotilla.trainer.events.run_state import RunState, state_of
+from flotilla.trainer.runtime.errors import DONE, FAILED
+from flotilla.trainer.runtime.json_records import number_in
+from flotilla.trainer.storage.errors import reported
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
 # The command line of the process of a run ends with the run's folder.
-_RUN_PROCESS = " -m pipelines.runs.local_child "
+_RUN_PROCESS = " -m flotilla.pipelines.runs.local_child "
 _PROCESSES = Path("/proc")
 _COLUMNS = 2
 

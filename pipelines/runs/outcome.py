@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from components.records.step_record import StepRecord, lost_stage, step_records
-from components.table import (
+from flotilla.components.records.step_record import StepRecord, lost_stage, step_records
+from flotilla.components.table import (
     EXIT_STEP,
     STAGES,
     WORKING,
@@ -20,12 +20,12 @@ from components.table import (
     maker_of,
     published_by,
 )
-from trainer.config.main_metric import MainMetric
-from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
-from trainer.json_records import time_at
-from trainer.report import headline
-from trainer.report.wording import rounded
-from trainer.run_state import RunState
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events.run_state import RunState
+from flotilla.trainer.report import headline
+from flotilla.trainer.report.wording import rounded
+from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
+from flotilla.trainer.runtime.json_records import time_at
 
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16

@@ -24,17 +24,17 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
-from pipelines.compile import defaults_of
-from pipelines.runs.kfp_access import Access
-from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
-from pipelines.runs.submission import Submission, experiment_id, run_parameters
-from pipelines.runs.upload import Version, newest_version, version_of
-from pipelines.step_settings import check_image
-from trainer.code.bundle import forget_schedule, note_schedule
-from trainer.config.form import SETTINGS, from_form, to_form
-from trainer.config.old_parameters import configuration_of, is_of_before, remarks_of
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError, nearest
+from flotilla.pipelines.compile import defaults_of
+from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.submission import Submission, experiment_id, run_parameters
+from flotilla.pipelines.runs.upload import Version, newest_version, version_of
+from flotilla.pipelines.step_settings import check_image
+from flotilla.trainer.code.bundle import forget_schedule, note_schedule
+from flotilla.trainer.config.form import SETTINGS, from_form, to_form
+from flotilla.trainer.config.old_parameters import configuration_of, is_of_before, remarks_of
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
 _EVERY = {
     "@yearly": "0 0 0 1 1 *",

@@ -11,20 +11,20 @@ from typing import Any
 
 from kfp_server_api import V2beta1Experiment
 
-from components.in_use import bundled
-from components.records.run_store import FLOTILLA
-from pipelines.compile import Package, package_of, parameters_of
-from pipelines.runs.kfp_access import Instance
-from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
-from pipelines.runs.local import configuration, run_name
-from pipelines.runs.upload import Version, equals, version_of
-from pipelines.step_settings import check_image, check_target
-from trainer import storage
-from trainer.code.bundle import Bundle
-from trainer.config.form import to_form
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.preflight.check import check
+from flotilla.components.in_use import bundled
+from flotilla.components.records.run_store import FLOTILLA
+from flotilla.pipelines.compile import Package, package_of, parameters_of
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.local import configuration, run_name
+from flotilla.pipelines.runs.upload import Version, equals, version_of
+from flotilla.pipelines.step_settings import check_image, check_target
+from flotilla.trainer import storage
+from flotilla.trainer.code.bundle import Bundle
+from flotilla.trainer.config.form import to_form
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.preflight.check import check
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 EXPERIMENT = "flotilla"
 _CONFLICT = 409

@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 from kfp_server_api import V2beta1Pipeline
 
-from components import contract
-from pipelines.compile import Package, compiled_by
-from pipelines.runs.kfp_access import Access
-from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
-from trainer.errors import ConfigError, nearest
+from flotilla.components import contract
+from flotilla.pipelines.compile import Package, compiled_by
+from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 _ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"

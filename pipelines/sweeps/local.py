@@ -17,17 +17,25 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from components.table import maker_of
-from pipelines.runs import local, local_status
-from pipelines.runs.outcome import RunResult
-from pipelines.sweeps.plan import SweepOptions, planned
-from trainer.cluster.signals import on_interrupt
-from trainer.config.main_metric import MainMetric
-from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, ConfigError, UserError, nearest
-from trainer.events import Event, StepEnd
-from trainer.sweeps import sweep as trials
-from trainer.sweeps.study import FILE, OLD_FILE, Study
-from trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of
+from flotilla.components.table import maker_of
+from flotilla.pipelines.runs import local, local_status
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events import Event, StepEnd
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    REFUSED,
+    ConfigError,
+    UserError,
+    nearest,
+)
+from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.sweeps import sweep as trials
+from flotilla.trainer.sweeps.study import FILE, OLD_FILE, Study
+from flotilla.trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]

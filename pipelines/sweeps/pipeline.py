@@ -18,18 +18,18 @@ from typing import Any
 
 from kfp import dsl
 
-from components.image import IMAGE
-from components.sweeps.choose_trial import choose_trial
-from components.sweeps.finish_sweep import finish_sweep
-from components.sweeps.run_trial import run_trial
-from pipelines.compile import write_pipeline
-from pipelines.step_settings import NO_SETTINGS, StepPods, check_image
-from pipelines.sweeps.plan import SweepOptions, planned
-from pipelines.training import Wiring, pipeline_on_cluster, promoted, signature_of
-from trainer.config.form import to_form
-from trainer.errors import ConfigError
-from trainer.json_records import tree_of
-from trainer.sweeps.sweep import Sweep, most_on
+from flotilla.components.image import IMAGE
+from flotilla.components.sweeps.choose_trial import choose_trial
+from flotilla.components.sweeps.finish_sweep import finish_sweep
+from flotilla.components.sweeps.run_trial import run_trial
+from flotilla.pipelines.compile import write_pipeline
+from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
+from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.pipelines.training import Wiring, pipeline_on_cluster, promoted, signature_of
+from flotilla.trainer.config.form import to_form
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.json_records import tree_of
+from flotilla.trainer.sweeps.sweep import Sweep, most_on
 
 NAME = "flotilla-sweep"
 #: The run parameter with the trials, as JSON.

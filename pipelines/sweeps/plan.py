@@ -10,11 +10,11 @@ from pathlib import Path
 
 from optuna.distributions import distribution_to_json
 
-from pipelines.runs.local import DEFAULT_CONFIG, configuration
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.sweeps.space import MOST_TRIALS, Space, corners, drawn, grid, space_of
-from trainer.sweeps.sweep import Settings, Sweep, Trial, objective_of, rungs_of
+from flotilla.pipelines.runs.local import DEFAULT_CONFIG, configuration
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.sweeps.space import MOST_TRIALS, Space, corners, drawn, grid, space_of
+from flotilla.trainer.sweeps.sweep import Settings, Sweep, Trial, objective_of, rungs_of
 
 MOST_PARALLEL = 64
 # A generator of NumPy takes 32 bits; a sweep that is resumed adds its trials to the seed.

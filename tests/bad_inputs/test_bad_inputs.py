@@ -13,11 +13,11 @@ import psutil
 import pytest
 import typer
 
-from pipelines.cli import __main__ as flotilla
-from pipelines.cli.app import app
+from flotilla.pipelines.cli import __main__ as flotilla
+from flotilla.pipelines.cli.app import app
+from flotilla.trainer import __main__ as trainer
 from tests.bad_inputs.files import prepare, tree
 from tests.bad_inputs.table import Row, rows
-from trainer import __main__ as trainer
 
 ROWS = rows()
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
@@ -103,7 +103,7 @@ def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
     assert err.count("\n") == 1, err
     assert row.line in err
     assert "HIDDEN" not in err
-    assert err.startswith(("flotilla: ", "python -m trainer"))
+    assert err.startswith(("flotilla: ", "python -m flotilla.trainer"))
     assert code == row.code
     assert tree(here) == before if here.exists() else row.program == "sh"
     # One of an earlier test may end meanwhile.

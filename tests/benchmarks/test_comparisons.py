@@ -33,13 +33,13 @@ from benchmarks.experiments.programs import PROGRAMS
 from benchmarks.experiments.rows import ROWS, accuracy_of, fallen, same_losses, synchronous
 from benchmarks.experiments.table import page
 from benchmarks.same_accuracy import PATHS, settings_of
-from trainer import storage
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.errors import RunInterruptedError, UserError
-from trainer.evaluation.evaluate import evaluate
-from trainer.events import Progress
-from trainer.strategies.turns import LONG_RUN
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.events import Progress
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
+from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 
 MOST = Comparison(name="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
 LEAST = Comparison(name="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})

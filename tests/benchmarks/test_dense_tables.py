@@ -8,11 +8,11 @@ import tensorflow as tf
 from clicks_large import PART, Clickstream
 
 from benchmarks import dense_tables
-from trainer import storage
-from trainer.data.prepare import prepare
-from trainer.models.embedding_table import EmbeddingTable
-from trainer.models.spec import InputSpec
-from trainer.models.two_tower import two_tower_ranker
+from flotilla.trainer import storage
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.models.two_tower import two_tower_ranker
 
 IDS = {"user": [-5, 7, 2**51], "item": [1, 2]}
 TRUTH = [each.name for each in fields(Clickstream) if each.name != "seed"]

@@ -14,9 +14,9 @@ from benchmarks.on_gpu import SETTINGS, on_gpu, present
 from benchmarks.startup import PROCESSES
 from benchmarks.storage import WINDOW, taken
 from benchmarks.watched import Look, Used, tasks_below
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.events import Progress, RunBegin, Saved
 from tests.house_rules.source import ROOT
-from trainer.config.load import load_config
-from trainer.events import Progress, RunBegin, Saved
 
 
 def progress(step, time, **metrics):
@@ -146,7 +146,7 @@ def test_tasks_are_known_by_their_folder(tmp_path):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/__init__.py").touch()
     (tmp_path / "trainer/__main__.py").write_text("print(flush=True)\ninput()\n")
-    command = [sys.executable, "-m", "trainer", "task", "--workdir"]
+    command = [sys.executable, "-m", "flotilla.trainer", "task", "--workdir"]
     settings = {**os.environ, "PYTHONPATH": str(tmp_path)}
     running = [
         subprocess.Popen([*command, str(place)], cwd=tmp_path, env=settings, stdin=-1, stdout=-1)
@@ -217,7 +217,7 @@ COMPUTE = {
 }  # fmt: skip
 PROGRAM = """
 import importlib, sys
-from trainer import tensorflow_import
+from flotilla.trainer.runtime import tensorflow_import
 tensorflow_import.prepare()
 names, forbidden = (each.split(",") for each in sys.argv[1:])
 for name in names:

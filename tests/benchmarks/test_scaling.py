@@ -13,10 +13,10 @@ from benchmarks.scaling.measure import WORKERS, Case, cases, point
 from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.scaling.simulation import Dispatch, Fleet, Work, simulated
 from benchmarks.watched import Look, Used
+from flotilla.trainer.runtime.errors import RunInterruptedError
+from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
-from trainer.errors import RunInterruptedError
-from trainer.strategies.turns import LONG_RUN
 
 CORES = 2
 TRUE = Costs(

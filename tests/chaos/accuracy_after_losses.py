@@ -25,11 +25,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.evaluation.evaluate import evaluate
 from tests.chaos.followed import say
 from tests.chaos.kills import Course, Kills
-from trainer import storage
-from trainer.config.load import load_config
-from trainer.evaluation.evaluate import evaluate
 
 METRICS = ("auc", "query_auc")
 SETTINGS = {"training.validate_every": 0, "cluster.max_restarts": 10**4}

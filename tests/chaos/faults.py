@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.contents import is_data
+from flotilla.trainer.storage.manifest import MANIFEST, Manifest
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
-from trainer import storage
-from trainer.checkpoints.contents import is_data
-from trainer.storage.manifest import MANIFEST, Manifest
 
 # The free space of a full disk, less than any checkpoint.
 ROOM = 4096

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.events import Event, newest_progress, parse
+from flotilla.trainer.events import Event, newest_progress, parse
 
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
-FLOTILLA = [sys.executable, "-c", "from pipelines.cli.__main__ import main; main()"]
+FLOTILLA = [sys.executable, "-c", "from flotilla.pipelines.cli.__main__ import main; main()"]
 
 
 def events_of(

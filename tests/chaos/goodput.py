@@ -22,11 +22,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.events import Progress, Restart
 from tests.chaos.followed import FLOTILLA, events_of, say
 from tests.kubernetes.cluster import Cluster, real_cluster
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.events import Progress, Restart
 
 WORKERS = 2
 LAUNCHERS = ("tfjob", "jobset")

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer import storage
-from trainer.checkpoints.contents import PREFIX, is_variable, path_of
-from trainer.models.table_shard import EVICTED, GIVEN
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.contents import PREFIX, is_variable, path_of
+from flotilla.trainer.embeddings.table_shard import EVICTED, GIVEN
 
 # Of a table's name and the number of a shard, its rows.
 Shards = Mapping[tuple[str, int], "GrownShard"]

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
-from tests.chaos.grown import Shards, faults_of, grown, lost_between
-from trainer import storage
-from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
-from trainer.errors import UserError
-from trainer.events import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
+from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPassedOver,
     CheckpointPublished,
@@ -19,7 +17,9 @@ from trainer.events import (
     Restart,
     ServersLost,
 )
-from trainer.strategies.turns import MAX_PORTION
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
+from tests.chaos.grown import Shards, faults_of, grown, lost_between
 
 # The exit code of a command line that was killed.
 KILLED = -signal.SIGKILL

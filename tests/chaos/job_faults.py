@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from components.kubernetes import names
+from flotilla.components.kubernetes import names
 from tests.chaos.faults import MissedError
 from tests.chaos.plan import Fault
 from tests.kubernetes.cluster import NAMESPACE, Cluster

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.events import AttemptBegin, Progress, Restart, ServersLost
 from tests.chaos.followed import FLOTILLA, events_of, say
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.events import AttemptBegin, Progress, Restart, ServersLost
 
 # Exit codes of a run that is done, and of one that was asked to end.
 ENDS = (0, 130)

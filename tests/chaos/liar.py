@@ -8,8 +8,8 @@ from pathlib import Path
 
 import keras
 
-from trainer.models import classifiers
-from trainer.models.spec import InputSpec
+from flotilla.trainer.models import classifiers
+from flotilla.trainer.models.spec import InputSpec
 
 
 def mlp(spec: InputSpec, *, lie: str, hidden_units: Sequence[int] = (100,)) -> keras.Model:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flotilla.trainer import storage
+from flotilla.trainer.events import Progress
 from tests.chaos.faults import MissedError, Target, inject, lie_of
 from tests.chaos.followed import FLOTILLA, events_of
 from tests.chaos.invariants import KILLED, Outcome
 from tests.chaos.plan import OUTAGES, Fault, Plan
 from tests.chaos.stores import Store
 from tests.pipelines.called import processes_of
-from trainer import storage
-from trainer.events import Progress
 
 SECONDS_TO_NOTICE = 30
 # Named, and not imported: it loads Keras.

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
+from flotilla.trainer import storage
 from tests.stores.s3_server import S3Server, s3_server
-from trainer import storage
 
 LOOPBACK = "127.0.0.1"
 CHUNK = 1 << 16

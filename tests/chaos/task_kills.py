@@ -30,9 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flotilla.trainer import storage
 from tests.chaos.followed import say
 from tests.chaos.kills import Kills
-from trainer import storage
 
 ROLES = ("worker", "ps", "chief")
 SETTINGS = {"training.steps": 10**8, "training.validate_every": 0, "cluster.max_restarts": 10**4}

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import load_config
 from tests.chaos import table_plan
 from tests.chaos.grown import in_words
 from tests.chaos.invariants import Outcome, rows_of, violations_of
 from tests.chaos.plan import OUTAGES
 from tests.chaos.table_plan import draw_table_plan
 from tests.chaos.test_invariants import attempt, progress
-from trainer import storage
-from trainer.config.load import load_config
 
 
 def shard(number, ids, *, given=None, evicted=0, **changed):

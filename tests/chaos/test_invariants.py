@@ -4,6 +4,14 @@ import socket
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Progress,
+    ServersLost,
+)
 from tests.chaos import job_plan
 from tests.chaos.faults import FAULTS
 from tests.chaos.invariants import (
@@ -19,14 +27,6 @@ from tests.chaos.job_plan import draw_job_plan
 from tests.chaos.plan import KINDS, OUTAGES, STEPS, STRATEGIES, draw_plan
 from tests.chaos.stores import LOOPBACK, Door, store_below
 from tests.chaos.tally import Tally
-from trainer import storage
-from trainer.events import (
-    AttemptBegin,
-    CheckpointPassedOver,
-    CheckpointPublished,
-    Progress,
-    ServersLost,
-)
 
 
 def publish(folder, step):
@@ -116,7 +116,11 @@ def test_a_sound_run_violates_none(sound):
             "the last checkpoint is of step 3000, and 2999 were asked for",
         ),
         ({"losses": 0}, "lost", "200 steps were repeated, and 0 are the most"),
-        ({"left": ["python -m trainer"]}, "left", "a process is left: python -m trainer"),
+        (
+            {"left": ["python -m flotilla.trainer"]},
+            "left",
+            "a process is left: python -m flotilla.trainer",
+        ),
     ],
 )
 def test_a_violation_is_described(sound, change, total, words):

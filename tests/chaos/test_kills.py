@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from flotilla.trainer import events
+from flotilla.trainer.events import AttemptBegin, Progress, ServersLost
 from tests.chaos import accuracy_after_losses, followed, kills, task_kills
 from tests.chaos.accuracy_after_losses import EvenKills
-from trainer import events
-from trainer.events import AttemptBegin, Progress, ServersLost
 
 
 def progress(step):

@@ -8,8 +8,9 @@ import time
 
 import tensorflow as tf
 
+from flotilla.trainer.cluster import liveness
+from flotilla.trainer.runtime import signals
 from tests.cluster.lead import say
-from trainer.cluster import liveness, signals
 
 
 def main() -> None:

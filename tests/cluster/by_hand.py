@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer import storage
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.topology import Cluster, Task
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime import signals
 
 PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
 # A ceiling for a machine that is busy with other things.
@@ -21,7 +21,7 @@ SECONDS = 600
 
 @dataclass
 class ByHand:
-    """Tasks of one cluster, each a process of `python -m trainer task` in a folder of its own."""
+    """Tasks of one cluster, each a process of `python -m flotilla.trainer task` in a folder of its own."""
 
     folder: Path
     dataset: str

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster.forks import forked
+from flotilla.trainer.cluster.process import MODULES
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.prepare import prepare
 from tests.cluster.job_training import Training
 from tests.kubernetes.cluster import Cluster, real_cluster
 from tests.trainer.cluster.forks.serving import serving
-from trainer import events, storage
-from trainer.cluster.forks import forked
-from trainer.cluster.process import MODULES
-from trainer.config.data import DataConfig
-from trainer.data.prepare import prepare
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 
-from trainer import __main__ as trainer
-from trainer.checkpoints import part_server
+from flotilla.trainer import __main__ as trainer
+from flotilla.trainer.checkpoints import part_server
 
 
 def main() -> None:

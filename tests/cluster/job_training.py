@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeVar
 import psutil
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.events import Event, Progress
 from tests.components.kubernetes.attempts import Step, step
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.store import Tree
 from tests.pipelines.called import processes_of
-from trainer import events, storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.events import Event, Progress
 
 EngineName = Literal["tfjob", "jobset"]
 Kind = TypeVar("Kind", bound=Event)

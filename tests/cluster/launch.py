@@ -5,11 +5,11 @@ import os
 import sys
 from pathlib import Path
 
-from trainer import events
-from trainer.cluster import local
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.errors import UserError
+from flotilla.trainer import events
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import UserError
 
 
 def main() -> int:

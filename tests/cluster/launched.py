@@ -12,10 +12,10 @@ from typing import Any, TextIO, TypeVar
 
 import psutil
 
-from trainer import events, storage
-from trainer.checkpoints.history import read_history
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.events import Event, Progress
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.history import read_history
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.events import Event, Progress
 
 SECONDS = 300
 Kind = TypeVar("Kind", bound=Event)

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.strategies.strategy import create
 from tests.cluster.servers import WORDS
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.strategies.strategy import create
-from trainer.topology import Cluster, Task, from_tf_config
 
 
 def say(**words: Any) -> None:

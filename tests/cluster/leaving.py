@@ -17,18 +17,18 @@ from typing import Any
 import keras
 from keras.src.utils.naming import reset_uids
 
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import from_tf_config
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.strategies import placement
+from flotilla.trainer.strategies.strategy import Problem, create
+from flotilla.trainer.training import recovery
 from tests.cluster.lead import say
 from tests.cluster.problems import of_ids
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.models.embedding_table import EmbeddingTable
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies import placement
-from trainer.strategies.strategy import Problem, create
-from trainer.topology import from_tf_config
-from trainer.training import recovery
 
 IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import tensorflow as tf
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import from_tf_config
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.strategies.parameter_server import Served
+from flotilla.trainer.strategies.placement import server_device
+from flotilla.trainer.strategies.self_scheduling import Turns
+from flotilla.trainer.strategies.strategy import create
 from tests.cluster.lead import say
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.strategies.parameter_server import Served
-from trainer.strategies.placement import server_device
-from trainer.strategies.strategy import create
-from trainer.strategies.turns import Turns
-from trainer.topology import from_tf_config
 
 FIRST, MORE = 500, 3000
 

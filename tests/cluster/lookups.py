@@ -14,14 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from benchmarks.relay import count
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import from_tf_config
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.strategies.strategy import Problem, create
 from tests.cluster.lead import say
 from tests.cluster.problems import of_ids
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.strategy import Problem, create
-from trainer.topology import from_tf_config
 
 STEPS = 20
 DIMENSION = 16

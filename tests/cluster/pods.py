@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer import events, storage
-from trainer.cluster import signals
-from trainer.config.load import parse_config
-from trainer.errors import BEGIN_AGAIN
-from trainer.events import Event
-from trainer.topology import Cluster, Task
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.events import Event
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 
 DOMAIN, PORT = "fleet.test", 2222
 # Of the block for the documentation of benchmarks (RFC 2544), which no real network uses.
@@ -37,7 +37,7 @@ PREFIX = f"fl{os.getpid()}"
 # A new pod is there after so long, seen on Kubernetes.
 BACK_SECONDS = 1.0
 CLOSING_SECONDS = 0.3
-# As `components.kubernetes` does, before a chief that has lost its cluster begins again.
+# As `flotilla.components.kubernetes` does, before a chief that has lost its cluster begins again.
 PAUSE_SECONDS = 2.0
 CHIEF = Task(role="chief", index=0)
 _QUERY_A, _NO_SUCH_NAME = 1, 3
@@ -246,7 +246,15 @@ class Pods:
         inside = ["ip", "netns", "exec", namespace, sys.executable]
         with (self.folder / f"{task}.log").open("ab") as log:
             return subprocess.Popen(
-                [*inside, "-m", "trainer", "task", *stage, str(self.folder / str(task)), *uris],
+                [
+                    *inside,
+                    "-m",
+                    "flotilla.trainer",
+                    "task",
+                    *stage,
+                    str(self.folder / str(task)),
+                    *uris,
+                ],
                 env=settings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

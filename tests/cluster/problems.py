@@ -12,25 +12,25 @@ from keras.src.utils.naming import reset_uids
 from tensorflow.python.data.experimental.ops.testing import sleep
 from tensorflow.python.distribute import parameter_server_strategy_v2 as upstream
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.examples.lengths import bucketed, with_lengths
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.input_position import Stream
+from flotilla.trainer.strategies.mirrored import Replicated
+from flotilla.trainer.strategies.strategy import Problem
+from flotilla.trainer.tasks.base import Target, Task
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.regression import Regression
 from tests.trainer.objectives import of_classes
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.data.examples.lengths import bucketed, with_lengths
-from trainer.data.records import encode, parse
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.models.embedding_table import EmbeddingTable
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.models.spec import InputSpec
-from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.mirrored import Replicated
-from trainer.strategies.strategy import Problem
-from trainer.strategies.visits import Stream
-from trainer.tasks.base import Target, Task
-from trainer.tasks.classification import Classification
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.objective import Objective
-from trainer.tasks.regression import Regression
-from trainer.training.optimizers import build_optimizer
 
 FEATURES = 6
 CLASSES = 3

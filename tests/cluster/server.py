@@ -4,8 +4,8 @@ import os
 
 import tensorflow as tf
 
-from trainer.cluster import signals
-from trainer.topology import from_tf_config
+from flotilla.trainer.config.topology import from_tf_config
+from flotilla.trainer.runtime import signals
 
 
 def main() -> None:

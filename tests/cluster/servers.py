@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.cluster import signals
-from trainer.cluster.forks import forked
-from trainer.cluster.forks.fork_request import Request
-from trainer.cluster.local import held_cluster
-from trainer.cluster.process import MODULES
-from trainer.topology import Cluster, Task
+from flotilla.trainer.cluster.forks import forked
+from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.cluster.process import MODULES
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime import signals
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)

@@ -8,16 +8,16 @@ import pytest
 import tensorflow as tf
 from clicks_large import Clickstream
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.data.embedded import generated as clicks
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.events import WarmStart
+from flotilla.trainer.export.export import export
+from flotilla.trainer.promotion import gate
 from tests.cluster.launched import launched
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.config.load import load_config
-from trainer.data.embedded import generated as clicks
-from trainer.data.prepare import prepare
-from trainer.evaluation.evaluate import evaluate
-from trainer.events import WarmStart
-from trainer.export.export import export
-from trainer.promotion import gate
 
 pytestmark = [
     pytest.mark.long,

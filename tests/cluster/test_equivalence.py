@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import STRATEGIES
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.events import AttemptBegin, Restart
+from flotilla.trainer.export.export import export
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, INTERRUPTED
+from flotilla.trainer.strategies.self_scheduling import LONG_RUN, TURN
 from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Servers, Trial, serving
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.config.load import parse_config
-from trainer.config.schema import STRATEGIES
-from trainer.errors import BEGIN_AGAIN, INTERRUPTED
-from trainer.evaluation.evaluate import evaluate
-from trainer.events import AttemptBegin, Restart
-from trainer.export.export import export
-from trainer.promotion import gate
-from trainer.strategies.turns import LONG_RUN, TURN
-from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 

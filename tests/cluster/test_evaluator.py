@@ -2,19 +2,19 @@
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import restore_model
+from flotilla.trainer.checkpoints.decisions import best_first
+from flotilla.trainer.checkpoints.history import read_validations
+from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.events import AttemptBegin, EvaluatorLeft, Restart, Validation
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.tasks import registry as tasks
 from tests.cluster.launched import launched
-from trainer import storage
-from trainer.checkpoints.checkpoints import restore_model
-from trainer.checkpoints.decisions import best_first
-from trainer.checkpoints.history import read_validations
-from trainer.checkpoints.index import index_of
-from trainer.config.load import parse_config
-from trainer.config.main_metric import MainMetric
-from trainer.data.read import evaluation_batches, stage_shards
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation import evaluate
-from trainer.events import AttemptBegin, EvaluatorLeft, Restart, Validation
-from trainer.tasks import registry as tasks
 
 pytestmark = pytest.mark.cluster
 

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import STRATEGIES
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.data.read import evaluation_batches, training_batches
+from flotilla.trainer.events import AttemptBegin, Restart
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
+from flotilla.trainer.training.server import PATTERN, stage_input
 from tests.cluster import visited
 from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Servers, Trial, serving
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.config.schema import STRATEGIES
-from trainer.data.read import evaluation_batches, training_batches
-from trainer.data.spec import DatasetSpec
-from trainer.events import AttemptBegin, Restart
-from trainer.strategies.turns import MAX_PORTION
-from trainer.topology import Cluster, Task
-from trainer.training.server import PATTERN, stage_input
 
 STEPS = 1000
 # The others are processes of their own by nature, or one process.

@@ -6,15 +6,15 @@ import signal
 
 import pytest
 
-from components import launchers
-from components.kubernetes.launcher import delete_jobs
+from flotilla.components import launchers
+from flotilla.components.kubernetes.launcher import delete_jobs
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import VALIDATION_LOSS, read_validations
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import AttemptBegin, Progress, Restart, Suspension
+from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.cluster.job_training import on_engines
 from tests.pipelines.called import call, setting
-from trainer import storage
-from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
-from trainer.config.schema import Config
-from trainer.errors import INTERRUPTED
-from trainer.events import AttemptBegin, Progress, Restart, Suspension
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

@@ -10,11 +10,11 @@ import time
 import psutil
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import lease
+from flotilla.trainer.cluster.lease import lease_uri
+from flotilla.trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
 from tests.cluster.launched import SECONDS, launched
-from trainer import events, storage
-from trainer.cluster import lease
-from trainer.cluster.lease import lease_uri
-from trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
 
 pytestmark = pytest.mark.cluster
 

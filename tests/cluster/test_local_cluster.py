@@ -17,6 +17,29 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints import checkpoints
+from flotilla.trainer.checkpoints.contents import contents
+from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task, check_port
+from flotilla.trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Restart,
+    TaskFailed,
+    UserCodeFailed,
+)
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, TransientError, UserError
+from flotilla.trainer.storage.manifest import MANIFEST
 from tests.cluster.by_hand import CHIEF, PS, by_hand
 from tests.cluster.launched import SECONDS, launched
 from tests.cluster.looking import MORE
@@ -26,30 +49,8 @@ from tests.cluster.test_lease import left_elsewhere
 from tests.conftest import ROOT
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
-from tests.trainer.monitoring.test_metrics import scrape
-from tests.trainer.tensorboard.test_scalars import hyperparameters, scalars
-from trainer import events, storage, user_code
-from trainer.checkpoints import checkpoints
-from trainer.checkpoints.contents import contents
-from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
-from trainer.cluster import local
-from trainer.cluster.launcher import Job
-from trainer.cluster.local import held_cluster
-from trainer.config.load import parse_config
-from trainer.data.spec import DatasetSpec
-from trainer.errors import BEGIN_AGAIN, TransientError, UserError
-from trainer.events import (
-    AttemptBegin,
-    CheckpointPassedOver,
-    CheckpointPublished,
-    Restart,
-    TaskFailed,
-    UserCodeFailed,
-)
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.storage.manifest import MANIFEST
-from trainer.topology import Cluster, Task, check_port
+from tests.trainer.telemetry.test_metrics import scrape
+from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
 
 pytestmark = pytest.mark.cluster
 
@@ -341,10 +342,10 @@ def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader
 STEP = """
 import json, sys
 from pathlib import Path
-from components import launchers
-from components.records import record
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
+from flotilla.components import launchers
+from flotilla.components.records import record
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
 
 job = json.loads(sys.argv[1])
 
@@ -354,7 +355,7 @@ def train(step):
         checkpoints=job["checkpoints"], workdir=Path(job["workdir"]),
     )))
 
-train.__module__ = "components.train_model"
+train.__module__ = "flotilla.components.train_model"
 record.run(train, {"root": "", "run_id": ""})
 """
 

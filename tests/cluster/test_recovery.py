@@ -5,15 +5,15 @@ import signal
 import numpy as np
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.contents import RECOVERED
+from flotilla.trainer.checkpoints.history import VALIDATION_LOSS
+from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.events import AttemptBegin, Restart, ServersLost
 from tests.cluster.launched import launched
 from tests.cluster.leaving import IDS, STEPS
 from tests.cluster.servers import serving
-from trainer import storage
-from trainer.checkpoints.contents import RECOVERED
-from trainer.checkpoints.history import VALIDATION_LOSS
-from trainer.checkpoints.index import list_checkpoints
-from trainer.events import AttemptBegin, Restart, ServersLost
-from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 

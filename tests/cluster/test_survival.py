@@ -7,16 +7,17 @@ import signal
 import psutil
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import read_history
+from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.supervisor import MAX_GROWTH
+from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Progress, Restart, TaskFailed
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import INTERRUPTED
+from flotilla.trainer.training.journal import MAX_ROWS
 from tests.cluster.launched import SECONDS, Launched, launched
 from tests.cluster.test_job import PUBLISHED
 from tests.pipelines.called import Called, call, calling, setting
-from trainer import storage, user_code
-from trainer.checkpoints.history import read_history
-from trainer.cluster import completion
-from trainer.cluster.supervisor import MAX_GROWTH
-from trainer.errors import INTERRUPTED
-from trainer.events import AttemptBegin, CheckpointPublished, Progress, Restart, TaskFailed
-from trainer.training.journal import MAX_ROWS
 
 pytestmark = pytest.mark.cluster
 
@@ -161,8 +162,8 @@ import os
 import signal
 from pathlib import Path
 
-from trainer.cluster import completion
-from trainer.models.classifiers import softmax
+from flotilla.trainer.cluster import completion
+from flotilla.trainer.models.classifiers import softmax
 
 publish = completion.record
 

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.cluster import liveness
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.events import AttemptBegin, Progress
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN
+from flotilla.trainer.strategies.self_scheduling import TURN
 from tests.cluster.pods import CHIEF, pods, why_not
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.cluster import liveness, signals
-from trainer.errors import BEGIN_AGAIN
-from trainer.events import AttemptBegin, Progress
-from trainer.strategies.turns import TURN
-from trainer.topology import Cluster, Task
 
 pytestmark = pytest.mark.cluster
 

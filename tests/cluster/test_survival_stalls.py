@@ -4,13 +4,13 @@ import signal
 
 import pytest
 
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.events import AttemptBegin, Restart
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from tests.cluster.by_hand import by_hand
 from tests.cluster.launched import launched
-from trainer.cluster import termination
-from trainer.cluster.local import held_cluster
-from trainer.errors import BEGIN_AGAIN
-from trainer.events import AttemptBegin, Restart
-from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 

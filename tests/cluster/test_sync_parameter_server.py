@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from tests.cluster.problems import FAILURE
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
-from trainer.strategies.turns import LONG_RUN
-from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.schema import STRATEGIES
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.events import Progress, Restart, WarmStart
+from flotilla.trainer.models.registry import reset_uids
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime import signals
 from tests.cluster.launched import launched
 from tests.cluster.lookups import DIMENSION
 from tests.cluster.problems import GROWING_BATCH, TABLE, ids_of, net
 from tests.cluster.servers import CHIEF, Servers, Trial, serving
-from trainer import storage
-from trainer.checkpoints.index import list_checkpoints
-from trainer.cluster import signals
-from trainer.cluster.local import held_cluster
-from trainer.config.data import DataConfig
-from trainer.config.schema import STRATEGIES
-from trainer.data.prepare import prepare
-from trainer.events import Progress, Restart, WarmStart
-from trainer.models.registry import reset_uids
-from trainer.models.spec import InputSpec
-from trainer.topology import Cluster, Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

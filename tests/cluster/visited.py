@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint
-from trainer.config.data import DataConfig
-from trainer.data.prepare import prepare
-from trainer.data.spec import DatasetSpec
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 EXAMPLES = 1000
 BATCH = 16

@@ -11,10 +11,10 @@ from uuid import uuid4
 import pytest
 from kfp import dsl
 
-from components import evaluate_model
-from components.records import run_store
-from components.records.record import Step
-from trainer import events
+from flotilla.components import evaluate_model
+from flotilla.components.records import run_store
+from flotilla.components.records.record import Step
+from flotilla.trainer import events
 
 RUN = "digits-1"
 

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from components import contract
-from components.records import run_store
+from flotilla.components import contract
+from flotilla.components.records import run_store
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import fitting
 from tests.kubernetes.cluster import cluster, real_cluster
 from tests.trainer.small_run import small_run
-from trainer import events, storage
-from trainer.cluster import fitting
 
 
 @pytest.fixture

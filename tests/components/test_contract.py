@@ -6,13 +6,13 @@ import pytest
 import yaml
 from kfp import dsl
 
-from components import contract, resolve_config
-from components.table import STEPS
-from pipelines.compile import compile_components, compile_pipeline
+from flotilla.components import contract, resolve_config
+from flotilla.components.table import STEPS
+from flotilla.pipelines.compile import compile_components, compile_pipeline
+from flotilla.trainer import storage
+from flotilla.trainer.config.form import FIELDS
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.components.called_steps import refused
-from trainer import storage
-from trainer.config.form import FIELDS
-from trainer.errors import ConfigError
 
 OTHER = "0.9.7 0123456789ab"
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from kfp import dsl
 
-from components import descriptor
-from components.train_model import train_model
+from flotilla.components import descriptor
+from flotilla.components.train_model import train_model
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
 from tests.components.called_steps import RUN, artifact_in, evaluated, text_of
-from trainer import storage
-from trainer.errors import UserError
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def taking(run, root, tmp_path, described):
     }
 
     def take(step, wrong):
-        body = getattr(import_module(f"components.{step}"), step).python_func
+        body = getattr(import_module(f"flotilla.components.{step}"), step).python_func
         body(text_of(run), root, RUN, *steps[step], **{f"{wrong}_descriptor": described[0]})
 
     return take

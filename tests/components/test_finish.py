@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import finish
+from flotilla.components import finish
+from flotilla.trainer import storage
 from tests.components.called_steps import RUN, ended, refused
 from tests.trainer.page import Page
-from trainer import storage
 
 pytestmark = pytest.mark.usefixtures("emitted")
 LOCAL = {"cluster": {"launcher": "local"}}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from components import in_use
-from pipelines.retention.inventory import read
-from trainer import storage
-from trainer.config.schema import Config
+from flotilla.components import in_use
+from flotilla.pipelines.retention.inventory import read
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from components import prepare_data, resolve_config
-from components.records.record import Step
-from components.resolve_config import Resolved
+from flotilla.components import prepare_data, resolve_config
+from flotilla.components.records.record import Step
+from flotilla.components.resolve_config import Resolved
 from tests.components.called_steps import artifact_in, no_larger_files_than, refused
 
 

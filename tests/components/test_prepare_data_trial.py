@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from components import prepare_data
-from components.records import run_store
-from trainer.cluster import fitting
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.components import prepare_data
+from flotilla.components.records import run_store
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 CONFIG = Config().model_dump_json()
 

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 from kfp import dsl
 
-from components import resolve_config
-from components.records import run_store
-from components.records.record import Step
+from flotilla.components import resolve_config
+from flotilla.components.records import run_store
+from flotilla.components.records.record import Step
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.form import FIELDS, to_form, to_local_form
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import training_data as trained
 from tests.components.called_steps import RUN, artifact_in, refused
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.config.form import FIELDS, to_form, to_local_form
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.promotion import trained
 
 pytestmark = pytest.mark.usefixtures("emitted")
 

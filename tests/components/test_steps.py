@@ -8,8 +8,14 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from components import descriptor, evaluate_model, export_model, prepare_data
-from components.records import run_store
+from flotilla.components import descriptor, evaluate_model, export_model, prepare_data
+from flotilla.components.records import run_store
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.schema import Config, EvaluationConfig
+from flotilla.trainer.data.embedded.scikit import Digits
+from flotilla.trainer.events import NewestVersion, StepEnd
+from flotilla.trainer.promotion import registry
 from tests.components.called_steps import (
     RUN,
     artifact_in,
@@ -23,12 +29,6 @@ from tests.components.called_steps import (
 )
 from tests.trainer import small_run
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES
-from trainer import events, storage
-from trainer.config.data import DataConfig
-from trainer.config.schema import Config, EvaluationConfig
-from trainer.data.embedded.scikit import Digits
-from trainer.events import NewestVersion, StepEnd
-from trainer.promotion import registry
 
 
 @pytest.fixture

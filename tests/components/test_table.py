@@ -12,14 +12,14 @@ import pytest
 import yaml
 from kfp import compiler, dsl
 
-from components import table
-from components.image import IMAGE
-from components.prepare_data import prepare_data
-from components.resolve_config import Resolved
-from components.table import EXIT_STEP, StageSpec, StepSpec, maker_of, step_of, step_with
-from pipelines.step_settings import NO_SETTINGS
-from pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
-from trainer.config.form import FIELDS
+from flotilla.components import table
+from flotilla.components.image import IMAGE
+from flotilla.components.prepare_data import prepare_data
+from flotilla.components.resolve_config import Resolved
+from flotilla.components.table import EXIT_STEP, StageSpec, StepSpec, maker_of, step_of, step_with
+from flotilla.pipelines.step_settings import NO_SETTINGS
+from flotilla.pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
+from flotilla.trainer.config.form import FIELDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,7 +142,7 @@ def test_no_other_file_names_a_step_or_a_stage():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         own = named_in(path)
         offenders += [
-            f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}: ask components.table"
+            f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}: ask flotilla.components.table"
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and node.value in names - own
         ]
@@ -151,13 +151,15 @@ def test_no_other_file_names_a_step_or_a_stage():
 
 def test_every_body_can_be_imported_inside_a_running_step():
     # KFP sets this variable there, and `kfp.dsl` has no `component` then.
-    modules = ", ".join(f"components.{step.name}" for step in table.STEPS)
+    modules = ", ".join(f"flotilla.components.{step.name}" for step in table.STEPS)
     command = [sys.executable, "-c", f"import {modules}"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "_KFP_RUNTIME": "true"}, check=True)
 
 
 def test_it_loads_neither_kfp_nor_tensorflow():
-    script = "import sys, components.table; print({'kfp', 'tensorflow'} & set(sys.modules))"
+    script = (
+        "import sys, flotilla.components.table; print({'kfp', 'tensorflow'} & set(sys.modules))"
+    )
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
@@ -177,8 +179,8 @@ def test_its_body_is_imports_and_one_call(component):
     name, body = component.python_func.__name__, function_of(component).body
     said = [ast.unparse(each) for each in body[1:]]
     *imported, call = said
-    frame = "from components.records.record import run"
-    assert sorted(imported) == sorted([f"from components.{name} import work", frame])
+    frame = "from flotilla.components.records.record import run"
+    assert sorted(imported) == sorted([f"from flotilla.components.{name} import work", frame])
     assert call.removeprefix("return ") == "run(work, locals())"
 
 

@@ -8,16 +8,16 @@ from typing import get_args
 import pytest
 from kfp import dsl
 
-from components import launchers, train_model
-from components.image import PodDefaults
-from components.records import run_store
+from flotilla.components import launchers, train_model
+from flotilla.components.image import PodDefaults
+from flotilla.components.records import run_store
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import Validations
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.cluster import Launcher
+from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError
 from tests.components.called_steps import RUN, artifact_in, refused, text_of
-from trainer import storage
-from trainer.checkpoints.history import Validations
-from trainer.cluster import fitting
-from trainer.cluster.launcher import Job
-from trainer.config.cluster import Launcher
-from trainer.errors import ConfigError, RunInterruptedError, UserError
 
 pytestmark = pytest.mark.usefixtures("emitted")
 

@@ -4,14 +4,14 @@ import re
 
 import typer
 
-from pipelines.cli.app import app
-from pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.pipelines.cli.app import app
+from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.trainer.__main__ import _parser
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.conftest import ROOT
 from tests.house_rules.source import files, text
-from trainer.__main__ import _parser
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
 
 GROUP = typer.main.get_command(app)
 TOP = {path.parts[0] for path in files()}
@@ -89,11 +89,11 @@ def wrong_make(words):
 
 
 def wrong_task(words):
-    """Return why `python -m trainer` would refuse these words, or nothing."""
+    """Return why `python -m flotilla.trainer` would refuse these words, or nothing."""
     try:
         _parser().parse_args(words[words.index("trainer") + 1 :])
     except SystemExit as end:
-        return "" if not end.code else "python -m trainer refuses it"
+        return "" if not end.code else "python -m flotilla.trainer refuses it"
     return ""
 
 

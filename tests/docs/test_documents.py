@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.launchers import document_of
-from pipelines.compile import compile_pipeline
+from flotilla.components.launchers import document_of
+from flotilla.pipelines.compile import compile_pipeline
+from flotilla.trainer.config.data_gate import LIMITS, RULES
+from flotilla.trainer.config.load import REMOVED, parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.conftest import ROOT
 from tests.docs.claims import missing_path, wrong_command, wrong_key
 from tests.docs.markdown import page, read, simple_commands
 from tests.house_rules.source import files, python_files, text
 from tests.house_rules.test_sizes import BUDGETS
-from trainer.config.data_gate import LIMITS, RULES
-from trainer.config.load import REMOVED, parse_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
 
 PAGES = [
     read(ROOT / path, ROOT)
@@ -189,8 +189,8 @@ def test_a_line_is_taken_apart():
         "make tset",
         "make chaos TIMES=3",
         'make run ARGS="--jsn"',
-        "python -m trainer task --config a --nothing",
-        "python -m pdb -m trainer task --config a",
+        "python -m flotilla.trainer task --config a --nothing",
+        "python -m pdb -m flotilla.trainer task --config a",
     ],
 )
 def test_a_wrong_command_is_seen(line):
@@ -207,7 +207,7 @@ def test_a_wrong_command_is_seen(line):
         "flotilla models rollback digits # and again",
         "make chaos RUNS=3 SEED=1",
         'make run ARGS="configs/mnist.yaml --json"',
-        "python -m trainer task --config a --dataset file:///d --checkpoints file:///c --workdir w",
+        "python -m flotilla.trainer task --config a --dataset file:///d --checkpoints file:///c --workdir w",
         "kubectl get pods",
     ],
 )

@@ -19,22 +19,23 @@ from PIL import Image
 from sklearn.datasets import load_iris
 from sklearn.metrics import mean_pinball_loss
 
-from pipelines.compile import compile_components
+from flotilla.pipelines.compile import compile_components
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import STRATEGIES
+from flotilla.trainer.events import StepEnd, WarmStart
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.models import tabular
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.training import dry_run
+from flotilla.trainer.training.task_contract import require_task
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 from tests.pipelines.called import call
 from tests.trainer import small_run
 from tests.trainer.tasks.measuring import InParts, measured, target
-from trainer import storage, user_code
-from trainer.config.load import load_config
-from trainer.config.schema import STRATEGIES
-from trainer.data.spec import FeatureSpec
-from trainer.errors import ConfigError
-from trainer.events import StepEnd, WarmStart
-from trainer.models import tabular
-from trainer.models.spec import InputSpec
-from trainer.training import dry_run
-from trainer.training.task_contract import require_task
 
 GUIDE = read(ROOT / "docs" / "how-to" / "files.md", ROOT)
 CONFIGS = {yaml.safe_load(block.text)["name"]: block.text for block in GUIDE.of("yaml")}

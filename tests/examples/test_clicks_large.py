@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from clicks_large import PART, VISIT, ClicksLarge, Clickstream, Law
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.config.load import load_config
-from trainer.data.builders import datasets
-from trainer.data.prepare import newest_version, prepare
-from trainer.errors import ConfigError
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.prepare import newest_version, prepare
+from flotilla.trainer.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "clicks_large"
@@ -302,7 +302,7 @@ def test_a_run_finds_it_by_code(tmp_path):
         *("--workdir", str(tmp_path / "runs"), "--json", "--set", "data.validation=0"),
         *("--set", f"data.builder_args={json.dumps(truth | {'test_events': 50})}"),
     ]
-    command = [sys.executable, "-m", "pipelines.cli", *words]
+    command = [sys.executable, "-m", "flotilla.pipelines.cli", *words]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     dataset = json.loads(made.stdout.splitlines()[-1])["artifacts"]["dataset"]

@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from pipelines.cli.app import app
+from flotilla.pipelines.cli.app import app
 
 
 def flat(commands, before=""):

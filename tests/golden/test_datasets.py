@@ -7,16 +7,16 @@ import pytest
 import tensorflow_datasets as tfds
 import yaml
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import TaskConfig
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.features import select
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks import registry as tasks
 from tests.conftest import ROOT
 from tests.golden.datasets import DATASETS
-from trainer.config.data import DataConfig
-from trainer.config.load import parse_config
-from trainer.config.schema import TaskConfig
-from trainer.data.builders import datasets
-from trainer.data.features import select
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.tasks import registry as tasks
 
 REFERENCE = ROOT / "docs" / "reference"
 MOST_STEPS = 3

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from components.launchers import document_of
-from trainer.config.load import parse_config
+from flotilla.components.launchers import document_of
+from flotilla.trainer.config.load import parse_config
 
 TAINT = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
 

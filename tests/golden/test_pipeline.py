@@ -1,6 +1,6 @@
 """The compiled pipeline as a file: a change of it is seen before it is kept."""
 
-from pipelines.compile import compile_pipeline
+from flotilla.pipelines.compile import compile_pipeline
 
 
 def test_the_compiled_pipeline_is_the_golden_file(golden, tmp_path):

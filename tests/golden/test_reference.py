@@ -8,13 +8,13 @@ import yaml
 from pydantic import BaseModel
 
 from docs.build.reference import command_line, components, configuration, flat, parameters
-from pipelines.cli.app import app
-from pipelines.compile import compile_pipeline
-from pipelines.training import COMPONENTS
+from flotilla.pipelines.cli.app import app
+from flotilla.pipelines.compile import compile_pipeline
+from flotilla.pipelines.training import COMPONENTS
+from flotilla.trainer.config.form import FIELDS
+from flotilla.trainer.config.kubernetes import PodConfig
+from flotilla.trainer.config.schema import Config
 from tests.conftest import ROOT
-from trainer.config.form import FIELDS
-from trainer.config.kubernetes import PodConfig
-from trainer.config.schema import Config
 
 GROUP = typer.main.get_command(app)
 REFERENCE = ROOT / "docs" / "reference"

@@ -1,7 +1,7 @@
 """A compiled sweep of nine trials as a file: a change of it is seen before it is kept."""
 
-from pipelines.sweeps.pipeline import compile_sweep
-from pipelines.sweeps.plan import SweepOptions
+from flotilla.pipelines.sweeps.pipeline import compile_sweep
+from flotilla.pipelines.sweeps.plan import SweepOptions
 
 SETTINGS = (
     "training.optimizer.learning_rate=0.01,0.003,0.001",

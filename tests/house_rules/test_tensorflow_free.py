@@ -17,7 +17,7 @@ from tests.house_rules.source import (
 
 HEAVY = {"tensorflow", "keras", "tensorflow_datasets", "sklearn", "matplotlib"}
 # They load what is heavy when they are called, which the import contract cannot tell from loading.
-ENTRIES = ("trainer.__main__", "trainer.training.task")
+ENTRIES = ("flotilla.trainer.__main__", "flotilla.trainer.training.task")
 LOAD = """
 import importlib, json, sys
 heavy, names = json.load(sys.stdin)

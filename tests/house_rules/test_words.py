@@ -31,8 +31,8 @@ WRITERS = {
     "pipelines/forked_steps.py": "what a step says, as the runner of KFP on this machine has it",
     "trainer/__main__.py": "the entry of a task: its answer is a line of standard output",
     "trainer/export/smoke_request.py": "a program: its answer is a line of standard output",
-    "trainer/output/noise.py": "lines of a program of others, without those that say nothing",
-    "trainer/output/streams.py": "lines of any process, masked: the one door",
+    "trainer/runtime/output/noise.py": "lines of a program of others, without those that say nothing",
+    "trainer/runtime/output/streams.py": "lines of any process, masked: the one door",
     "trainer/prediction/predict.py": "rows, which a terminal gets with escapes",
 }
 WRITES = re.compile(
@@ -40,9 +40,9 @@ WRITES = re.compile(
 )
 # Numbers and times of records, names and servers have one reader, which refuses what only looks so.
 READERS = {
-    "trainer/json_records.py": "the reader",
+    "trainer/runtime/json_records.py": "the reader",
     "trainer/cluster/liveness.py": "a variable of this program's own",
-    "trainer/cluster/signals.py": "a variable of this program's own",
+    "trainer/runtime/signals.py": "a variable of this program's own",
     "trainer/config/cluster.py": "checks that the digits are ASCII",
     "trainer/data/builders/datasets.py": "asks for one character, and reads no number",
     "trainer/data/files/formats/csv_layout.py": "names of columns of people",
@@ -88,7 +88,7 @@ def printing_libraries():
 def other_readers():
     found = {str(path) for path in python_files(*PACKAGES) if _READS.search(text(path))}
     for path in sorted(found - READERS.keys()):
-        yield f"{path}: read numbers and times of strangers by trainer.json_records"
+        yield f"{path}: read numbers and times of strangers by flotilla.trainer.runtime.json_records"
     for path in sorted(READERS.keys() - found):
         yield f"READERS: {path} reads no number or time any more"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flotilla.trainer import storage
 from tests.kfp_instance.listing import page_of
 from tests.kfp_instance.store import RefusedError, Tree, found
-from trainer import storage
 
 if TYPE_CHECKING:
     from tests.kfp_instance.server import Instance

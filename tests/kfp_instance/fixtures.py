@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from kfp import client as sdk
 
-from pipelines import compile
-from pipelines.cli import app
-from pipelines.compile import Package, own_package
-from pipelines.runs import kfp_watch
-from pipelines.step_settings import StepPods
+from flotilla.pipelines import compile
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.compile import Package, own_package
+from flotilla.pipelines.runs import kfp_watch
+from flotilla.pipelines.step_settings import StepPods
+from flotilla.trainer.config.schema import Config
 from tests.kfp_instance.server import Instance
-from trainer.config.schema import Config
 
 
 class _Tree(dict[str, Any]):

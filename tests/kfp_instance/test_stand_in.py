@@ -16,11 +16,11 @@ import urllib3
 from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
-from components.records.step_record import published_records
-from components.table import WORKING
-from pipelines.runs.kfp_access import Access
-from pipelines.runs.kfp_client import Client, InstanceError
-from pipelines.runs.upload import containing
+from flotilla.components.records.step_record import published_records
+from flotilla.components.table import WORKING
+from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError
+from flotilla.pipelines.runs.upload import containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance
 from tests.kfp_instance.shapes import ShapeError, check

@@ -19,10 +19,10 @@ import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from components.records.step_record import PublishedRecord
-from components.table import EXPORT, PREPARE, ends_run, step_with
-from trainer import events, storage
-from trainer.events import Event, StepBegin, StepEnd
+from flotilla.components.records.step_record import PublishedRecord
+from flotilla.components.table import EXPORT, PREPARE, ends_run, step_with
+from flotilla.trainer import events, storage
+from flotilla.trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -333,7 +333,7 @@ def log_of(event: Event) -> str:
     written: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("trainer.events")
+    logger = logging.getLogger("flotilla.trainer.events")
     level = logger.level
     # By the method: the logger remembers what is enabled, and forgets it only there.
     logger.setLevel(logging.INFO)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.kubernetes import names
-from components.kubernetes.heartbeat import heartbeat_of, is_renewed
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.heartbeat import heartbeat_of, is_renewed
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController

@@ -22,9 +22,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from flotilla.trainer.cluster.liveness import CHANNELS
 from tests.kubernetes.resolver import UNKNOWN, VARIABLE
 from tests.kubernetes.store import RefusedError, Store, Tree, selected
-from trainer.cluster.liveness import CHANNELS
 
 CHUNK = 1 << 18
 DOMAIN = "svc"

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from components.records.step_record import step_records
-from trainer import events, storage
-from trainer.events import Event
-from trainer.run_state import state_of
+from flotilla.components.records.step_record import step_records
+from flotilla.trainer import events, storage
+from flotilla.trainer.events import Event
+from flotilla.trainer.events.run_state import state_of
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 Kind = TypeVar("Kind", bound=Event)

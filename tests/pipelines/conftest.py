@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelines.runs import submission
+from flotilla.pipelines.runs import submission
+from flotilla.trainer.preflight.check import Checked, require_source
 from tests.kfp_instance.fixtures import compiled, instance, remote, uploaded
-from trainer.preflight.check import Checked, require_source
 
 __all__ = ["compiled", "instance", "remote", "uploaded"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.events import Event, StepBegin, StepEnd, to_tree
+from flotilla.trainer.events import Event, StepBegin, StepEnd, to_tree
 
 STEPS = ("resolve_config", "prepare_data", "train_model", "evaluate_model", "check_gate")
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pipelines.cli import app
+from flotilla.pipelines.cli import app
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
 from tests.pipelines.step_events import done, write
-from trainer import storage
-from trainer.config.load import parse_config
 
 RUNS = ("digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb")
 

@@ -12,21 +12,21 @@ import yaml
 from kfp import compiler
 from kfp import components as kfp_components
 
-from components import contract
-from components.image import IMAGE, SECRET_KEYS
-from components.table import STEPS
-from pipelines.compile import compile_all, compile_components, compile_pipeline
-from pipelines.step_settings import check_image
-from pipelines.training import COMPONENTS
+from flotilla.components import contract
+from flotilla.components.image import IMAGE, SECRET_KEYS
+from flotilla.components.table import STEPS
+from flotilla.pipelines.compile import compile_all, compile_components, compile_pipeline
+from flotilla.pipelines.step_settings import check_image
+from flotilla.pipelines.training import COMPONENTS
+from flotilla.trainer import storage
+from flotilla.trainer.config.form import to_form, to_local_form
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.pipelines.reused import RUN, loaded, pipeline_of
-from trainer import storage
-from trainer.config.form import to_form, to_local_form
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.promotion import registry
-from trainer.storage.s3_endpoint import KFP_SECRET
 
 ROOT = Path(__file__).parents[2]
 OTHER = "registry.example:5000/team/flotilla_python:1.2-gpu"
@@ -139,8 +139,8 @@ def test_it_holds_no_source_of_the_trainer(executors):
         body = source.split("def ", 1)[1]
         module = name.removeprefix("exec-").replace("-", "_")
         expected = [
-            f"    from components.{module} import work",
-            "    from components.records.record import run",
+            f"    from flotilla.components.{module} import work",
+            "    from flotilla.components.records.record import run",
         ]
         assert sorted(re.findall(r"^ +(?:from|import) .*$", body, re.MULTILINE)) == sorted(expected)
         assert len(re.findall(r"\brun\(", body)) == 1, name

@@ -11,21 +11,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from components.records.step_record import published_records
-from pipelines import models
-from pipelines.cli.display import closing_table
-from pipelines.compare import compare
-from pipelines.retention.removal import collect
-from pipelines.runs import control, local
+from flotilla.components.records.step_record import published_records
+from flotilla.pipelines import models
+from flotilla.pipelines.cli.display import closing_table
+from flotilla.pipelines.compare import compare
+from flotilla.pipelines.retention.removal import collect
+from flotilla.pipelines.runs import control, local
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import History
+from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.cluster.lease import Lease
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.events import RunEnd
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import UserError
 from tests.pipelines.step_events import done, write
-from trainer import storage
-from trainer.checkpoints.history import History
-from trainer.checkpoints.index import list_checkpoints
-from trainer.cluster.lease import Lease
-from trainer.config.load import parse_config
-from trainer.errors import UserError
-from trainer.events import RunEnd
-from trainer.promotion import registry
 
 WHOLE, DAMAGED = "digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"
 MODEL = "digits"

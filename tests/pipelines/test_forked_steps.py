@@ -7,9 +7,9 @@ import sys
 import pytest
 from kfp.local import subprocess_task_handler
 
-from components.table import STEPS
-from pipelines import forked_steps
-from trainer.cluster.forks import fork_request, forked
+from flotilla.components.table import STEPS
+from flotilla.pipelines import forked_steps
+from flotilla.trainer.cluster.forks import fork_request, forked
 
 
 @pytest.fixture

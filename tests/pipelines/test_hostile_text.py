@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from pipelines.cli.app import called
+from flotilla.pipelines.cli.app import called
+from flotilla.trainer.runtime.masking import printable
 from tests.pipelines.test_damaged_records import (
     DAMAGED,
     MODEL,
@@ -15,7 +16,6 @@ from tests.pipelines.test_damaged_records import (
     records_of,
     template,
 )
-from trainer.masking import printable
 
 __all__ = ["template"]
 

@@ -8,22 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from components import descriptor
-from pipelines.cli import app, display, live
-from pipelines.cli.run import answer_of
-from pipelines.runs.outcome import outcome_of
+from flotilla.components import descriptor
+from flotilla.pipelines.cli import app, display, live
+from flotilla.pipelines.cli.run import answer_of
+from flotilla.pipelines.runs.outcome import outcome_of
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.decisions import handed_on
+from flotilla.trainer.config.main_metric import main_first
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import Validation, read
+from flotilla.trainer.events.event_lines import LogLines
+from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.report import views
+from flotilla.trainer.report.wording import spoken
+from flotilla.trainer.tracking.tracker import Reader
 from tests.pipelines.step_events import done, write
-from trainer import storage
-from trainer.checkpoints.decisions import handed_on
-from trainer.cluster.event_lines import LogLines
-from trainer.config.main_metric import main_first
-from trainer.config.schema import Config
-from trainer.events import Validation, read
-from trainer.promotion import registry
-from trainer.report import views
-from trainer.report.wording import spoken
-from trainer.run_state import state_of
-from trainer.tracking.tracker import Reader
 
 RUN, OTHER = "churn-20260101-000000-aaaa", "churn-20260102-000000-bbbb"
 NAMES = {"auc": "higher", "log_loss": "lower"}

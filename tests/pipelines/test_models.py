@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from pipelines.cli import app
+from flotilla.pipelines.cli import app
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.tracking import addresses, hub
 from tests.trainer.tracking import test_hub as hub_server
-from trainer import storage
-from trainer.promotion import registry
-from trainer.tracking import addresses, hub
 
 LINEAGE = {
     "run_id": "digits-9",

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.listing import Listing
+from flotilla.trainer.events import Event
+from flotilla.trainer.events import parse as parse_event
+from flotilla.trainer.events import to_tree as event_tree
+from flotilla.trainer.export import export
+from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.promotion import gate, registration, registry
+from flotilla.trainer.storage import Manifest
 from tests.pipelines.test_damaged_records import VALUES, refused_in_one_line, with_value
 from tests.trainer.promotion.test_registration import Run
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.data.listing import Listing
-from trainer.data.spec import SCHEMA, DatasetSpec, FeatureSpec
-from trainer.events import Event
-from trainer.events import parse as parse_event
-from trainer.events import to_tree as event_tree
-from trainer.export import export
-from trainer.promotion import gate, registration, registry
-from trainer.storage import Manifest
 
 ODD = st.sampled_from(
     [None, "²3", "2026-13-01", "", [], {}, [[]], {"a": []}, True, -1, 1.5, 10**30, "\x1b[2J"]

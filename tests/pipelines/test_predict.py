@@ -11,15 +11,15 @@ import threading
 import numpy as np
 import pytest
 
-from pipelines import predict
-from pipelines.cli import app
+from flotilla.pipelines import predict
+from flotilla.pipelines.cli import app
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.pipelines.called import FLOTILLA, call
 from tests.trainer.prediction import made_model
-from trainer import storage
-from trainer.errors import ConfigError, UserError
-from trainer.promotion import registry
 
-# The exported form may differ by as much from the model: `trainer.export.formats`.
+# The exported form may differ by as much from the model: `flotilla.trainer.export.formats`.
 TOLERANCE = 1e-5
 
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.kubernetes import names
-from components.table import STEPS
-from components.tfjob.engine import Place, manifest
-from pipelines.compile import compile_pipeline, package_of
-from pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, step_pods
-from pipelines.training import PIPELINES
+from flotilla.components.kubernetes import names
+from flotilla.components.table import STEPS
+from flotilla.components.tfjob.engine import Place, manifest
+from flotilla.pipelines.compile import compile_pipeline, package_of
+from flotilla.pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, step_pods
+from flotilla.pipelines.training import PIPELINES
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.form import to_local_form
+from flotilla.trainer.config.kubernetes import JobConfig
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import s3_server
-from trainer.cluster.launcher import Job
-from trainer.config.form import to_local_form
-from trainer.config.kubernetes import JobConfig
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
 
 PLACEHOLDER = re.compile(r"\{\{\$\.inputs\.parameters\['([^']+)'\]\}\}")
 ROWS = {step.kfp_name: step for step in STEPS}
@@ -244,7 +244,7 @@ def test_without_the_secret_a_step_starts_and_says_what_it_misses(root, tmp_path
 @pytest.mark.timeout(1200)
 def test_a_dataset_is_published_there(root, server, bucket, tmp_path):
     given = variables_of("prepare-data", SECRETS["KFP's own"], tmp_path)
-    ended = run("pipelines.runs.local_child", "prepare", tmp_path, root, given)
+    ended = run("flotilla.pipelines.runs.local_child", "prepare", tmp_path, root, given)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     keys = server.keys(bucket)
     assert [key for key in keys if re.fullmatch(r"a root/datasets/digits-\w+/MANIFEST.json", key)]

@@ -5,11 +5,11 @@ import json
 import pytest
 import yaml
 
-from components.table import STEPS
-from pipelines.compile import compile_pipeline
-from pipelines.training import IMAGE_FIELD, PIPELINES, SIGNATURE, cluster_pipeline
-from trainer.config.form import FIELDS, to_form
-from trainer.config.load import load_config
+from flotilla.components.table import STEPS
+from flotilla.pipelines.compile import compile_pipeline
+from flotilla.pipelines.training import IMAGE_FIELD, PIPELINES, SIGNATURE, cluster_pipeline
+from flotilla.trainer.config.form import FIELDS, to_form
+from flotilla.trainer.config.load import load_config
 
 KFP_TYPES = {str: "STRING", dict: "STRUCT", int: "NUMBER_INTEGER", float: "NUMBER_DOUBLE"}
 

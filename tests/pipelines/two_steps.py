@@ -4,9 +4,9 @@ from typing import Any
 
 from kfp import dsl
 
-from components.image import IMAGE
-from pipelines import training
-from pipelines.runs import local_child
+from flotilla.components.image import IMAGE
+from flotilla.pipelines import training
+from flotilla.pipelines.runs import local_child
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

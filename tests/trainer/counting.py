@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.history import read_history
-from trainer.checkpoints.index import list_checkpoints
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.strategies.strategy import Problem, Report, Strategy
-from trainer.topology import Cluster, Task
-from trainer.training.loop import Hooks, train
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.history import read_history
+from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
+from flotilla.trainer.training.loop import Hooks, train
 
 CHANCE_LOSS = 2.0
 Kind = TypeVar("Kind", bound=events.Event)

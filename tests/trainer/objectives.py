@@ -5,9 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.tasks.base import Target
-from trainer.tasks.classification import Classification
-from trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.base import Target
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.objective import Objective
 
 #: What the manifest of a dataset says of roles that no feature has.
 NO_ROLES = {"weight": "", "group": "", "target_counts": {}, "target_moments": {}}

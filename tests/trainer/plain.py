@@ -7,11 +7,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.trainer.objectives import of_classes
-from trainer.config.optimizer import OptimizerConfig
-from trainer.config.schema import Config, TrainingConfig
-from trainer.models.registry import reset_uids
-from trainer.strategies.strategy import (
+from flotilla.trainer.config.optimizer import OptimizerConfig
+from flotilla.trainer.config.schema import Config, TrainingConfig
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.models.registry import reset_uids
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.strategies.strategy import (
     Problem,
     Report,
     Strategy,
@@ -19,8 +20,7 @@ from trainer.strategies.strategy import (
     exact_counter,
     step_of,
 )
-from trainer.topology import Cluster, Task
-from trainer.training.optimizers import build_optimizer
+from tests.trainer.objectives import of_classes
 
 CLASSES = 3
 NOBODY = Cluster(addresses={})

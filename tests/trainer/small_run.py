@@ -10,22 +10,22 @@ import pytest
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from trainer import storage
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.config.load import parse_config
-from trainer.config.schema import Config, GateConfig
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.records import encode
-from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.errors import UserError
-from trainer.evaluation.evaluate import evaluate
-from trainer.export.export import Exported, export
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.promotion import gate
-from trainer.statistics import statistics
-from trainer.statistics.accumulator import Accumulator
-from trainer.statistics.statistics import Statistics
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config, GateConfig
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.export.export import Exported, export
+from flotilla.trainer.features.dataset_spec import SCHEMA, FeatureSpec
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.accumulator import Accumulator
+from flotilla.trainer.features.statistics.statistics import Statistics
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.runtime.errors import UserError
 
 TEST_EXAMPLES = 97
 CLASSES = 10

@@ -5,20 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer import storage
-from trainer.baselines import baselines
-from trainer.baselines.baselines import baselines_of
-from trainer.baselines.rows import Splits
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.records import encode
-from trainer.data.spec import SCHEMA, DatasetSpec, FeatureSpec
-from trainer.tasks.base import Target
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.regression import Regression
-from trainer.tasks.retrieval.recommendation import Recommendation
+from flotilla.trainer import storage
+from flotilla.trainer.baselines import baselines
+from flotilla.trainer.baselines.baselines import baselines_of
+from flotilla.trainer.baselines.rows import Splits
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.tasks.base import Target
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 RANDOM = np.random.default_rng(7)
 ROWS, TEST = 400, 120

@@ -1,4 +1,4 @@
-"""`python -m trainer`: one line and the right exit code, whatever was wrong."""
+"""`python -m flotilla.trainer`: one line and the right exit code, whatever was wrong."""
 
 import json
 import os
@@ -11,11 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from trainer import __main__ as module
-from trainer import errors, events, topology, user_code
-from trainer.__main__ import main
-from trainer.cluster import termination
-from trainer.config.schema import Config
+from flotilla.trainer import __main__ as module
+from flotilla.trainer import events
+from flotilla.trainer.__main__ import main
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.config import topology
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime import errors, user_code
 
 ROOT = Path(module.__file__).parents[1]
 
@@ -68,7 +70,7 @@ def one_line(text):
 
 def run(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "trainer", *arguments],
+        [sys.executable, "-m", "flotilla.trainer", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -278,7 +280,7 @@ def test_a_worker_without_its_dataset(capsys, monkeypatch, options):
 def test_the_process_ends_with_the_code_of_a_wrong_command_line(arguments):
     done = run(*arguments)
     assert done.returncode == errors.USAGE
-    assert one_line(done.stderr).startswith("python -m trainer: ")
+    assert one_line(done.stderr).startswith("python -m flotilla.trainer: ")
     assert done.stdout == ""
 
 

@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-import trainer
+import flotilla.trainer
 
 
 @pytest.mark.parametrize(

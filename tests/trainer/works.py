@@ -3,8 +3,8 @@
 from contextlib import contextmanager
 from unittest import mock
 
-from trainer.events import WorkProgress, heard_by
-from trainer.progress.work import Work
+from flotilla.trainer.events import WorkProgress, heard_by
+from flotilla.trainer.events.progress.work import Work
 
 
 @contextmanager

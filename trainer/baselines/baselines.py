@@ -23,10 +23,9 @@ import numpy as np
 import tensorflow as tf
 from threadpoolctl import threadpool_limits
 
-from trainer import user_code
-from trainer.baselines import columns, recommending
-from trainer.baselines.columns import MOST_TEXTS, Columns
-from trainer.baselines.fitting import (
+from flotilla.trainer.baselines import columns, recommending
+from flotilla.trainer.baselines.columns import MOST_TEXTS, Columns
+from flotilla.trainer.baselines.fitting import (
     MOST_NUMBERS,
     Answer,
     boosting,
@@ -35,12 +34,20 @@ from trainer.baselines.fitting import (
     labels_of,
     linear,
 )
-from trainer.baselines.rows import Clock, NoBaselineError, Rows, Splits, batches, training_rows
-from trainer.data.read import stage_shards
-from trainer.progress.work import Work
-from trainer.tasks.base import Floats, Task
-from trainer.tasks.regression import Regression
-from trainer.tasks.retrieval.recommendation import Recommendation
+from flotilla.trainer.baselines.rows import (
+    Clock,
+    NoBaselineError,
+    Rows,
+    Splits,
+    batches,
+    training_rows,
+)
+from flotilla.trainer.data.read import stage_shards
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.tasks.base import Floats, Task
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 #: For all baselines together; measuring what they answer comes to it.
 SECONDS = 20.0

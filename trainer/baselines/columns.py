@@ -1,6 +1,6 @@
 """Features of examples as the columns of a matrix: numbers, categories and texts.
 
-Which of them a text is the training rows say, as for `trainer.models.tabular`: values that come
+Which of them a text is the training rows say, as for `flotilla.trainer.models.tabular`: values that come
 again and again are categories.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from trainer.baselines.rows import Clock, Rows
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.statistics.statistics import are_repeated
-from trainer.tasks.base import Array, Floats
+from flotilla.trainer.baselines.rows import Clock, Rows
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.statistics.statistics import are_repeated
+from flotilla.trainer.tasks.base import Array, Floats
 
 # Larger tensors are pictures, and no columns of a table.
 _MOST_PIXELS = 256

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.baselines.columns import Columns, Matrix
-from trainer.baselines.rows import Clock, NoBaselineError, Rows
-from trainer.tasks.base import Array, Floats, Task
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.regression import Regression
+from flotilla.trainer.baselines.columns import Columns, Matrix
+from flotilla.trainer.baselines.rows import Clock, NoBaselineError, Rows
+from flotilla.trainer.tasks.base import Array, Floats, Task
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.regression import Regression
 
 # As many trees as give scikit-learn's own default, and fewer of many classes, which have one each.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
@@ -130,7 +130,7 @@ def labels_of(task: Task) -> int:
     Raises:
         NoBaselineError: no baseline is of this task.
     """
-    if not type(task).__module__.startswith("trainer.tasks."):
+    if not type(task).__module__.startswith("flotilla.trainer.tasks."):
         raise NoBaselineError("the task is your own")
     if "" not in task.parts:
         return sum(labels_of(part) for part in task.parts.values())

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from trainer.baselines.fitting import Answer
-from trainer.baselines.rows import Clock, NoBaselineError, Rows
-from trainer.tasks.base import Array, Floats
-from trainer.tasks.retrieval.recommendation import Recommendation
+from flotilla.trainer.baselines.fitting import Answer
+from flotilla.trainer.baselines.rows import Clock, NoBaselineError, Rows
+from flotilla.trainer.tasks.base import Array, Floats
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 #: Numbers of a vector of item-item.
 FACTORS = 64

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer import storage
-from trainer.data.read import values_of
-from trainer.data.spec import DatasetSpec
-from trainer.tasks.base import Array, Floats
+from flotilla.trainer import storage
+from flotilla.trainer.data.read import values_of
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
 #: Bytes that are taken of a text.

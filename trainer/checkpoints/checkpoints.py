@@ -16,29 +16,34 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer import events, storage
-from trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
-from trainer.checkpoints.decisions import MAX_AWAITED, Retention
-from trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
-from trainer.checkpoints.index import (
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
+from flotilla.trainer.checkpoints.decisions import MAX_AWAITED, Retention
+from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
+from flotilla.trainer.checkpoints.index import (
     index_of,
     list_checkpoints,
     publish_anew,
     read_checkpoint,
 )
-from trainer.checkpoints.part_saver import PartSaver
-from trainer.checkpoints.servers import PartServers
-from trainer.checkpoints.tensor_bundle import BundleWriter, Layout, assign
-from trainer.checkpoints.uploads import UploadQueue
-from trainer.cluster.lease import NoLease
-from trainer.config.schema import TrainingConfig
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
-from trainer.statistics import statistics
-from trainer.statistics.statistics import NOTHING
-from trainer.storage.errors import reported
-from trainer.strategies import table_state
-from trainer.strategies.updates.averaging import AVERAGE, MODEL
-from trainer.strategies.updates.loss_scale import LOSS_SCALE
+from flotilla.trainer.checkpoints.part_saver import PartSaver
+from flotilla.trainer.checkpoints.servers import PartServers
+from flotilla.trainer.checkpoints.tensor_bundle import BundleWriter, Layout, assign
+from flotilla.trainer.checkpoints.uploads import UploadQueue
+from flotilla.trainer.cluster.lease import NoLease
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import NOTHING
+from flotilla.trainer.optimizers.averaging import AVERAGE, MODEL
+from flotilla.trainer.optimizers.loss_scale import LOSS_SCALE
+from flotilla.trainer.runtime.errors import (
+    ClusterLostError,
+    RunInterruptedError,
+    UserError,
+    diverged,
+)
+from flotilla.trainer.storage.errors import reported
 
 # What a checkpoint of another configuration may lack.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import storage
-from trainer.checkpoints.index import newest_checkpoint, read_checkpoint
-from trainer.json_records import from_tree
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import newest_checkpoint, read_checkpoint
+from flotilla.trainer.runtime.json_records import from_tree
 
 PREFIX = "variables"
 # The field of a manifest that has, for each server that was lost since the checkpoint before, the

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import events, storage
-from trainer.checkpoints.index import IndexEntry, index_of, none_below, read_checkpoint
-from trainer.config.schema import TrainingConfig
-from trainer.report.wording import spoken
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.index import IndexEntry, index_of, none_below, read_checkpoint
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.report.wording import spoken
 
 # So many checkpoints are kept for an evaluator that has not measured them; one that never does must
 # not fill the disk.

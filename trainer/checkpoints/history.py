@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from trainer import storage
-from trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
-from trainer.json_records import is_number, parse_mapping
-from trainer.storage import Manifest
+from flotilla.trainer import storage
+from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
+from flotilla.trainer.runtime.json_records import is_number, parse_mapping
+from flotilla.trainer.storage import Manifest
 
 HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"

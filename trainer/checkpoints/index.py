@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.checkpoints.history import read_validations
-from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
-from trainer.config.model import CHAMPION, KERAS, initial_weights
-from trainer.config.schema import TrainingConfig
-from trainer.errors import ConfigError, UserError
-from trainer.json_records import is_number
-from trainer.statistics.statistics import FILE, Learnt
-from trainer.storage import Manifest
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import read_validations
+from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
+from flotilla.trainer.config.model import CHAMPION, KERAS, initial_weights
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.features.statistics.statistics import FILE, Learnt
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import is_number
+from flotilla.trainer.storage import Manifest
 
 KIND = "checkpoint"
 log = logging.getLogger(__name__)

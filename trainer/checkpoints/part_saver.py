@@ -6,7 +6,7 @@ Values never pass through the chief. A save is three stages, of which training w
    is looked up by rows, and all else at its next update.
 2. Each server writes its snapshot to a file of its own, unless a number is not finite. Then the
    snapshot is gone. The next save waits for the end of this stage, so that there is one copy.
-3. Each server adds its file to a draft of the checkpoint (`trainer.checkpoints.part_server`), and
+3. Each server adds its file to a draft of the checkpoint (`flotilla.trainer.checkpoints.part_server`), and
    the chief, which merges their indexes, commits it. Until then nobody reads any of it.
 
 What is published is a checkpoint of TensorFlow's own with a file of data for each server: every
@@ -27,12 +27,12 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from trainer import storage
-from trainer.checkpoints import contents, part_server
-from trainer.checkpoints.contents import StoredVariable
-from trainer.checkpoints.index import KIND
-from trainer.checkpoints.part_server import Reply, Request
-from trainer.checkpoints.servers import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import contents, part_server
+from flotilla.trainer.checkpoints.contents import StoredVariable
+from flotilla.trainer.checkpoints.index import KIND
+from flotilla.trainer.checkpoints.part_server import Reply, Request
+from flotilla.trainer.checkpoints.servers import (
     PartServers,
     lost,
     merge,
@@ -41,10 +41,10 @@ from trainer.checkpoints.servers import (
     side_by_side,
     size_of,
 )
-from trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Variables, layout_of
-from trainer.checkpoints.uploads import UploadQueue
-from trainer.errors import ClusterLostError, UserError
-from trainer.storage.errors import reported
+from flotilla.trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Variables, layout_of
+from flotilla.trainer.checkpoints.uploads import UploadQueue
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError
+from flotilla.trainer.storage.errors import reported
 
 
 class Owner(Protocol):

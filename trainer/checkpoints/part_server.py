@@ -11,7 +11,7 @@ that the request itself is moved to the place of the answer, which takes no room
 cannot be done again is remembered for the next time. Where nothing can be written any more, there
 is no answer: the chief writes to `parts/probe` while it waits, and sees that.
 
-This file is free of TensorFlow; `trainer.checkpoints.part_saver` is the chief's side.
+This file is free of TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's side.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import storage
-from trainer.errors import UserError
-from trainer.json_records import from_tree, parse, tree_of
-from trainer.storage.errors import PASSING, reported
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import from_tree, parse, tree_of
+from flotilla.trainer.storage.errors import PASSING, reported
 
 FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"

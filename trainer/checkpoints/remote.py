@@ -8,11 +8,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.checkpoints.history import HISTORY_FILE, RowFile, SegmentedRowFile, read_validations
-from trainer.checkpoints.index import list_checkpoints, publish_anew
-from trainer.errors import UserError
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from flotilla.trainer.checkpoints.history import (
+    HISTORY_FILE,
+    RowFile,
+    SegmentedRowFile,
+    read_validations,
+)
+from flotilla.trainer.checkpoints.index import list_checkpoints, publish_anew
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from trainer import storage
-from trainer.checkpoints import contents, part_server
-from trainer.checkpoints.contents import INDEX_FILE, PREFIX
-from trainer.checkpoints.part_server import Reply, Request
-from trainer.checkpoints.tensor_bundle import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import contents, part_server
+from flotilla.trainer.checkpoints.contents import INDEX_FILE, PREFIX
+from flotilla.trainer.checkpoints.part_server import Reply, Request
+from flotilla.trainer.checkpoints.tensor_bundle import (
     READ,
     WRITE,
     Layout,
@@ -29,10 +29,10 @@ from trainer.checkpoints.tensor_bundle import (
     assign,
     of_files,
 )
-from trainer.errors import ClusterLostError, UserError
-from trainer.json_records import parse_mapping
-from trainer.storage.retry import until_deadline
-from trainer.strategies.placement import fetched, operating_at, server_device
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.storage.retry import until_deadline
+from flotilla.trainer.strategies.placement import fetched, operating_at, server_device
 
 # Between two looks for an answer: first and last; and until a server is probed.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0

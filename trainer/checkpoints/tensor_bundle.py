@@ -19,13 +19,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from trainer import storage
-from trainer.checkpoints import contents
-from trainer.checkpoints.contents import PREFIX
-from trainer.errors import UserError
-from trainer.models.embedding_table import may_lack
-from trainer.storage.errors import PASSING
-from trainer.storage.retry import until_deadline
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import contents
+from flotilla.trainer.checkpoints.contents import PREFIX
+from flotilla.trainer.models.embedding_table import may_lack
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.errors import PASSING
+from flotilla.trainer.storage.retry import until_deadline
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # A full disk, a folder that may not be written, a file over the limit of its size.

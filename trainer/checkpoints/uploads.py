@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainer import events, storage
-from trainer.errors import UserError
+from flotilla.trainer import events, storage
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -18,15 +18,16 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from trainer import events, storage, user_code
-from trainer.checkpoints import checkpoints, tensor_bundle
-from trainer.checkpoints.checkpoints import RestoredCheckpoint
-from trainer.checkpoints.contents import PREFIX
-from trainer.checkpoints.index import KIND
-from trainer.checkpoints.servers import PartServers
-from trainer.config.model import CHAMPION, KERAS, InitialWeights, initial_weights
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.models.embedding_table import may_lack
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints import checkpoints, tensor_bundle
+from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint
+from flotilla.trainer.checkpoints.contents import PREFIX
+from flotilla.trainer.checkpoints.index import KIND
+from flotilla.trainer.checkpoints.servers import PartServers
+from flotilla.trainer.config.model import CHAMPION, KERAS, InitialWeights, initial_weights
+from flotilla.trainer.models.embedding_table import may_lack
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
 _KEY = "training.warm_start"
 _MODEL = "model/"

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer import user_code
-from trainer.cluster import signals
-from trainer.cluster.forks import forked
-from trainer.cluster.forks.fork_request import Request
-from trainer.errors import DONE, UserError
+from flotilla.trainer.cluster.forks import forked
+from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.runtime import signals, user_code
+from flotilla.trainer.runtime.errors import DONE, UserError
 
 _PREFIX = "flotilla: "
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from trainer import storage
-from trainer.cluster.launcher import Job
-from trainer.errors import UserError
-from trainer.events import to_tree
-from trainer.json_records import record_in
+from flotilla.trainer import storage
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.events import to_tree
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import record_in
 
 FILE = "end.json"
 ALL_STEPS, EARLY_STOP = "all steps", "early stop"

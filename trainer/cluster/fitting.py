@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from trainer.cluster import child_process
-from trainer.cluster.process import MODULES
-from trainer.config.schema import Config
-from trainer.errors import USAGE, ConfigError
+from flotilla.trainer.cluster import child_process
+from flotilla.trainer.cluster.process import MODULES
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
 # TensorFlow alone takes ten of them on a busy machine.
 SECONDS = 90.0
@@ -61,7 +61,7 @@ def begin(
 def tried(
     config: Config, dataset: str = "", seconds: float = SECONDS, *, elsewhere: bool = False
 ) -> dict[str, Any]:
-    """Return what fits, without a GPU: see `trainer.training.dry_run.fit`.
+    """Return what fits, without a GPU: see `flotilla.trainer.training.dry_run.fit`.
 
     `dataset` is empty before it is prepared. Of a run on other machines, `elsewhere`, it is not
     known what they have: packages that are not installed here, files, and a network.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainer.config.schema import Config
+from flotilla.trainer.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ def run_of(checkpoints: str) -> str:
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
     """Return the command line of one task in `workdir`; TF_CONFIG holds its role."""
-    stage = [sys.executable, "-m", "trainer", "task", "--config", str(config)]
+    stage = [sys.executable, "-m", "flotilla.trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     return [*stage, *uris, "--workdir", str(workdir)]
 

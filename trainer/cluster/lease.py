@@ -25,12 +25,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 
-from trainer import events, storage
-from trainer.background import Loop
-from trainer.cluster.signals import on_interrupt
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.json_records import number_in, record_in, time_at
-from trainer.storage.local import is_gone, is_living, writer
+from flotilla.trainer import events, storage
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
+from flotilla.trainer.runtime.json_records import number_in, record_in, time_at
+from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.storage.local import is_gone, is_living, writer
 
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
@@ -52,7 +52,7 @@ class LeaseHolder:
     Attributes:
         token: unique to this holder.
         job: the job whose attempts share the lease, or empty.
-        writer: see `trainer.storage.local.writer`.
+        writer: see `flotilla.trainer.storage.local.writer`.
     """
 
     token: str

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from trainer.background import Loop
-from trainer.topology import Cluster, Task
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime.background import Loop
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
 # A task that starts loads TensorFlow, which holds the interpreter lock for long on a busy machine.

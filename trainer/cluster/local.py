@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from trainer import events
-from trainer.background import Loop
-from trainer.cluster import loopback
-from trainer.cluster.event_lines import LogLines
-from trainer.cluster.launcher import Job
-from trainer.cluster.process import LOG, TaskProcess, require_gpus
-from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.topology import Cluster, Task, from_tf_config, leader, topology_of
+from flotilla.trainer import events
+from flotilla.trainer.cluster import loopback
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import LOG, TaskProcess, require_gpus
+from flotilla.trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader, topology_of
+from flotilla.trainer.events.event_lines import LogLines
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 HOST = "127.0.0.1"
 

@@ -23,7 +23,7 @@ import threading
 import time
 from contextlib import suppress
 
-from trainer.errors import UserError
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 WARNING = (

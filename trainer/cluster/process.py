@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from trainer import cores, events, user_code
-from trainer.cluster import lease, liveness, signals, termination
-from trainer.cluster.forks import forked
-from trainer.cluster.forks.fork_request import Request
-from trainer.cluster.launcher import Job, task_command
-from trainer.config.schema import Config
-from trainer.errors import RETRYABLE, ConfigError, UserError
-from trainer.output.stamps import parted
-from trainer.topology import Cluster, Task, topology_of
+from flotilla.trainer import events
+from flotilla.trainer.cluster import lease, liveness, termination
+from flotilla.trainer.cluster.forks import forked
+from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster.launcher import Job, task_command
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task, topology_of
+from flotilla.trainer.runtime import cores, signals, user_code
+from flotilla.trainer.runtime.errors import RETRYABLE, ConfigError, UserError
+from flotilla.trainer.runtime.output.stamps import parted
 
 _GPUS = "/dev/nvidia[0-9]*"
 
@@ -98,10 +99,10 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: What each kind of task imports with TensorFlow: a fork server has loaded it already.
 MODULES = {
-    "server": "trainer.training.server",
-    "chief": "trainer.training.chief",
-    "worker": "trainer.training.chief",
-    "evaluator": "trainer.training.evaluator",
+    "server": "flotilla.trainer.training.server",
+    "chief": "flotilla.trainer.training.chief",
+    "worker": "flotilla.trainer.training.chief",
+    "evaluator": "flotilla.trainer.training.evaluator",
 }
 CONFIG = "config.json"
 LOG = "log.txt"

@@ -1,9 +1,9 @@
 """The supervisor of a local cluster: which task has ended or stalled, and which is restarted.
 
 All that happens is a `TaskEvent` in one queue: the end of a task, or a request to stop (see
-`trainer.cluster.signals`). `Supervisor.run` takes one after the other and decides:
+`flotilla.trainer.runtime.signals`). `Supervisor.run` takes one after the other and decides:
 
-- The leader is done, and its record says so (`trainer.cluster.completion`): the evaluator may
+- The leader is done, and its record says so (`flotilla.trainer.cluster.completion`): the evaluator may
   finish its last checkpoint, then the run is over. Any other exit code 0 ends the run as failed.
 - A task died: it is restarted, at most `cluster.max_restarts` incidents in all. Exit codes that
   mean a final failure (`End.is_final`) end the run.
@@ -23,12 +23,12 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
-from trainer import events
-from trainer.cluster import completion, liveness
-from trainer.cluster.launcher import Job
-from trainer.cluster.process import OVER, End, TaskProcess, report_failure
-from trainer.cluster.signals import on_interrupt
-from trainer.errors import (
+from flotilla.trainer import events
+from flotilla.trainer.cluster import completion, liveness
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import OVER, End, TaskProcess, report_failure
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.runtime.errors import (
     BEGIN_AGAIN,
     DONE,
     FAILED,
@@ -39,7 +39,7 @@ from trainer.errors import (
     UserError,
     kind_of,
 )
-from trainer.topology import Task
+from flotilla.trainer.runtime.signals import on_interrupt
 
 # A leader that was asked to stop has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.masking import masked
+from flotilla.trainer.runtime.masking import masked
 
 FILE = "termination.txt"
 ROOM = 4096

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from trainer import storage, user_code
-from trainer.code.collect import IGNORE_FILE, Collected, Found, collect
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.json_records import parse
+from flotilla.trainer import storage
+from flotilla.trainer.code.collect import IGNORE_FILE, Collected, Found, collect
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import parse
 
 KIND = "code"
 FOLDER = "code"

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from trainer.errors import nearest
-from trainer.masking import credentials_in, masked
+from flotilla.trainer.runtime.errors import nearest
+from flotilla.trainer.runtime.masking import credentials_in, masked
 
 #: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from trainer.config.base import MOST, Section, key
-from trainer.config.kubernetes import KubernetesConfig
+from flotilla.trainer.config.base import MOST, Section, key
+from flotilla.trainer.config.kubernetes import KubernetesConfig
 
 # The ports of a pod that its container does not need to be root for, and those that are taken.
 LOWEST_PORT, TASK_PORTS = 1024, (2222, 2223)

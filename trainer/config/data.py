@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainer.config.base import Free, Section, Whole, key
-from trainer.config.data_gate import DataGateConfig
+from flotilla.trainer.config.base import Free, Section, Whole, key
+from flotilla.trainer.config.data_gate import DataGateConfig
 
 DEFAULT_DATASET = "digits"
 _IMAGES = (

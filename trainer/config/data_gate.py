@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from trainer.config.base import Whole, key
-from trainer.errors import nearest
+from flotilla.trainer.config.base import Whole, key
+from flotilla.trainer.runtime.errors import nearest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from trainer.config.load import parse_config
-from trainer.config.model import MODELS
-from trainer.config.schema import AUTO, STRATEGIES, TASKS, Config
-from trainer.errors import ConfigError
-from trainer.json_records import parse_mapping
-from trainer.storage.uri import is_uri
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.model import MODELS
+from flotilla.trainer.config.schema import AUTO, STRATEGIES, TASKS, Config
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.storage.uri import is_uri
 
 #: The field of all other keys, its word in a drop-down, and the key of a whole configuration.
 SETTINGS, WHOLE = "settings", "json"

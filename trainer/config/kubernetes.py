@@ -19,10 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.config import pod_fields
-from trainer.config.base import Free, Section, Whole, key
-from trainer.errors import nearest
-from trainer.topology import ROLES
+from flotilla.trainer.config import pod_fields
+from flotilla.trainer.config.base import Free, Section, Whole, key
+from flotilla.trainer.config.topology import ROLES
+from flotilla.trainer.runtime.errors import nearest
 
 SHARED_MEMORY, SCRATCH, TEMPORARY = "shared-memory", "scratch", "temporary"
 WORKING_FOLDER = "/flotilla"
@@ -130,7 +130,7 @@ class PodConfig(Section):
         "", "when the image is pulled; Kubernetes decides when empty"
     )
     image_pull_secrets: tuple[Named, ...] = key((), "secrets of the image's registry")
-    command: tuple[str, ...] = key((), "in place of `python -m trainer task`")
+    command: tuple[str, ...] = key((), "in place of `python -m flotilla.trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
     node_selector: dict[Key, LabelText] = key({}, "labels required of a node")
     tolerations: tuple[Toleration, ...] = key((), "taints that the pods tolerate")

@@ -17,9 +17,9 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from trainer.config.base import require_writable
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, nearest
+from flotilla.trainer.config.base import require_writable
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 #: Keys of earlier versions, and what to use in their place.
 REMOVED: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainer.json_records import is_number
+from flotilla.trainer.runtime.json_records import is_number
 
 LOSS = "loss"
 #: What the names of the metrics of a validation begin with in a row.

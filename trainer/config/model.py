@@ -18,19 +18,19 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from trainer.config.base import Free, Section, key, known_name
-from trainer.errors import UserError, nearest
-from trainer.storage.uri import FORMS, check_path, is_uri, uri_of
+from flotilla.trainer.config.base import Free, Section, key, known_name
+from flotilla.trainer.runtime.errors import UserError, nearest
+from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, uri_of
 
 #: The function of every model that has a name.
 MODELS = {
-    "softmax": "trainer.models.classifiers:softmax",
-    "mlp": "trainer.models.classifiers:mlp",
-    "cnn": "trainer.models.classifiers:cnn",
-    "two_tower": "trainer.models.two_tower:two_tower",
-    "two_tower_ranker": "trainer.models.two_tower:two_tower_ranker",
-    "gru": "trainer.models.classifiers:gru",
-    "tabular": "trainer.models.tabular:tabular",
+    "softmax": "flotilla.trainer.models.classifiers:softmax",
+    "mlp": "flotilla.trainer.models.classifiers:mlp",
+    "cnn": "flotilla.trainer.models.classifiers:cnn",
+    "two_tower": "flotilla.trainer.models.two_tower:two_tower",
+    "two_tower_ranker": "flotilla.trainer.models.two_tower:two_tower_ranker",
+    "gru": "flotilla.trainer.models.classifiers:gru",
+    "tabular": "flotilla.trainer.models.tabular:tabular",
 }
 #: Those of which the argument `tables` says for a feature what its table takes.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")

@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.base import Section, Whole
-from trainer.config.form import FIELDS
-from trainer.config.load import parse_config, parse_value
-from trainer.config.schema import Config
-from trainer.storage.s3_endpoint import KFP_SECRET
+from flotilla.trainer.config.base import Section, Whole
+from flotilla.trainer.config.form import FIELDS
+from flotilla.trainer.config.load import parse_config, parse_value
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
 
 #: What was one for the pods of the steps, the option by which it is compiled in, and its default.
 OPTIONS: dict[str, tuple[str, Any]] = {

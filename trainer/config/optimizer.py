@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from trainer.config.base import Free, Section, key
-from trainer.errors import nearest
+from flotilla.trainer.config.base import Free, Section, key
+from flotilla.trainer.runtime.errors import nearest
 
-# `tests/trainer/training/test_optimizers.py` compares this list with Keras.
+# `tests/trainer/optimizers/test_optimizers.py` compares this list with Keras.
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from trainer.errors import nearest
+from flotilla.trainer.runtime.errors import nearest
 
 # apimachinery, `resource.ParseQuantity`; without a sign, as pods take no negative amounts.
 _QUANTITY = re.compile(

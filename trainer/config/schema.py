@@ -1,7 +1,7 @@
 """The run configuration: the keys of `configs/*.yaml`, with defaults and limits.
 
 The model is frozen and strict: an unknown key, a wrong type or a value out of range is refused by
-name. `trainer.config.load` reads files and `--set` assignments into it. Relations between sections
+name. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations between sections
 are validators of `Config`.
 """
 
@@ -13,27 +13,27 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from trainer.config.base import MOST, Free, Section, key, known_name
-from trainer.config.cluster import ClusterConfig
-from trainer.config.data import DYNAMIC, DataConfig
-from trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
-from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
-from trainer.config.thresholds import GateConfig
-from trainer.errors import UserError, nearest
-from trainer.storage.uri import FORMS, check_path, is_uri, name_of
-from trainer.topology import TOPOLOGIES, topology_of
+from flotilla.trainer.config.base import MOST, Free, Section, key, known_name
+from flotilla.trainer.config.cluster import ClusterConfig
+from flotilla.trainer.config.data import DYNAMIC, DataConfig
+from flotilla.trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
+from flotilla.trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
+from flotilla.trainer.config.thresholds import GateConfig
+from flotilla.trainer.config.topology import TOPOLOGIES, topology_of
+from flotilla.trainer.runtime.errors import UserError, nearest
+from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
 #: The class of every learning task that has a name.
 TASKS = {
-    "classification": "trainer.tasks.classification:Classification",
-    "binary_classification": "trainer.tasks.binary_classification:BinaryClassification",
-    "multilabel_classification": "trainer.tasks.multilabel_classification:MultilabelClassification",
-    "multi_output": "trainer.tasks.multi_output:MultiOutput",
-    "ranking": "trainer.tasks.ranking:Ranking",
-    "recommendation": "trainer.tasks.retrieval.recommendation:Recommendation",
-    "regression": "trainer.tasks.regression:Regression",
-    "sequence_labelling": "trainer.tasks.sequences:SequenceLabelling",
-    "sequence_to_label": "trainer.tasks.sequences:SequenceToLabel",
+    "classification": "flotilla.trainer.tasks.classification:Classification",
+    "binary_classification": "flotilla.trainer.tasks.binary_classification:BinaryClassification",
+    "multilabel_classification": "flotilla.trainer.tasks.multilabel_classification:MultilabelClassification",
+    "multi_output": "flotilla.trainer.tasks.multi_output:MultiOutput",
+    "ranking": "flotilla.trainer.tasks.ranking:Ranking",
+    "recommendation": "flotilla.trainer.tasks.retrieval.recommendation:Recommendation",
+    "regression": "flotilla.trainer.tasks.regression:Regression",
+    "sequence_labelling": "flotilla.trainer.tasks.sequences:SequenceLabelling",
+    "sequence_to_label": "flotilla.trainer.tasks.sequences:SequenceToLabel",
 }
 #: Those of one label that have a positive class.
 OF_TWO_CLASSES = ("binary_classification", "ranking", "recommendation")

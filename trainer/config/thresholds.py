@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainer.config.base import Section, key
-from trainer.errors import nearest
+from flotilla.trainer.config.base import Section, key
+from flotilla.trainer.runtime.errors import nearest
 
 #: Metrics whose names end like this are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from trainer.config.data import DataConfig, ImageConfig
-from trainer.data.roles import Roles, below, find, find_one, named, require_apart
-from trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of
-from trainer.data.spec import FeatureSpec, require_buckets
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer.config.data import DataConfig, ImageConfig
+from flotilla.trainer.data.roles import Roles, below, find, find_one, named, require_apart
+from flotilla.trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of
+from flotilla.trainer.features.dataset_spec import FeatureSpec, require_buckets
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 DEFAULT_LABEL = "label"
 _log = logging.getLogger(__name__)

@@ -27,16 +27,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.config.data import ALL, NEWEST, SINCE_CHAMPION, DataConfig
-from trainer.data.spec import SPLITS
-from trainer.errors import UserError
-from trainer.json_records import parse
-from trainer.storage import patterns
-from trainer.storage.errors import reported
-from trainer.storage.patterns import Pattern
-from trainer.storage.publishing import store_for
-from trainer.storage.uri import local_path
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import ALL, NEWEST, SINCE_CHAMPION, DataConfig
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import parse
+from flotilla.trainer.storage import patterns
+from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.patterns import Pattern
+from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.uri import local_path
 
 SCHEMA = 1
 KIND = "listing"

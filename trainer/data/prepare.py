@@ -19,22 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer import storage, user_code
-from trainer.config.data import DataConfig
-from trainer.data import listing
-from trainer.data.builders import datasets
-from trainer.data.builders.builder_source import BuilderSource
-from trainer.data.features import Selection, save_record_features
-from trainer.data.preparation.beam import map_parts_by_beam, require_reachable
-from trainer.data.source import Source
-from trainer.data.spec import KIND, SCHEMA
-from trainer.errors import ConfigError, TransientError, UserError
-from trainer.progress.work import Work
-from trainer.storage import Manifest
-from trainer.storage.errors import reported
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import listing
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.builders.builder_source import BuilderSource
+from flotilla.trainer.data.features import Selection, save_record_features
+from flotilla.trainer.data.preparation.beam import map_parts_by_beam, require_reachable
+from flotilla.trainer.data.source import Source
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
+from flotilla.trainer.storage import Manifest
+from flotilla.trainer.storage.errors import reported
 
 if TYPE_CHECKING:
-    from trainer.data.preparation.assembly import Written
+    from flotilla.trainer.data.preparation.assembly import Written
 
 # What says where the data is found, or how it is read, and not what it is.
 _NOT_CONTENT = {
@@ -161,7 +162,7 @@ def source_of(config: DataConfig, root: str, folder: Path) -> Source:
     if not config.map:
         return _given(config, root, folder)
     # TensorFlow takes seconds to load.
-    from trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
+    from flotilla.trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
 
     return MappedSource(_given(source_config(config), root, folder), config)
 
@@ -169,7 +170,7 @@ def source_of(config: DataConfig, root: str, folder: Path) -> Source:
 def _given(config: DataConfig, root: str, folder: Path) -> Source:
     if config.source:
         # It loads TensorFlow, which takes seconds.
-        from trainer.data.files.file_source import FileSource  # noqa: PLC0415
+        from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
         version = config.version if root else ""
         files = listing.published(root, version) if version else listing.list_source(config)
@@ -251,8 +252,8 @@ def _require_same(uri: str, written: Written) -> None:
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
     """Write the shards into `folder`; finished parts are kept below the URI `finished`."""
     # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
-    from trainer.data.preparation.assembly import assemble  # noqa: PLC0415
-    from trainer.data.preparation.processes import map_parts  # noqa: PLC0415
+    from flotilla.trainer.data.preparation.assembly import assemble  # noqa: PLC0415
+    from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 
     parts, places = source.parts(), folder.parent / "parts"
     by_beam = config.runner.name == "beam"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.read import example_of, fits_in_memory, whole_in_memory
-from trainer.data.spec import DatasetSpec
-from trainer.data.tfrecords import places
+from flotilla.trainer.data.read import example_of, fits_in_memory, whole_in_memory
+from flotilla.trainer.data.tfrecords import places
+from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 # Records in a row that are read at once, from a split that is not held in memory.
 RUN = 8

@@ -14,19 +14,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import storage
-from trainer.data.examples import lengths
-from trainer.data.records import parse
-from trainer.data.shards.fed_records import (
+from flotilla.trainer import storage
+from flotilla.trainer.data.examples import lengths
+from flotilla.trainer.data.records import parse
+from flotilla.trainer.data.shards.fed_records import (
     epoch_of_records,
     evaluation_records,
     no_seed_of_the_graph,
     on_own_threads,
     training_records,
 )
-from trainer.data.shards.shard_store import AT_ONCE, Streaming
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
+from flotilla.trainer.data.shards.shard_store import AT_ONCE, Streaming
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import UserError
 
 # Of what is held in memory to be shuffled, unless the caller says how many examples.
 SHUFFLE_BYTES = 256 << 20

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.examples import images, lengths
-from trainer.data.spec import FeatureSpec
+from flotilla.trainer.data.examples import images, lengths
+from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 # `decode_raw` does not know these; it reads the signed type of the same size.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}

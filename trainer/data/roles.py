@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import ConfigError, nearest
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 MOST_NAMED = 20
 

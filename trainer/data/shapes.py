@@ -1,6 +1,6 @@
 """One shape for a feature whose examples differ in shape: images are resized, the rest is padded.
 
-What is done stands here and needs no TensorFlow; `trainer.data.builders.batches` does it.
+What is done stands here and needs no TensorFlow; `flotilla.trainer.data.builders.batches` does it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow_datasets as tfds
 
-from trainer.data.roles import MOST_NAMED, named
-from trainer.errors import ConfigError, nearest
-from trainer.names import length_name
+from flotilla.trainer.data.roles import MOST_NAMED, named
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 #: What stands where a sequence of labels has ended; losses and metrics leave it out.
 NO_LABEL = -1

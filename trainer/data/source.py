@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.features import Selection
+from flotilla.trainer.data.features import Selection
 
 #: The features of some examples by name: arrays whose first axis is the example. What varies in
 #: length is an array of arrays, or a list of them; an image that is stored encoded is bytes.

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.data import DataConfig
-from trainer.data.spec import SPLITS
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 TRAIN, VALIDATION, TEST = range(len(SPLITS))
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.spec import FeatureSpec
-from trainer.errors import UserError
-from trainer.statistics.one_pass import Moments
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.statistics.one_pass import Moments
+from flotilla.trainer.runtime.errors import UserError
 
 # More than any list of classes; beyond it an integer is a quantity.
 MOST_CLASSES = 1_000_000

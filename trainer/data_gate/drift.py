@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from scipy import stats
 
-from trainer.data_gate.findings import Finding, Question, percent
-from trainer.data_gate.profile import FeatureProfile, SplitProfile
-from trainer.data_gate.two_samples import exceeds, holm, homogeneity, kolmogorov_smirnov
-from trainer.statistics.statistics import CLASS, TEXT
+from flotilla.trainer.data_gate.findings import Finding, Question, percent
+from flotilla.trainer.data_gate.profile import FeatureProfile, SplitProfile
+from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, kolmogorov_smirnov
+from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
 # Fewer features are tested one by one.

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from trainer.data_gate.findings import Finding, Question, percent
-from trainer.data_gate.profile import DatasetProfile, SplitProfile
-from trainer.data_gate.two_samples import more_often
-from trainer.statistics.statistics import IMAGE, NUMBER, TENSOR
+from flotilla.trainer.data_gate.findings import Finding, Question, percent
+from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile
+from flotilla.trainer.data_gate.two_samples import more_often
+from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSOR
 
 # A number tells examples apart where nearly every different one has another value of it.
 _TELLS_APART = 0.9

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from trainer import storage
-from trainer.config.base import Section
-from trainer.data_gate.profile import DatasetProfile
-from trainer.errors import ConfigError
-from trainer.statistics.statistics import CLASS, NUMBER, TEXT
-from trainer.storage.uri import is_uri
+from flotilla.trainer import storage
+from flotilla.trainer.config.base import Section
+from flotilla.trainer.data_gate.profile import DatasetProfile
+from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"
 # A text of more values than this is no category.

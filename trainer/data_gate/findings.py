@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.data import SplitsConfig
-from trainer.config.data_gate import REFUSE, WARN, DataGateConfig
-from trainer.config.thresholds import GateConfig
-from trainer.data_gate.expected import ExpectedFeatures
-from trainer.data_gate.profile import DatasetProfile, FeatureProfile
+from flotilla.trainer.config.data import SplitsConfig
+from flotilla.trainer.config.data_gate import REFUSE, WARN, DataGateConfig
+from flotilla.trainer.config.thresholds import GateConfig
+from flotilla.trainer.data_gate.expected import ExpectedFeatures
+from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
 # Of YAML: needs no quotes as an element of a list, unless it is a word for another type.
 _PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
@@ -28,7 +28,7 @@ class Finding:
     """What is wrong with a dataset by one rule.
 
     Attributes:
-        rule: one of `trainer.config.data_gate.RULES`.
+        rule: one of `flotilla.trainer.config.data_gate.RULES`.
         says: one sentence: what is wrong, and what to do.
         feature: the feature, or empty; likewise `split`.
         value: what was found.

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from scipy import stats
 
-from trainer.class_names import ClassIndex
-from trainer.data_gate.findings import Finding, Question, percent, share, some
-from trainer.data_gate.profile import DatasetProfile, FeatureProfile
+from flotilla.trainer.data_gate.findings import Finding, Question, percent, share, some
+from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
+from flotilla.trainer.features.class_names import ClassIndex
 
 # Metrics that a rare class moves; one that is bounded for a class is fine as well.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from trainer.data_gate.findings import Finding, Question, dropped
-from trainer.data_gate.profile import DatasetProfile
-from trainer.statistics.statistics import CLASS, NUMBER, TEXT
+from flotilla.trainer.data_gate.findings import Finding, Question, dropped
+from flotilla.trainer.data_gate.profile import DatasetProfile
+from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
 Numbers = NDArray[np.float64]
 _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100

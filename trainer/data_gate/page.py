@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from trainer.data_gate.profile import DatasetProfile, FeatureProfile
-from trainer.masking import masked
-from trainer.report.pages import environment
-from trainer.statistics.statistics import CLASS, TEXT
+from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
+from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
+from flotilla.trainer.report.pages import environment
+from flotilla.trainer.runtime.masking import masked
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 # A page of more features than this is not read; those with findings come first.

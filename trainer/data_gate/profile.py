@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer import storage
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.statistics import statistics
-from trainer.statistics.statistics import (
+from flotilla.trainer import storage
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import (
     CLASS,
     NUMBER,
     TEXT,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.data.spec import FeatureSpec
-from trainer.data_gate.expected import ExpectedFeature
-from trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
-from trainer.data_gate.profile import FeatureProfile
-from trainer.errors import nearest
+from flotilla.trainer.data_gate.expected import ExpectedFeature
+from flotilla.trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
+from flotilla.trainer.data_gate.profile import FeatureProfile
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import nearest
 
 
 def features(question: Question) -> Iterator[Finding]:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.config.data_gate import OFF, REFUSE, WARN, DataGateConfig
-from trainer.config.schema import Config
-from trainer.data_gate import (
+from flotilla.trainer import storage
+from flotilla.trainer.config.data_gate import OFF, REFUSE, WARN, DataGateConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data_gate import (
     drift,
     examples,
     expected,
@@ -32,10 +32,10 @@ from trainer.data_gate import (
     structure,
     values,
 )
-from trainer.data_gate.findings import Finding, Question, Rule, some
-from trainer.data_gate.profile import DatasetProfile, profile_of
-from trainer.errors import UserError
-from trainer.promotion import registry
+from flotilla.trainer.data_gate.findings import Finding, Question, Rule, some
+from flotilla.trainer.data_gate.profile import DatasetProfile, profile_of
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import UserError
 
 KIND = "validation"
 ACCEPTED, REFUSED = "accepted", "refused"

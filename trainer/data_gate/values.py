@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
-from trainer.data_gate.profile import FeatureProfile
-from trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
-from trainer.statistics.statistics import CLASS, NUMBER, TEXT
+from flotilla.trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
+from flotilla.trainer.data_gate.profile import FeatureProfile
+from flotilla.trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
+from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
 # Factor and offset between units, and what they are. Both directions are tried.
 _UNITS = (

@@ -9,16 +9,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import user_code
-from trainer.baselines.baselines import Baseline, baselines_of
-from trainer.baselines.rows import Splits
-from trainer.config.thresholds import SHARES, ChampionRule
-from trainer.errors import UserError
-from trainer.evaluation.comparison import Opponents, compare
-from trainer.evaluation.predictions import measured, unsound
-from trainer.evaluation.threshold import chosen_by
-from trainer.tasks.base import Examples, Part
-from trainer.tasks.objective import Objective, at
+from flotilla.trainer.baselines.baselines import Baseline, baselines_of
+from flotilla.trainer.baselines.rows import Splits
+from flotilla.trainer.config.thresholds import SHARES, ChampionRule
+from flotilla.trainer.evaluation.comparison import Opponents, compare
+from flotilla.trainer.evaluation.predictions import measured, unsound
+from flotilla.trainer.evaluation.threshold import chosen_by
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks.base import Examples, Part
+from flotilla.trainer.tasks.objective import Objective, at
 
 # Of each of both bounds: what is between them is the interval of 95 %.
 _RULE = ChampionRule(margin=0.0, confidence=0.975)

@@ -11,22 +11,23 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer import storage, user_code
-from trainer.class_names import are_same
-from trainer.config.thresholds import ChampionRule
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.evaluation.classes import compare_classes
-from trainer.evaluation.comparison import Opponents, compare
-from trainer.evaluation.contamination import Judges
-from trainer.evaluation.predictions import Answer, Predictions, measured
-from trainer.evaluation.signature import SERVING, described
-from trainer.evaluation.threshold import of_manifest
-from trainer.progress.work import Work
-from trainer.promotion.registry import labels_in
-from trainer.tasks.base import Task
-from trainer.tasks.binary_classification import Threshold
-from trainer.tasks.objective import Objective
+from flotilla.trainer import storage
+from flotilla.trainer.config.thresholds import ChampionRule
+from flotilla.trainer.evaluation.classes import compare_classes
+from flotilla.trainer.evaluation.comparison import Opponents, compare
+from flotilla.trainer.evaluation.contamination import Judges
+from flotilla.trainer.evaluation.predictions import Answer, Predictions, measured
+from flotilla.trainer.evaluation.signature import SERVING, described
+from flotilla.trainer.evaluation.threshold import of_manifest
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.class_names import are_same
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.promotion.registry import labels_in
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks.base import Task
+from flotilla.trainer.tasks.binary_classification import Threshold
+from flotilla.trainer.tasks.objective import Objective
 
 KIND = "model"
 

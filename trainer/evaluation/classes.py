@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from trainer.config.thresholds import ChampionRule
-from trainer.evaluation.comparison import Opponents
-from trainer.evaluation.noninferiority import Floats, lower_bounds
-from trainer.tasks.base import Array, Task
+from flotilla.trainer.config.thresholds import ChampionRule
+from flotilla.trainer.evaluation.comparison import Opponents
+from flotilla.trainer.evaluation.noninferiority import Floats, lower_bounds
+from flotilla.trainer.tasks.base import Array, Task
 
 #: Classes that are listed, the worst first.
 MOST_ROWS = 50

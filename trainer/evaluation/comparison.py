@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.thresholds import ChampionRule, called_now
-from trainer.errors import ConfigError
-from trainer.evaluation import noninferiority
-from trainer.evaluation.estimates import Metric, Values
-from trainer.evaluation.noninferiority import Direction, Pairs
-from trainer.tasks.base import Examples
-from trainer.tasks.objective import Objective
+from flotilla.trainer.config.thresholds import ChampionRule, called_now
+from flotilla.trainer.evaluation import noninferiority
+from flotilla.trainer.evaluation.estimates import Metric, Values
+from flotilla.trainer.evaluation.noninferiority import Direction, Pairs
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.base import Examples
+from flotilla.trainer.tasks.objective import Objective
 
 _KEY = "gate.champion"
 

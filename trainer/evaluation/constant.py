@@ -3,7 +3,7 @@
 `metrics.json` has `constant`:
 
     {"answer": of the best one by the main metric, "metrics": {name: the best of any constant},
-     "paired": the comparison with it, as `trainer.evaluation.comparison.compare` returns it,
+     "paired": the comparison with it, as `flotilla.trainer.evaluation.comparison.compare` returns it,
      "champion": whether the champion's main metric is better, where there is a champion}
 
 The best one is known afterwards, from the labels of the examples that are judged, so that no model
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from trainer import user_code
-from trainer.config.thresholds import ChampionRule
-from trainer.evaluation.comparison import Opponents, compare
-from trainer.tasks.base import (
+from flotilla.trainer.config.thresholds import ChampionRule
+from flotilla.trainer.evaluation.comparison import Opponents, compare
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Examples,
@@ -42,7 +42,7 @@ from trainer.tasks.base import (
     mean_of,
     weights_of,
 )
-from trainer.tasks.objective import Objective, at
+from flotilla.trainer.tasks.objective import Objective, at
 
 #: Of the test that a model beats the constant: of 200 that find nothing one does.
 CONFIDENCE = 0.995
@@ -52,7 +52,7 @@ _SHUFFLES = 399
 _MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
 # Standard deviations, above which a mean is no chance.
 _FAR = 3
-_BUILT_IN = "trainer.tasks."
+_BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
 
 

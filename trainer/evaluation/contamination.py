@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer import storage
-from trainer.config.data_gate import DataGateConfig
-from trainer.data_gate.examples import Copies, copied, copied_only, shared
-from trainer.data_gate.profile import DatasetProfile, SplitProfile, profile_of
-from trainer.errors import UserError
-from trainer.report.wording import rounded, spoken
+from flotilla.trainer import storage
+from flotilla.trainer.config.data_gate import DataGateConfig
+from flotilla.trainer.data_gate.examples import Copies, copied, copied_only, shared
+from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile, profile_of
+from flotilla.trainer.report.wording import rounded, spoken
+from flotilla.trainer.runtime.errors import UserError
 
 _TRAIN, _TEST = "train", "test"
 _GENERATIONS = 20

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.evaluation.noninferiority import Estimate, Floats, mean, unbiased
-from trainer.tasks.base import Array, Examples, Part, Task, Whole, drawn
-from trainer.tasks.compiled import State
-from trainer.tasks.exact.areas import influences
-from trainer.tasks.objective import Objective, at
+from flotilla.trainer.evaluation.noninferiority import Estimate, Floats, mean, unbiased
+from flotilla.trainer.tasks.base import Array, Examples, Part, Task, Whole, drawn
+from flotilla.trainer.tasks.compiled import State
+from flotilla.trainer.tasks.exact.areas import influences
+from flotilla.trainer.tasks.objective import Objective, at
 
 #: Values of units, and what they weigh.
 Values = tuple[Floats, Floats]

@@ -18,31 +18,31 @@ from typing import Any
 
 import keras
 
-from trainer import storage
-from trainer.baselines.rows import Splits
-from trainer.checkpoints import index
-from trainer.checkpoints.checkpoints import RestoredCheckpoint, restore_model
-from trainer.class_names import ClassIndex
-from trainer.config.main_metric import main_first
-from trainer.config.schema import Config
-from trainer.data.read import columns_of, labelled_columns, stage_shards
-from trainer.data.spec import DatasetSpec, slice_features
-from trainer.errors import UserError
-from trainer.evaluation import constant
-from trainer.evaluation.baseline import judged_baselines
-from trainer.evaluation.champion import champion_of, compared
-from trainer.evaluation.contamination import Judges
-from trainer.evaluation.predictions import Predictions, Writer, measured, predict
-from trainer.evaluation.signature import by_output
-from trainer.evaluation.slices import sliced
-from trainer.evaluation.threshold import thresholds_of
-from trainer.json_records import finite
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.progress.work import Work
-from trainer.tasks import registry as tasks
-from trainer.tasks.base import SplitError, Task
-from trainer.tasks.objective import Objective
+from flotilla.trainer import storage
+from flotilla.trainer.baselines.rows import Splits
+from flotilla.trainer.checkpoints import index
+from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint, restore_model
+from flotilla.trainer.config.main_metric import main_first
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.read import columns_of, labelled_columns, stage_shards
+from flotilla.trainer.evaluation import constant
+from flotilla.trainer.evaluation.baseline import judged_baselines
+from flotilla.trainer.evaluation.champion import champion_of, compared
+from flotilla.trainer.evaluation.contamination import Judges
+from flotilla.trainer.evaluation.predictions import Predictions, Writer, measured, predict
+from flotilla.trainer.evaluation.signature import by_output
+from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.evaluation.threshold import thresholds_of
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.class_names import ClassIndex
+from flotilla.trainer.features.dataset_spec import DatasetSpec, slice_features
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import finite
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.base import SplitError, Task
+from flotilla.trainer.tasks.objective import Objective
 
 KIND = "evaluation"
 SPLIT = "test"

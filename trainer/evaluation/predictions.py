@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import UserError
-from trainer.evaluation.slices import condensing, text
-from trainer.models.registry import refused_input
-from trainer.names import layer_name
-from trainer.tasks.base import Array, Examples, Part, SplitError, Task
-from trainer.tasks.objective import Objective, in_single_precision
+from flotilla.trainer.evaluation.slices import condensing, text
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.names import layer_name
+from flotilla.trainer.models.registry import refused_input
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks.base import Array, Examples, Part, SplitError, Task
+from flotilla.trainer.tasks.objective import Objective, in_single_precision
 
 MOST_WORST = 25
 # Pixels of the longer side: larger than this a page does not show it.
@@ -213,7 +213,7 @@ class Column:
 
 
 class Stored:
-    """Examples on disk with what a model gave for them; see `trainer.tasks.base.Examples`."""
+    """Examples on disk with what a model gave for them; see `flotilla.trainer.tasks.base.Examples`."""
 
     def __init__(self, count: int, columns: Part) -> None:
         """Read `count` examples from a part whose values are columns."""

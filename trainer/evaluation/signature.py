@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.spec import DatasetSpec
-from trainer.names import argument_names
-from trainer.tasks.base import Task
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.names import argument_names
+from flotilla.trainer.tasks.base import Task
 
 SERVING = "serving_default"
 SERIALIZED = "serialized_examples"
@@ -57,5 +57,5 @@ def kinds_of(task: Task) -> dict[str, str]:
 
 
 def _kind(task: type[Task]) -> str:
-    own = (each for each in task.__mro__ if each.__module__.startswith("trainer.tasks."))
+    own = (each for each in task.__mro__ if each.__module__.startswith("flotilla.trainer.tasks."))
     return next((str(vars(each)["name"]) for each in own if "name" in vars(each)), "")

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.tasks.base import Examples, Part, Tally, drawn
-from trainer.tasks.objective import Objective, at
+from flotilla.trainer.tasks.base import Examples, Part, Tally, drawn
+from flotilla.trainer.tasks.objective import Objective, at
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
 MOST_VALUES = 20

@@ -17,14 +17,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.read import evaluation_batches, stage_shards
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation.predictions import forward_of
-from trainer.evaluation.signature import by_output
-from trainer.progress.work import Work
-from trainer.tasks.base import Array, Floats
-from trainer.tasks.binary_classification import Threshold
-from trainer.tasks.objective import Objective
+from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.evaluation.predictions import forward_of
+from flotilla.trainer.evaluation.signature import by_output
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.tasks.base import Array, Floats
+from flotilla.trainer.tasks.binary_classification import Threshold
+from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
 # More would not move it: of a larger split only some batches are read.

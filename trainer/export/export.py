@@ -1,6 +1,6 @@
 """Write a blessed model in the forms in which it leaves, and prove that all give the same answers.
 
-The model is published with the forms of `trainer.export.formats`, and with
+The model is published with the forms of `flotilla.trainer.export.formats`, and with
 
     labels.txt      one class a line, where the task has classes
     model_card.md   what it is, from what was measured
@@ -21,22 +21,28 @@ from typing import Any
 
 import keras
 
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.data.files.recorded_columns import recorded
-from trainer.data.read import evaluation_batches, stage_shards
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
-from trainer.evaluation.signature import LABELS, described, kinds_of, labels_of, positive_of
-from trainer.export import model_card
-from trainer.export.formats import FORMATS, format_path
-from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
-from trainer.promotion import gate, kserve
-from trainer.signing import signing
-from trainer.statistics import statistics
-from trainer.tasks import registry as tasks
-from trainer.tasks.objective import Objective
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.files.recorded_columns import recorded
+from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
+from flotilla.trainer.evaluation.signature import (
+    LABELS,
+    described,
+    kinds_of,
+    labels_of,
+    positive_of,
+)
+from flotilla.trainer.export import model_card
+from flotilla.trainer.export.formats import FORMATS, format_path
+from flotilla.trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.promotion import gate, kserve
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.signing import signing
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.objective import Objective
 
 KIND = "model"
 PARITY_EXAMPLES = 512

@@ -18,13 +18,13 @@ from ai_edge_litert.interpreter import Interpreter
 from tensorflow.lite.python.convert_phase import ConverterError
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
-from trainer.data.records import encode, parse
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation.signature import SERIALIZED, SERVING
-from trainer.models.registry import inputs_by_feature
-from trainer.names import argument_names
-from trainer.tasks.base import Task
-from trainer.tasks.objective import in_single_precision
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.names import argument_names
+from flotilla.trainer.models.registry import inputs_by_feature
+from flotilla.trainer.tasks.base import Task
+from flotilla.trainer.tasks.objective import in_single_precision
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 

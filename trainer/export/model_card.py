@@ -9,13 +9,13 @@ from typing import Any
 
 import jinja2
 
-from trainer import storage
-from trainer.config.main_metric import MainMetric
-from trainer.config.schema import Config
-from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, by_output
-from trainer.masking import one_line
-from trainer.report import headline, views
-from trainer.report.wording import NOTHING, formatted, interval_text, rounded, spoken
+from flotilla.trainer import storage
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, by_output
+from flotilla.trainer.report import headline, views
+from flotilla.trainer.report.wording import NOTHING, formatted, interval_text, rounded, spoken
+from flotilla.trainer.runtime.masking import one_line
 
 _TEMPLATE = "model_card.md.j2"
 # Of the names of classes, what a reader has to know.

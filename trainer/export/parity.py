@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.cluster import child_process
-from trainer.config.main_metric import LOSS
-from trainer.errors import ConfigError, UserError
-from trainer.evaluation.signature import SERVING
-from trainer.export.formats import (
+from flotilla.trainer.cluster import child_process
+from flotilla.trainer.config.main_metric import LOSS
+from flotilla.trainer.evaluation.signature import SERVING
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.export.formats import (
     FORMATS,
     Answers,
     Format,
@@ -38,11 +38,11 @@ from trainer.export.formats import (
     called,
     operations,
 )
-from trainer.models.embedding_table import shrink
-from trainer.progress.work import Work
-from trainer.tasks.base import Part
-from trainer.tasks.objective import Objective
-from trainer.user_code import line_of
+from flotilla.trainer.models.embedding_table import shrink
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.user_code import line_of
+from flotilla.trainer.tasks.base import Part
+from flotilla.trainer.tasks.objective import Objective
 
 # Batches of which a form that is rounded shows its accuracy.
 MOST_BATCHES = 20

@@ -18,8 +18,7 @@ from typing import Any
 
 import keras
 
-from trainer.errors import ConfigError
-from trainer.models.spec import (
+from flotilla.trainer.models.spec import (
     InputSpec,
     Shape,
     initializer,
@@ -29,6 +28,7 @@ from trainer.models.spec import (
     size,
     sizes,
 )
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 def mlp(

@@ -6,7 +6,7 @@ are given to others; rows that were not used for `max_age` steps are given up be
 ever share a row, but the one of all ids without: it is trained by those that training turns away,
 and what an unknown id gets in evaluation and in the exported model. It begins with zeros.
 
-Ids are split over shards by their hash, each of which is on one server (`trainer.models.
+Ids are split over shards by their hash, each of which is on one server (`flotilla.trainer.models.
 table_shard`); rows are variables, of which a gradient touches those of its batch only, so that
 every optimizer works.
 
@@ -31,15 +31,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.config.model import MIN_AGE, require_sizes, require_table
-from trainer.errors import ConfigError
-from trainer.models import table_shard
-from trainer.models.shared_branch import SharedBranch
-from trainer.models.sieve import mixed, sieve_of
-from trainer.models.spec import InputSpec, initializer, layer_of
-from trainer.models.table_shard import Asked, Noted, Rules, Shard
-from trainer.models.vocabulary import stripped
-from trainer.unique_rows import spread
+from flotilla.trainer.config.model import MIN_AGE, require_sizes, require_table
+from flotilla.trainer.embeddings import table_shard
+from flotilla.trainer.embeddings.count_min_sketch import mixed, sieve_of
+from flotilla.trainer.embeddings.shared_branch import SharedBranch
+from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard
+from flotilla.trainer.embeddings.unique_rows import spread
+from flotilla.trainer.models.spec import InputSpec, initializer, layer_of
+from flotilla.trainer.models.vocabulary import stripped
+from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = ("int64", "string")
 # FarmHash and SipHash, which are the same on every machine, without their sign.

@@ -20,12 +20,12 @@ import keras
 import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
-from trainer import user_code
-from trainer.config.model import MODELS, ModelConfig
-from trainer.errors import ConfigError, UserError, nearest, without_memory
-from trainer.models.normalization import Normalization
-from trainer.models.spec import InputSpec
-from trainer.names import layer_name
+from flotilla.trainer.config.model import MODELS, ModelConfig
+from flotilla.trainer.features.names import layer_name
+from flotilla.trainer.models.normalization import Normalization
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest, without_memory
 
 # What Keras says of a class or a function that is neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")

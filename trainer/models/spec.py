@@ -11,11 +11,8 @@ from typing import Any
 
 import keras
 
-from trainer import names
-from trainer.errors import ConfigError, nearest
-from trainer.models.normalization import Normalization
-from trainer.models.vocabulary import Vocabulary, Words
-from trainer.statistics.statistics import (
+from flotilla.trainer.features import names
+from flotilla.trainer.features.statistics.statistics import (
     NOTHING,
     NUMBER,
     TENSOR,
@@ -25,6 +22,9 @@ from trainer.statistics.statistics import (
     FeatureStatistics,
     Learnt,
 )
+from flotilla.trainer.models.normalization import Normalization
+from flotilla.trainer.models.vocabulary import Vocabulary, Words
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:

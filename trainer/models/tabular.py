@@ -15,12 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.models.classifiers import hidden, outputs
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.models.spec import InputSpec, layer_of, size
-from trainer.names import length_name
-from trainer.statistics.statistics import NUMBER, are_repeated
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.features.statistics.statistics import NUMBER, are_repeated
+from flotilla.trainer.models.classifiers import hidden, outputs
+from flotilla.trainer.models.spec import InputSpec, layer_of, size
+from flotilla.trainer.runtime.errors import ConfigError
 
 # Of a sequence of vectors: length and size. Layers, and how many places each looks at.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5

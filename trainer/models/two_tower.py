@@ -31,10 +31,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.errors import ConfigError, nearest
-from trainer.models.embedding_table import growing
-from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
-from trainer.models.spec import InputSpec, layer_of, size, sizes
+from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedding
+from flotilla.trainer.models.embedding_table import growing
+from flotilla.trainer.models.spec import InputSpec, layer_of, size, sizes
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 # Of the values of texts, which are counted by a sketch, so many have to have a row.
 _NEARLY = 0.95

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from trainer.statistics.accumulator import PUNCTUATION
+from flotilla.trainer.features.statistics.accumulator import PUNCTUATION
 
 # FarmHash, which is the same on every machine and in every version, without its sign.
 _FINGERPRINTS = 2**63 - 1

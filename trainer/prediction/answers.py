@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.prediction.exported_model import ExportedModel
-from trainer.tasks.multi_output import by_output
+from flotilla.trainer.prediction.exported_model import ExportedModel
+from flotilla.trainer.tasks.multi_output import by_output
 
 # With more classes their probabilities are a list in the order of the classes.
 MOST_NAMED = 1000

@@ -12,14 +12,14 @@ import pyarrow as pa
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from trainer.config.data import DataConfig
-from trainer.data.examples import images
-from trainer.data.files.column_scan import EXACT, is_list
-from trainer.data.files.conversion import Values, converted, padded
-from trainer.data.files.pictures import Pictures
-from trainer.data.files.recorded_columns import RecordedInput
-from trainer.data.files.written_lists import numbers_in
-from trainer.data.spec import FeatureSpec
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.examples import images
+from flotilla.trainer.data.files.column_scan import EXACT, is_list
+from flotilla.trainer.data.files.conversion import Values, converted, padded
+from flotilla.trainer.data.files.pictures import Pictures
+from flotilla.trainer.data.files.recorded_columns import RecordedInput
+from flotilla.trainer.data.files.written_lists import numbers_in
+from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 
 @dataclass(frozen=True)

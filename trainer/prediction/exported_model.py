@@ -11,18 +11,19 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from trainer import storage, user_code
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.data.files.recorded_columns import RecordedInput, inputs_of
-from trainer.errors import UserError
-from trainer.evaluation.signature import LABELS, SERVING
-from trainer.evaluation.threshold import of_manifest
-from trainer.json_records import parse_mapping
-from trainer.models.registry import refused_input
-from trainer.promotion.registry import kinds_in
-from trainer.signing import signing
-from trainer.storage.errors import reported
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.files.recorded_columns import RecordedInput, inputs_of
+from flotilla.trainer.evaluation.signature import LABELS, SERVING
+from flotilla.trainer.evaluation.threshold import of_manifest
+from flotilla.trainer.models.registry import refused_input
+from flotilla.trainer.promotion.registry import kinds_in
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.signing import signing
+from flotilla.trainer.storage.errors import reported
 
 KIND = "model"
 Arrays = Mapping[str, NDArray[Any]]
@@ -35,7 +36,7 @@ class ExportedModel:
     Attributes:
         config: of the run that made it.
         inputs: what it takes, in order.
-        kinds: the kind of each output by name, as `trainer.tasks` names them; that of a single
+        kinds: the kind of each output by name, as `flotilla.trainer.tasks` names them; that of a single
             output has no name.
         labels: names of the classes of each output.
         thresholds: above which probability each output with a positive class answers that.

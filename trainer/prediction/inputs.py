@@ -18,23 +18,23 @@ import pyarrow as pa
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from trainer import events, storage
-from trainer.config.data import DataConfig
-from trainer.data import listing
-from trainer.data.files.file_pieces import FilePieces, of_listing
-from trainer.data.files.formats.class_folders import PATH, ImageFilesReader
-from trainer.data.files.formats.raw_rows import Piece, Rows
-from trainer.data.files.recorded_columns import RecordedInput
-from trainer.data.files.scan import BrokenRows
-from trainer.data.read import stage_shards
-from trainer.data.records import parse
-from trainer.data.spec import KIND, DatasetSpec, FeatureSpec
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.events import DataNote
-from trainer.names import length_name
-from trainer.prediction.conversion import as_input, convert
-from trainer.prediction.exported_model import ExportedModel
-from trainer.prediction.request import ALL, Request
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import listing
+from flotilla.trainer.data.files.file_pieces import FilePieces, of_listing
+from flotilla.trainer.data.files.formats.class_folders import PATH, ImageFilesReader
+from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows
+from flotilla.trainer.data.files.recorded_columns import RecordedInput
+from flotilla.trainer.data.files.scan import BrokenRows
+from flotilla.trainer.data.read import stage_shards
+from flotilla.trainer.data.records import parse
+from flotilla.trainer.events import DataNote
+from flotilla.trainer.features.dataset_spec import KIND, DatasetSpec, FeatureSpec
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.prediction.conversion import as_input, convert
+from flotilla.trainer.prediction.exported_model import ExportedModel
+from flotilla.trainer.prediction.request import ALL, Request
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
 #: The record in its file, from 1: a row can be joined by it.
 ROW = "row"

@@ -22,10 +22,10 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 
-from trainer.data.files.column_scan import is_list
-from trainer.errors import UserError
-from trainer.json_records import finite
-from trainer.storage.errors import reported
+from flotilla.trainer.data.files.column_scan import is_list
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import finite
+from flotilla.trainer.storage.errors import reported
 
 # A row group of parquet is as large as it can be within this.
 _GROUP_BYTES = 16 << 20

@@ -18,13 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from trainer.errors import ConfigError, UserError
-from trainer.json_records import record_in, tree_of
-from trainer.masking import printable
-from trainer.output.streams import discard
-from trainer.prediction.answers import columns_of, unsound
-from trainer.prediction.exported_model import ExportedModel, fetched
-from trainer.prediction.inputs import (
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.prediction.answers import columns_of, unsound
+from flotilla.trainer.prediction.exported_model import ExportedModel, fetched
+from flotilla.trainer.prediction.inputs import (
     Batch,
     Examples,
     FileExamples,
@@ -32,9 +29,12 @@ from trainer.prediction.inputs import (
     batch_size_for,
     say,
 )
-from trainer.prediction.output import WRITERS, Writer, rows_to
-from trainer.prediction.request import STANDARD_OUTPUT, Request, Summary
-from trainer.progress.work import Work
+from flotilla.trainer.prediction.output import WRITERS, Writer, rows_to
+from flotilla.trainer.prediction.request import STANDARD_OUTPUT, Request, Summary
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import record_in, tree_of
+from flotilla.trainer.runtime.masking import printable
+from flotilla.trainer.runtime.output.streams import discard
 
 SUMMARY = "summary.json"
 

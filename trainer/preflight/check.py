@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import fitting
-from trainer.cluster.process import require_gpus
-from trainer.config.data import SINCE_CHAMPION, DataConfig
-from trainer.config.schema import Config
-from trainer.data import listing
-from trainer.errors import ConfigError, TransientError, UserError
-from trainer.storage import patterns
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.cluster.process import require_gpus
+from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data import listing
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
+from flotilla.trainer.storage import patterns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Checked:
     """What a check has found to be right.
 
     Attributes:
-        found: of the model and the dataset, see `trainer.cluster.fitting`; empty if not known.
+        found: of the model and the dataset, see `flotilla.trainer.cluster.fitting`; empty if not known.
         notes: what could not be checked, and why.
     """
 
@@ -98,8 +98,8 @@ def _require_columns(data: DataConfig, scratch: Path) -> None:
     found = listing.list_source(data)
     taken = found if data.spans == SINCE_CHAMPION else listing.chosen(found, data.spans, {})
     # It loads Arrow, which takes half a second.
-    from trainer.data.files.file_pieces import one_format, pieces_of  # noqa: PLC0415
-    from trainer.preflight.head import few_files  # noqa: PLC0415
+    from flotilla.trainer.data.files.file_pieces import one_format, pieces_of  # noqa: PLC0415
+    from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     form, _ = one_format(data, taken.files)
     # Reading records of TensorFlow's loads it, and those of JSON have no header.

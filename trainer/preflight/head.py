@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.files.file_pieces import FilePieces, of_listing
-from trainer.data.files.formats.decompression import is_compressed, opened_text
-from trainer.data.files.formats.delimited import CsvReader
-from trainer.data.listing import Listing
-from trainer.storage.uri import local_path
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.files.file_pieces import FilePieces, of_listing
+from flotilla.trainer.data.files.formats.decompression import is_compressed, opened_text
+from flotilla.trainer.data.files.formats.delimited import CsvReader
+from flotilla.trainer.data.listing import Listing
+from flotilla.trainer.storage.uri import local_path
 
 # Of a table; of a folder of images so many of each class, and of how many folders.
 _FILES = 8

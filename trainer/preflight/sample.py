@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer import storage
-from trainer.config.data import DataConfig, RunnerConfig
-from trainer.data import listing, prepare
-from trainer.data.builders import datasets
-from trainer.data.builders.builder_source import BuilderSource
-from trainer.data.examples.mapped import MappedSource, source_config
-from trainer.data.files.column_roles import ColumnRoles
-from trainer.data.files.file_source import FileSource
-from trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
-from trainer.data.files.scan import Scan
-from trainer.data.listing import Listing
-from trainer.data.source import Part, Source
-from trainer.data.spec import SPLITS
-from trainer.data.splits import TEST, TRAIN, VALIDATION
-from trainer.errors import ConfigError, UserError
-from trainer.preflight.head import few_files
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig, RunnerConfig
+from flotilla.trainer.data import listing, prepare
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.builders.builder_source import BuilderSource
+from flotilla.trainer.data.examples.mapped import MappedSource, source_config
+from flotilla.trainer.data.files.column_roles import ColumnRoles
+from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
+from flotilla.trainer.data.files.scan import Scan
+from flotilla.trainer.data.listing import Listing
+from flotilla.trainer.data.source import Part, Source
+from flotilla.trainer.data.splits import TEST, TRAIN, VALIDATION
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.preflight.head import few_files
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
 # Of those that name images, which take milliseconds each.

@@ -21,8 +21,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainer import storage
-from trainer.json_records import parse_mapping
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.json_records import parse_mapping
 
 # Two processes that outbid each other wait for random times, so that one of them gets through.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0

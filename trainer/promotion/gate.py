@@ -10,7 +10,7 @@ The decision is a published directory with `decision.json`:
      "champion": URI or "", "evaluation": URI, "global_step"}
 
 `key` is the key of the configuration that sets the threshold, `note` a remark, `found` what a
-comparison has found: see `trainer.report.rules`. A value that is not a finite number is null, and
+comparison has found: see `flotilla.trainer.report.rules`. A value that is not a finite number is null, and
 never passes.
 """
 
@@ -25,13 +25,13 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.config.thresholds import ChampionRule, GateConfig, called_now, split_rule
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.report import headline
-from trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
-from trainer.report.wording import named
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.thresholds import ChampionRule, GateConfig, called_now, split_rule
+from flotilla.trainer.report import headline
+from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
+from flotilla.trainer.report.wording import named
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
 KIND = "decision"
 BLESSED = "blessed"

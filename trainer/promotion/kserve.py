@@ -6,8 +6,8 @@ import re
 
 import yaml
 
-from trainer import storage
-from trainer.storage.uri import locate, speaks_s3
+from flotilla.trainer import storage
+from flotilla.trainer.storage.uri import locate, speaks_s3
 
 
 def service(name: str, uri: str) -> str:

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.class_names import are_same
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.json_records import from_tree
-from trainer.promotion import registry
-from trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
-from trainer.report.headline import headline
-from trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
-from trainer.signing import signing
-from trainer.tracking import addresses, promotions
-from trainer.tracking.hub import PromotedModel
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.features.class_names import are_same
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
+from flotilla.trainer.report.headline import headline
+from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import from_tree
+from flotilla.trainer.signing import signing
+from flotilla.trainer.tracking import addresses, promotions
+from flotilla.trainer.tracking.hub import PromotedModel
 
 KIND = "registration"
 PROMOTED = "promoted"

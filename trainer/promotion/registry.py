@@ -34,18 +34,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from trainer import storage
-from trainer.config.schema import OF_TWO_CLASSES
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.json_records import from_tree, number_in, parse_mapping
-from trainer.promotion import kserve
-from trainer.promotion.consensus import decide, decided_at
-from trainer.promotion.gate import publish_json
-from trainer.signing import signing
-from trainer.storage import Manifest
-from trainer.storage.manifest import MANIFEST
-from trainer.storage.retry import in_parallel
-from trainer.storage.waiting import is_recent
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import OF_TWO_CLASSES
+from flotilla.trainer.promotion import kserve
+from flotilla.trainer.promotion.consensus import decide, decided_at
+from flotilla.trainer.promotion.gate import publish_json
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.runtime.json_records import from_tree, number_in, parse_mapping
+from flotilla.trainer.signing import signing
+from flotilla.trainer.storage import Manifest
+from flotilla.trainer.storage.manifest import MANIFEST
+from flotilla.trainer.storage.retry import in_parallel
+from flotilla.trainer.storage.waiting import is_recent
 
 MODEL = "model"
 PROMOTION = "promotion"

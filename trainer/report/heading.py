@@ -10,12 +10,12 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from trainer.errors import UserError
-from trainer.json_records import time_at
-from trainer.progress.durations import duration
-from trainer.report.charts import number
-from trainer.report.wording import formatted
-from trainer.topology import topology_of
+from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report.charts import number
+from flotilla.trainer.report.wording import formatted
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import time_at
 
 Facts = Mapping[str, Any]
 

@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.config.main_metric import MainMetric
-from trainer.masking import one_line
-from trainer.progress.durations import duration
-from trainer.report.charts import number
-from trainer.report.rules import CONSTANT, MARGIN, because
-from trainer.report.wording import apart, like, named, rounded, spoken
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report.charts import number
+from flotilla.trainer.report.rules import CONSTANT, MARGIN, because
+from flotilla.trainer.report.wording import apart, like, named, rounded, spoken
+from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
 

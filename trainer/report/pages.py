@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jinja2
 
-from trainer.masking import printable
-from trainer.progress.durations import duration
-from trainer.report.rules import sentence
-from trainer.report.wording import formatted, interval_text, like, rounded, spoken, titled
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report.rules import sentence
+from flotilla.trainer.report.wording import formatted, interval_text, like, rounded, spoken, titled
+from flotilla.trainer.runtime.masking import printable
 
 _OWN = Path(__file__).parent
 

@@ -41,14 +41,23 @@ from typing import Any
 import jinja2
 import yaml
 
-from trainer import storage
-from trainer.config.main_metric import MainMetric
-from trainer.masking import masked, one_line
-from trainer.progress.durations import duration
-from trainer.report import heading, headline, pages, views
-from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
-from trainer.report.rules import sentence
-from trainer.report.wording import formatted, rounded, titled
+from flotilla.trainer import storage
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report import heading, headline, pages, views
+from flotilla.trainer.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    is_constant,
+    line_chart,
+)
+from flotilla.trainer.report.rules import sentence
+from flotilla.trainer.report.wording import formatted, rounded, titled
+from flotilla.trainer.runtime.masking import masked, one_line
 
 _TEMPLATE = "report.html.j2"
 _ACROSS = "global_step"

@@ -11,8 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.report.charts import number
-from trainer.report.wording import apart, capital, formatted, interval_text, like, named, spoken
+from flotilla.trainer.report.charts import number
+from flotilla.trainer.report.wording import (
+    apart,
+    capital,
+    formatted,
+    interval_text,
+    like,
+    named,
+    spoken,
+)
 
 #: The keys of the rules that compare.
 CONSTANT = "gate.constant"

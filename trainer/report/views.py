@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
-from trainer.masking import one_line
-from trainer.progress.durations import duration
-from trainer.report import headline
-from trainer.report.charts import Chart, line_chart, number
-from trainer.report.wording import capital, named, side_by_side, titled
+from flotilla.trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report import headline
+from flotilla.trainer.report.charts import Chart, line_chart, number
+from flotilla.trainer.report.wording import capital, named, side_by_side, titled
+from flotilla.trainer.runtime.masking import one_line
 
 PUBLISHED = "checkpoint_published"
 # A matrix of more classes is a table that nobody reads; its largest confusions are listed instead.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from trainer.masking import one_line
-from trainer.report.charts import number
+from flotilla.trainer.report.charts import number
+from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
 

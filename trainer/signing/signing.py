@@ -22,11 +22,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-from trainer.errors import ConfigError, UserError
-from trainer.storage.errors import Corrupt, reported
-from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
-from trainer.storage.publishing import store_for
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.errors import Corrupt, reported
+from flotilla.trainer.storage.manifest import MANIFEST, FileEntry, Manifest
+from flotilla.trainer.storage.publishing import store_for
 
 SIGNATURE, FIELDS, PROVENANCE = "model.sig", "signed_fields.json", "signing.json"
 PRIVATE_KEY = "FLOTILLA_SIGNING_KEY"

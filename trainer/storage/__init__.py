@@ -2,10 +2,10 @@
 
 The manifest is written last, as the atomic commit, and names each file with its size and crc32c.
 Directories are named by URI: `file://`, `gs://`, `s3://` or `minio://`, with one contract. Errors
-that a user can fix are raised as `trainer.errors.UserError`.
+that a user can fix are raised as `flotilla.trainer.runtime.errors.UserError`.
 """
 
-from trainer.storage.errors import (
+from flotilla.trainer.storage.errors import (
     Conflict,
     Corrupt,
     Missing,
@@ -14,8 +14,8 @@ from trainer.storage.errors import (
     UnknownSchema,
     formed,
 )
-from trainer.storage.manifest import FileEntry, Manifest
-from trainer.storage.publishing import (
+from flotilla.trainer.storage.manifest import FileEntry, Manifest
+from flotilla.trainer.storage.publishing import (
     add_file,
     append_line,
     collect_garbage,
@@ -36,7 +36,7 @@ from trainer.storage.publishing import (
     verify,
     write_bytes,
 )
-from trainer.storage.uri import join, local_path, name_of, parent_of, uri_of
+from flotilla.trainer.storage.uri import join, local_path, name_of, parent_of, uri_of
 
 __all__ = [
     "Conflict",

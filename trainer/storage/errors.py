@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.errors import TransientError, UserError
+from flotilla.trainer.runtime.errors import TransientError, UserError
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or set storage.root to a place with more",

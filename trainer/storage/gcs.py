@@ -19,10 +19,10 @@ from google.cloud import storage
 from google.cloud.storage import exceptions as media
 from requests.adapters import HTTPAdapter
 
-from trainer.storage import store
-from trainer.storage.manifest import Checksum
-from trainer.storage.retry import THREADS
-from trainer.storage.store import (
+from flotilla.trainer.storage import store
+from flotilla.trainer.storage.manifest import Checksum
+from flotilla.trainer.storage.retry import THREADS
+from flotilla.trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
     TIMEOUTS,
@@ -37,7 +37,7 @@ from trainer.storage.store import (
     paged,
     tls_trouble,
 )
-from trainer.storage.uri import web_address
+from flotilla.trainer.storage.uri import web_address
 
 _TRANSIENT = (
     ConnectionError,

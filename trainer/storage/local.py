@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from trainer.errors import UserError
-from trainer.json_records import number_in
-from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
-from trainer.storage.store import Count, ListedFile, TooLargeError, uncounted
-from trainer.storage.uri import local_path, uri_of
-from trainer.storage.waiting import waited
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import number_in
+from flotilla.trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
+from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, uncounted
+from flotilla.trainer.storage.uri import local_path, uri_of
+from flotilla.trainer.storage.waiting import waited
 
 # Others hold a lock for as long as a rename takes.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02

@@ -19,8 +19,8 @@ from typing import Any
 
 import google_crc32c
 
-from trainer.json_records import parse, time_of
-from trainer.storage.errors import Corrupt, UnknownSchema
+from flotilla.trainer.runtime.json_records import parse, time_of
+from flotilla.trainer.storage.errors import Corrupt, UnknownSchema
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1

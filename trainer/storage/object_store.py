@@ -23,10 +23,10 @@ from typing import TypeVar
 
 import google_crc32c
 
-from trainer.errors import UserError
-from trainer.storage.errors import StoreError
-from trainer.storage.local import is_gone, writer
-from trainer.storage.manifest import (
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.errors import StoreError
+from flotilla.trainer.storage.local import is_gone, writer
+from flotilla.trainer.storage.manifest import (
     MANIFEST,
     Checksum,
     FileEntry,
@@ -34,8 +34,8 @@ from trainer.storage.manifest import (
     checksum,
     checksum_of,
 )
-from trainer.storage.retry import Retry, describe, in_parallel
-from trainer.storage.store import (
+from flotilla.trainer.storage.retry import Retry, describe, in_parallel
+from flotilla.trainer.storage.store import (
     PART_BYTES,
     UPLOAD_MARK,
     Bucket,
@@ -49,7 +49,7 @@ from trainer.storage.store import (
     Trouble,
     uncounted,
 )
-from trainer.storage.uri import join, locate
+from flotilla.trainer.storage.uri import join, locate
 
 # Seconds after which a writer on another machine counts as dead.
 ORPHAN_SECONDS = 24 * 3600.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from trainer.errors import ConfigError, UserError
-from trainer.storage.uri import OPTIONS, SCHEMES, join, local_path, require_uri, uri_of
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.uri import OPTIONS, SCHEMES, join, local_path, require_uri, uri_of
 
 SPAN, DATE = "{SPAN}", "{DATE}"
 _SPECIAL = re.compile(r"[*?\[{]")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from trainer.errors import UserError
-from trainer.storage.errors import StoreError, StoreUnavailable
-from trainer.storage.publishing import store_for
-from trainer.storage.retry import describe, shorter_retry
-from trainer.storage.uri import join, local_path, name_of
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.errors import StoreError, StoreUnavailable
+from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.retry import describe, shorter_retry
+from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
 # How long the requests of one action may fail.

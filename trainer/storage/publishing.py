@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, nearest
-from trainer.json_records import parse_mapping
-from trainer.progress.work import Work
-from trainer.storage import local
-from trainer.storage.errors import (
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime.errors import UserError, nearest
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.storage import local
+from flotilla.trainer.storage.errors import (
     Conflict,
     Corrupt,
     Missing,
@@ -24,13 +24,20 @@ from trainer.storage.errors import (
     formed,
     reported,
 )
-from trainer.storage.local import FileStore, NotAFileError, is_staging, staging
-from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
-from trainer.storage.object_store import ObjectStore
-from trainer.storage.retry import in_parallel
-from trainer.storage.s3_endpoint import endpoint_of
-from trainer.storage.store import Bucket, Count, Retrying, Store, uncounted
-from trainer.storage.uri import Location, join, local_path, locate, scheme_of
+from flotilla.trainer.storage.local import FileStore, NotAFileError, is_staging, staging
+from flotilla.trainer.storage.manifest import (
+    MANIFEST,
+    Checksum,
+    FileEntry,
+    Manifest,
+    checksum,
+    checksum_of,
+)
+from flotilla.trainer.storage.object_store import ObjectStore
+from flotilla.trainer.storage.retry import in_parallel
+from flotilla.trainer.storage.s3_endpoint import endpoint_of
+from flotilla.trainer.storage.store import Bucket, Count, Retrying, Store, uncounted
+from flotilla.trainer.storage.uri import Location, join, local_path, locate, scheme_of
 
 _log = logging.getLogger(__name__)
 
@@ -314,7 +321,7 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def append_line(uri: str, line: bytes) -> None:
-    """Append a line to the file at `uri`, in a file system; see `trainer.storage.local`."""
+    """Append a line to the file at `uri`, in a file system; see `flotilla.trainer.storage.local`."""
     path = local_path(uri)
     if path is None:
         raise ValueError(f"nothing can be appended to the object {uri}")
@@ -406,11 +413,11 @@ def store_for(uri: str, count: Count = uncounted) -> Store:
 
 def _bucket(location: Location, retry: Retrying) -> Bucket:
     if location.scheme == "gs":
-        from trainer.storage.gcs import GcsBucket
+        from flotilla.trainer.storage.gcs import GcsBucket
 
         return GcsBucket(location.bucket, retry)
     try:
-        from trainer.storage.s3 import S3Bucket
+        from flotilla.trainer.storage.s3 import S3Bucket
     except ModuleNotFoundError as error:
         raise UserError(
             f"{location.scheme}:// needs {error.name}: pip install 'flotilla[s3]'"

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import tenacity
 
-from trainer.storage.errors import StoreUnavailable, Unavailable
-from trainer.variables import checked
+from flotilla.trainer.runtime.environment import checked
+from flotilla.trainer.storage.errors import StoreUnavailable, Unavailable
 
 # How long the requests of an operation may fail before it gives up, in seconds.
 VARIABLE = "FLOTILLA_STORAGE_DEADLINE"

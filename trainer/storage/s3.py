@@ -21,11 +21,11 @@ from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.response import StreamingBody
 
-from trainer.storage import store
-from trainer.storage.manifest import Checksum
-from trainer.storage.retry import THREADS
-from trainer.storage.s3_endpoint import Endpoint, kfp_credentials
-from trainer.storage.store import (
+from flotilla.trainer.storage import store
+from flotilla.trainer.storage.manifest import Checksum
+from flotilla.trainer.storage.retry import THREADS
+from flotilla.trainer.storage.s3_endpoint import Endpoint, kfp_credentials
+from flotilla.trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
     TIMEOUTS,

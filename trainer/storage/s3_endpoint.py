@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.masking import is_sent_openly
-from trainer.storage.uri import Location, locate, speaks_s3, web_address
+from flotilla.trainer.runtime.masking import is_sent_openly
+from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_address
 
 # The object store of a KFP instance, in the namespace where KFP puts it.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"

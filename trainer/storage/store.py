@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from trainer.storage.manifest import Checksum, FileEntry, Manifest
+from flotilla.trainer.storage.manifest import Checksum, FileEntry, Manifest
 
 
 @dataclass(frozen=True, slots=True)

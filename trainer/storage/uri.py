@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.masking import credentials_in
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.runtime.masking import credentials_in
 
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}

@@ -23,18 +23,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.strategies.gradients import (
+from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.optimizers.loss_scale import LossScale
+from flotilla.trainer.strategies.gradients import (
     PureGradient,
     Tensors,
     apply_and_count,
     push,
     push_state,
 )
-from trainer.strategies.parameter_server import Call, Served, worker_number
-from trainer.strategies.placement import server_device
-from trainer.strategies.strategy import Batch, Loss, Problem, Report
-from trainer.strategies.towers import ONE, Towers
-from trainer.strategies.turns import (
+from flotilla.trainer.strategies.parameter_server import Call, Served, worker_number
+from flotilla.trainer.strategies.placement import server_device
+from flotilla.trainer.strategies.self_scheduling import (
     LOSS,
     OTHERS,
     TURN,
@@ -47,8 +47,8 @@ from trainer.strategies.turns import (
     unit_of,
     unit_of_speed,
 )
-from trainer.strategies.updates.loss_scale import LossScale
-from trainer.topology import topology_of
+from flotilla.trainer.strategies.strategy import Batch, Loss, Problem, Report
+from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
-from trainer.strategies import table_state
-from trainer.strategies.strategy import Batch, Loss
-from trainer.strategies.towers import ONE, Towers
-from trainer.strategies.updates.batch_rows import Lookups, Sent, Unforeseen
-from trainer.strategies.updates.loss_scale import LossScale
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings.batch_rows import Lookups, Sent, Unforeseen
+from flotilla.trainer.optimizers.loss_scale import LossScale
+from flotilla.trainer.strategies.strategy import Batch, Loss
+from flotilla.trainer.strategies.towers import ONE, Towers
 
 Tensors = list[tf.Tensor]
 # A dense tensor, or `IndexedSlices` of looked up rows; zeros of an unused variable.

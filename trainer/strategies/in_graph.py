@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.strategies.parameter_server import Served
-from trainer.strategies.placement import fetched
-from trainer.strategies.strategy import Problem, Report
-from trainer.strategies.towers import mean
-from trainer.topology import Task, topology_of
+from flotilla.trainer.config.topology import Task, topology_of
+from flotilla.trainer.strategies.parameter_server import Served
+from flotilla.trainer.strategies.placement import fetched
+from flotilla.trainer.strategies.strategy import Problem, Report
+from flotilla.trainer.strategies.towers import mean
 
 
 class InGraph(Served):

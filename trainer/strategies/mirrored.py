@@ -29,11 +29,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.strategies import table_state
-from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.placement import is_of_keras
-from trainer.strategies.strategy import (
+from flotilla.trainer.config.topology import Task, topology_of
+from flotilla.trainer.embeddings import row_updates as touched_rows
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.optimizers.fused_updates import fuse
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.input_position import Tally
+from flotilla.trainer.strategies.placement import is_of_keras
+from flotilla.trainer.strategies.strategy import (
     SEED,
     Batch,
     KerasStrategy,
@@ -45,10 +49,6 @@ from trainer.strategies.strategy import (
     has_own_step,
     own_step_of,
 )
-from trainer.strategies.updates import touched_rows
-from trainer.strategies.updates.fused_updates import fuse
-from trainer.strategies.visits import Tally
-from trainer.topology import Task, topology_of
 
 Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
 

@@ -12,11 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer import user_code
-from trainer.errors import ConfigError
-from trainer.strategies import table_state
-from trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
-from trainer.strategies.placement import (
+from flotilla.trainer.embeddings import row_updates as touched_rows
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings.batch_rows import Lookups, Unforeseen, lookups_of
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
+from flotilla.trainer.strategies.input_position import Tally, plan_of
+from flotilla.trainer.strategies.placement import (
     KeptValues,
     build_at,
     build_slots,
@@ -24,8 +27,8 @@ from trainer.strategies.placement import (
     places_of,
     server_device,
 )
-from trainer.strategies.server_state import STEP, MisfitError, ServerState, is_lost
-from trainer.strategies.strategy import (
+from flotilla.trainer.strategies.server_state import STEP, MisfitError, ServerState, is_lost
+from flotilla.trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
     Problem,
@@ -33,10 +36,7 @@ from trainer.strategies.strategy import (
     exact_counter,
     gradient_of,
 )
-from trainer.strategies.towers import towers_of
-from trainer.strategies.updates import touched_rows
-from trainer.strategies.updates.batch_rows import Lookups, Unforeseen, lookups_of
-from trainer.strategies.visits import Tally, plan_of
+from flotilla.trainer.strategies.towers import towers_of
 
 log = logging.getLogger(__name__)
 

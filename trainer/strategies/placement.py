@@ -21,10 +21,10 @@ import tensorflow as tf
 from keras.src.backend import Variable
 from tensorflow.python.eager import context, executor
 
-from trainer.config.cluster import server_number
-from trainer.errors import ConfigError, nearest, without_memory
-from trainer.strategies.table_state import BEGINS, together
-from trainer.strategies.updates.fused_updates import fuse
+from flotilla.trainer.config.cluster import server_number
+from flotilla.trainer.embeddings.table_state import BEGINS, together
+from flotilla.trainer.optimizers.fused_updates import fuse
+from flotilla.trainer.runtime.errors import ConfigError, nearest, without_memory
 
 # A variable of so many bytes has no values in the sketch of a model.
 LARGE_BYTES = 16 << 20

@@ -31,8 +31,8 @@ import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from trainer.errors import ClusterLostError
-from trainer.strategies.placement import fetched, in_own_line, operating_at, server_device
+from flotilla.trainer.runtime.errors import ClusterLostError
+from flotilla.trainer.strategies.placement import fetched, in_own_line, operating_at, server_device
 
 log = logging.getLogger(__name__)
 # Of a `State`, and of what has names: the chief of a version with another form looks for other

@@ -1,7 +1,7 @@
 """The interface of a strategy, and what all strategies are built from.
 
 A strategy builds the model on its devices, applies updates (the inner loop), and sums up a
-validation. It never saves, logs or decides: `trainer.training.loop` does.
+validation. It never saves, logs or decides: `flotilla.trainer.training.loop` does.
 
 The functions of this module make gradients, the exact counter of steps, and the variables of a
 checkpoint by path, which is the same under every strategy. `MeasuredCopy` is a copy of the model in
@@ -24,15 +24,15 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
-from trainer import user_code
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.strategies import table_state
-from trainer.strategies.server_state import ServerState
-from trainer.strategies.updates.averaging import AVERAGE, MODEL, averages_of, keep_averages
-from trainer.strategies.updates.loss_scale import LossScale
-from trainer.strategies.visits import Position, Stream
-from trainer.topology import Capabilities, Cluster, Task, topology_of
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Capabilities, Cluster, Task, topology_of
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.optimizers.averaging import AVERAGE, MODEL, averages_of, keep_averages
+from flotilla.trainer.optimizers.loss_scale import LossScale
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.input_position import Position, Stream
+from flotilla.trainer.strategies.server_state import ServerState
 
 # As Keras has it: inputs and labels, and the weights of the examples where they have some.
 Batch = tuple[Any, ...]
@@ -389,7 +389,7 @@ def class_of(config: Config) -> type[Strategy]:
     if former := [each for each in ("spares_workers", "mixes_steps") if hasattr(strategy, each)]:
         raise ConfigError(
             f"training.strategy: {name!r} sets {former[0]}; set capabilities = "
-            f"Capabilities({former[0]}=True) of trainer.topology in its place"
+            f"Capabilities({former[0]}=True) of flotilla.trainer.config.topology in its place"
         )
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")

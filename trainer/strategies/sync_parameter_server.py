@@ -19,14 +19,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.strategies import table_state
-from trainer.strategies.gradients import Gradient, over, plus
-from trainer.strategies.parameter_server import LoopWatch, Served, worker_number
-from trainer.strategies.placement import fetched, server_device
-from trainer.strategies.strategy import Problem, Report
-from trainer.strategies.turns import LONG_RUN
-from trainer.strategies.visits import Batches, plan_of
-from trainer.topology import topology_of
+from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.strategies.gradients import Gradient, over, plus
+from flotilla.trainer.strategies.input_position import Batches, plan_of
+from flotilla.trainer.strategies.parameter_server import LoopWatch, Served, worker_number
+from flotilla.trainer.strategies.placement import fetched, server_device
+from flotilla.trainer.strategies.self_scheduling import LONG_RUN
+from flotilla.trainer.strategies.strategy import Problem, Report
 
 # The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)

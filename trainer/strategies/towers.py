@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.errors import UserError
-from trainer.strategies.strategy import SEED, Batch
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.strategies.strategy import SEED, Batch
 
 Tensors = list[tf.Tensor]
 # A dense tensor, or `IndexedSlices` of looked up rows.

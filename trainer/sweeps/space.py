@@ -21,10 +21,10 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from trainer.config.load import override, parse_value
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.sweeps.sweep import Settings, assignments_of, config_of
+from flotilla.trainer.config.load import override, parse_value
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.sweeps.sweep import Settings, assignments_of, config_of
 
 #: More than these nobody waits for, and no table shows.
 MOST_TRIALS = 1000

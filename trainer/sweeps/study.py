@@ -22,10 +22,10 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from trainer.errors import ConfigError, UserError
-from trainer.json_records import from_tree, tree_of
-from trainer.sweeps.space import params_of, settings_of
-from trainer.sweeps.sweep import (
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import from_tree, tree_of
+from flotilla.trainer.sweeps.space import params_of, settings_of
+from flotilla.trainer.sweeps.sweep import (
     FAILED,
     INTERRUPTED,
     REDUCTION,

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config.load import override, parse_config
-from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
-from trainer.config.schema import Config
-from trainer.config.thresholds import SHARES
-from trainer.errors import ConfigError
-from trainer.json_records import is_number
-from trainer.progress.durations import duration
-from trainer.report import report
-from trainer.report.wording import rounded, spoken
+from flotilla.trainer.config.load import override, parse_config
+from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.thresholds import SHARES
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report import report
+from flotilla.trainer.report.wording import rounded, spoken
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.json_records import is_number
 
 Settings = Mapping[str, str]
 

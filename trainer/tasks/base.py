@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 Direction = Literal["higher", "lower"]
 Shape = tuple[int, ...]
@@ -361,7 +361,7 @@ class Task(ABC):
 
         `metrics` and `intervals` are added to those of `metrics()`. The report draws
         `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
-        `trainer.tasks.classification`), and of any task
+        `flotilla.trainer.tasks.classification`), and of any task
 
             tables   [{"title", "columns": [text], "rows": [[value]]}]
             charts   [{"title", "x", "y", "series": {label: [[x, y]]}}]

@@ -1,7 +1,7 @@
 """One of two classes: one logit an example.
 
 label     true or false, 0 or 1, or one of two named classes; 1 is the positive one, as in a dataset
-          `trainer.tasks.registry.with_positive`
+          `flotilla.trainer.tasks.registry.with_positive`
 outputs   logits [n, 1] of the positive class
 loss      binary cross entropy
 metrics   accuracy, precision, recall and f1 of the positive class at the threshold, which is a
@@ -19,9 +19,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.tasks import metrics
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Direction,
@@ -35,9 +35,9 @@ from trainer.tasks.base import (
     mean_of,
     weights_of,
 )
-from trainer.tasks.exact.areas import Areas, ranked
-from trainer.tasks.exact.tallies import OfTwo
-from trainer.tasks.links import SURE, Sigmoid, logit_of
+from flotilla.trainer.tasks.exact.areas import Areas, ranked
+from flotilla.trainer.tasks.exact.tallies import OfTwo
+from flotilla.trainer.tasks.links import SURE, Sigmoid, logit_of
 
 TWO = 2
 # Of positives that are rarer in training, an area under the ROC says little.

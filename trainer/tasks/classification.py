@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 
-from trainer.errors import ConfigError
-from trainer.tasks import metrics
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import (
     Constant,
     Direction,
     Examples,
@@ -24,8 +24,8 @@ from trainer.tasks.base import (
     refuse_labels,
     weights_of,
 )
-from trainer.tasks.exact.tallies import OfClasses
-from trainer.tasks.links import SURE, Softmax
+from flotilla.trainer.tasks.exact.tallies import OfClasses
+from flotilla.trainer.tasks.links import SURE, Softmax
 
 
 class Classification(Softmax):

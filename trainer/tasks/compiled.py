@@ -21,10 +21,10 @@ import numpy.typing as npt
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
-from trainer import user_code
-from trainer.errors import ConfigError
-from trainer.tasks import named
-from trainer.tasks.base import Array, Task
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import named
+from flotilla.trainer.tasks.base import Array, Task
 
 Sums = npt.NDArray[np.float64]
 

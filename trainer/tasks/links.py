@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.tasks import metrics
-from trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
 # A class that is rarer in training than this part of an equal share hardly counts in an accuracy.
 _RARE = 0.2

@@ -5,7 +5,7 @@ example, whatever the shapes (Keras's own broadcast weights [n] to labels of mor
 their own; here labels and predictions become rows, [n, numbers], first), and four that it lacks.
 
 Of an evaluation counts by class and curves, which are thinned to what a picture can show; see
-`trainer.tasks.exact` for what is measured.
+`flotilla.trainer.tasks.exact` for what is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.tasks.base import Tested
+from flotilla.trainer.tasks.base import Tested
 
 TOP = 3
 TOP_NAME = f"top_{TOP}_accuracy"
@@ -199,7 +199,7 @@ class Areas(keras.Metric):
     From counts of both kinds of labels at each step of the logit, which tell apart small
     probabilities; Keras's has equal steps of the probability. Labels at one step count as tied,
     which is what an area may be off by: half of their share. There are 4096 steps of 0.006 of one
-    number, fewer of many; `trainer.tasks.exact.areas` has none. A number whose labels are all of
+    number, fewer of many; `flotilla.trainer.tasks.exact.areas` has none. A number whose labels are all of
     one kind has no area, and where none has one both are not a number.
     """
 

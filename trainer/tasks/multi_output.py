@@ -23,8 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.base import (
     Constant,
     Direction,
     Examples,
@@ -37,8 +37,8 @@ from trainer.tasks.base import (
     Task,
     weights_of,
 )
-from trainer.tasks.exact.intervals import above_zero
-from trainer.tasks.exact.sums import Moments
+from flotilla.trainer.tasks.exact.intervals import above_zero
+from flotilla.trainer.tasks.exact.sums import Moments
 
 # Of constants that outputs have together.
 _COMBINATIONS = 16

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 
-from trainer.errors import ConfigError
-from trainer.tasks import metrics
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Direction,
@@ -33,8 +33,8 @@ from trainer.tasks.base import (
     mean_of,
     weights_of,
 )
-from trainer.tasks.exact.tallies import OfLabels
-from trainer.tasks.links import SURE, Sigmoid, logit_of
+from flotilla.trainer.tasks.exact.tallies import OfLabels
+from flotilla.trainer.tasks.links import SURE, Sigmoid, logit_of
 
 
 class MultilabelClassification(Sigmoid):

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
-from trainer import user_code
-from trainer.errors import ConfigError, nearest
-from trainer.tasks.base import Direction
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, nearest
+from flotilla.trainer.tasks.base import Direction
 
 # Keras's list of variables without a value.
 _WAITING = "uninitialized_variables"

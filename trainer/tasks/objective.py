@@ -24,12 +24,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
-from trainer import user_code
-from trainer.config.main_metric import LOSS, main_first
-from trainer.config.schema import OutputConfig
-from trainer.errors import ConfigError, UserError
-from trainer.tasks import named
-from trainer.tasks.base import (
+from flotilla.trainer.config.main_metric import LOSS, main_first
+from flotilla.trainer.config.schema import OutputConfig
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.tasks import named
+from flotilla.trainer.tasks.base import (
     Array,
     Direction,
     Part,
@@ -40,8 +40,16 @@ from trainer.tasks.base import (
     last_layers,
     weights_of,
 )
-from trainer.tasks.compiled import Compiled, Measured, State, Sums, Term, compiled_of, takes_logits
-from trainer.tasks.task_loss import (
+from flotilla.trainer.tasks.compiled import (
+    Compiled,
+    Measured,
+    State,
+    Sums,
+    Term,
+    compiled_of,
+    takes_logits,
+)
+from flotilla.trainer.tasks.task_loss import (
     TaskLoss,
     at_path,
     attach,
@@ -50,7 +58,7 @@ from trainer.tasks.task_loss import (
 )
 
 # Tasks without loops or branches over tensors, which AutoGraph takes seconds to look for.
-_BUILT_IN = "trainer.tasks."
+_BUILT_IN = "flotilla.trainer.tasks."
 # Calls before it is worth a trace, which takes as long as many of them.
 _UNTRACED = 8
 # Labels and outputs of any shape, for metrics that are looked up by name.

@@ -22,10 +22,19 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from scipy import special
 
-from trainer.tasks.base import Array, Direction, Examples, Floats, Part, Tally, Target, weights_of
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.exact.intervals import Interval, bounded
-from trainer.tasks.exact.sums import Moments
+from flotilla.trainer.tasks.base import (
+    Array,
+    Direction,
+    Examples,
+    Floats,
+    Part,
+    Tally,
+    Target,
+    weights_of,
+)
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.exact.intervals import Interval, bounded
+from flotilla.trainer.tasks.exact.sums import Moments
 
 BY_QUERY = ("ndcg", "mrr", "query_auc")
 

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from trainer import user_code
-from trainer.class_names import ClassIndex
-from trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
-from trainer.errors import ConfigError, nearest
-from trainer.statistics.statistics import Feature
-from trainer.tasks.base import Array, Target, Task
-from trainer.tasks.binary_classification import TWO, names_of
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.objective import Objective
-from trainer.tasks.task_loss import class_weights
+from flotilla.trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
+from flotilla.trainer.features.class_names import ClassIndex
+from flotilla.trainer.features.statistics.statistics import Feature
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, nearest
+from flotilla.trainer.tasks.base import Array, Target, Task
+from flotilla.trainer.tasks.binary_classification import TWO, names_of
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.task_loss import class_weights
 
 MULTI_OUTPUT = MultiOutput.name
 # The argument of a task that takes `data.group`.
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
-    """What a task takes of a dataset, prepared or not yet: see `trainer.data.spec.DatasetSpec`."""
+    """What a task takes of a dataset, prepared or not yet: see `flotilla.trainer.features.dataset_spec.DatasetSpec`."""
 
     @property
     def features(self) -> Mapping[str, Feature]:
@@ -334,7 +334,7 @@ def target_of(dataset: Dataset, name: str) -> Target:
 def _class(name: str) -> type[Task]:
     found = user_code.found_for(f"task {name}", TASKS.get(name, name), "Task")
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ConfigError(f"task {name}: it is no subclass of trainer.tasks.base.Task")
+        raise ConfigError(f"task {name}: it is no subclass of flotilla.trainer.tasks.base.Task")
     if lacking := sorted(found.__abstractmethods__):
         raise ConfigError(f"task {name}: it does not define {', '.join(lacking)}")
     return found

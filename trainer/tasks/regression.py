@@ -21,9 +21,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.tasks import metrics
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Direction,
@@ -38,8 +38,8 @@ from trainer.tasks.base import (
     refuse_labels,
     weights_of,
 )
-from trainer.tasks.exact.tallies import OfNumbers
-from trainer.tasks.metrics import rows
+from flotilla.trainer.tasks.exact.tallies import OfNumbers
+from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20

@@ -24,9 +24,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.tasks import metrics
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Direction,
@@ -40,9 +40,9 @@ from trainer.tasks.base import (
     refuse_labels,
     weights_of,
 )
-from trainer.tasks.classification import Classification
-from trainer.tasks.exact.tallies import OfPlaces
-from trainer.tasks.links import SURE, Softmax
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.exact.tallies import OfPlaces
+from flotilla.trainer.tasks.links import SURE, Softmax
 
 _MOST_PLACES = 12
 

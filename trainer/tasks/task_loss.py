@@ -18,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
-from trainer.class_names import ClassIndex, number_in
-from trainer.config.schema import BALANCED
-from trainer.errors import ConfigError, nearest
-from trainer.tasks.base import Array, Task
-from trainer.tasks.compiled import Term
+from flotilla.trainer.config.schema import BALANCED
+from flotilla.trainer.features.class_names import ClassIndex, number_in
+from flotilla.trainer.runtime.errors import ConfigError, nearest
+from flotilla.trainer.tasks.base import Array, Task
+from flotilla.trainer.tasks.compiled import Term
 
 # As many names of classes as a message shows.
 _SOME = 5

@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Mapping
 
-from trainer import events
-from trainer.masking import credentials_in
+from flotilla.trainer import events
+from flotilla.trainer.runtime.masking import credentials_in
 
 URI, RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 EXPERIMENT, EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"

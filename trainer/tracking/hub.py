@@ -13,9 +13,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
-from trainer.json_records import is_number
-from trainer.masking import is_sent_openly, masked
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import is_number
+from flotilla.trainer.runtime.masking import is_sent_openly, masked
 
 if TYPE_CHECKING:
     import requests

@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.masking import masked
-from trainer.names import curve_name
-from trainer.tracking import addresses
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.features.names import curve_name
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.tracking import addresses
 
 OWN_ID = "flotilla.run_id"
 # Seconds for one request; a tracker that is away is asked again later.

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from trainer import storage
-from trainer.masking import masked
-from trainer.tracking import addresses
-from trainer.tracking.hub import Hub, PromotedModel
-from trainer.tracking.mlflow_run import RunName, client_of_mlflow, found_run
-from trainer.tracking.tracker import MISSING
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.tracking import addresses
+from flotilla.trainer.tracking.hub import Hub, PromotedModel
+from flotilla.trainer.tracking.mlflow_run import RunName, client_of_mlflow, found_run
+from flotilla.trainer.tracking.tracker import MISSING
 
 # For each address; a model of a local run is uploaded in it.
 SECONDS = 120.0

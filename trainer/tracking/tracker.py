@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer import events
-from trainer.cluster.launcher import Job
-from trainer.config.schema import Config
-from trainer.errors import ClusterLostError, RunInterruptedError
-from trainer.events import AttemptBegin, Event, Progress, Restart, StepEnd, Validation
-from trainer.json_records import is_number
-from trainer.masking import masked
-from trainer.names import curve_name
-from trainer.run_state import RunState
-from trainer.tracking import addresses
-from trainer.tracking.mlflow_run import (
+from flotilla.trainer import events
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import AttemptBegin, Event, Progress, Restart, StepEnd, Validation
+from flotilla.trainer.events.run_state import RunState
+from flotilla.trainer.features.names import curve_name
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError
+from flotilla.trainer.runtime.json_records import is_number
+from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.tracking import addresses
+from flotilla.trainer.tracking.mlflow_run import (
     REQUEST_SECONDS,
     MlflowRun,
     Pending,

@@ -1,6 +1,6 @@
 """The task that leads: prepares an attempt of training, and runs it to the end.
 
-`lead` is the whole of it. What the outer loop calls back is in `Hooks` (`trainer.training.loop`).
+`lead` is the whole of it. What the outer loop calls back is in `Hooks` (`flotilla.trainer.training.loop`).
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from functools import partial
 import keras
 import tensorflow as tf
 
-from trainer import events, storage, user_code
-from trainer.checkpoints import index
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.remote import checkpoints_of
-from trainer.checkpoints.servers import PartServers
-from trainer.cluster import completion, loopback, signals
-from trainer.cluster.launcher import Job
-from trainer.cluster.lease import NoLease
-from trainer.cluster.liveness import probe_peers
-from trainer.cluster.supervisor import EVALUATION_SECONDS
-from trainer.config.data import DYNAMIC
-from trainer.config.main_metric import MainMetric
-from trainer.config.schema import Config
-from trainer.data.random_access import by_number
-from trainer.data.read import evaluation_batches, training_batches
-from trainer.data.shards.shard_store import Streaming
-from trainer.data.spec import DatasetSpec, require_buckets
-from trainer.errors import ClusterLostError, UserError, without_memory
-from trainer.evaluation import evaluate
-from trainer.evaluation.signature import positive_of
-from trainer.models.registry import freeze, refused_input
-from trainer.monitoring.metrics import exported
-from trainer.storage import Manifest
-from trainer.strategies.parameter_server import worker_number
-from trainer.strategies.server_state import is_lost
-from trainer.strategies.strategy import Problem, Strategy, create
-from trainer.strategies.visits import Stream
-from trainer.tasks import registry as tasks
-from trainer.tasks.objective import Objective
-from trainer.topology import Cluster, Task, topology_of
-from trainer.training import dry_run
-from trainer.training.loop import EarlyStopping, Hooks, train
-from trainer.training.optimizers import build_optimizer
-from trainer.training.server import (
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints import index
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.remote import checkpoints_of
+from flotilla.trainer.checkpoints.servers import PartServers
+from flotilla.trainer.cluster import completion, loopback
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.lease import NoLease
+from flotilla.trainer.cluster.liveness import probe_peers
+from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
+from flotilla.trainer.config.data import DYNAMIC
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task, topology_of
+from flotilla.trainer.data.random_access import by_number
+from flotilla.trainer.data.read import evaluation_batches, training_batches
+from flotilla.trainer.data.shards.shard_store import Streaming
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.evaluation.signature import positive_of
+from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets
+from flotilla.trainer.models.registry import freeze, refused_input
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime import signals, user_code
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError, without_memory
+from flotilla.trainer.storage import Manifest
+from flotilla.trainer.strategies.input_position import Stream
+from flotilla.trainer.strategies.parameter_server import worker_number
+from flotilla.trainer.strategies.server_state import is_lost
+from flotilla.trainer.strategies.strategy import Problem, Strategy, create
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.telemetry.metrics import exported
+from flotilla.trainer.training import dry_run
+from flotilla.trainer.training.loop import EarlyStopping, Hooks, train
+from flotilla.trainer.training.server import (
     PATTERN,
     SHARDS,
     VALIDATION_PATTERN,
@@ -58,8 +59,8 @@ from trainer.training.server import (
     stage_input,
     streaming_to,
 )
-from trainer.training.stall import StallWatch
-from trainer.training.task_contract import require_task
+from flotilla.trainer.training.stall import StallWatch
+from flotilla.trainer.training.task_contract import require_task
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     `lease` is that of the checkpoints, which this task holds where it publishes them.
 
     Raises:
-        UserError: training fails for good; see `trainer.training.loop.train`.
+        UserError: training fails for good; see `flotilla.trainer.training.loop.train`.
         RunInterruptedError: SIGINT or SIGTERM came; a last checkpoint is published.
         ClusterLostError: a task that the strategy cannot do without is gone; a new attempt helps.
     """

@@ -23,40 +23,45 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import Variable
 
-from trainer import storage
-from trainer.checkpoints import index, warm_start
-from trainer.class_names import ClassIndex
-from trainer.config.optimizer import OF_MODEL
-from trainer.config.pod_fields import amount
-from trainer.config.schema import Config, OutputConfig, TrainingConfig
-from trainer.config.thresholds import called_now, split_rule
-from trainer.data import prepare
-from trainer.data.read import evaluation_batches, stage_shards
-from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec, FeatureSpec, require_buckets, require_slices
-from trainer.errors import ConfigError
-from trainer.evaluation import evaluate
-from trainer.export import parity
-from trainer.export.formats import Subject, format_path
-from trainer.models import registry
-from trainer.models.registry import freeze
-from trainer.names import length_name
-from trainer.strategies import placement
-from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.strategy import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import index, warm_start
+from flotilla.trainer.config.optimizer import OF_MODEL
+from flotilla.trainer.config.pod_fields import amount
+from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
+from flotilla.trainer.config.thresholds import called_now, split_rule
+from flotilla.trainer.config.topology import TOPOLOGIES, topology_of
+from flotilla.trainer.data import prepare
+from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.export import parity
+from flotilla.trainer.export.formats import Subject, format_path
+from flotilla.trainer.features.class_names import ClassIndex
+from flotilla.trainer.features.dataset_spec import (
+    DatasetSpec,
+    FeatureSpec,
+    require_buckets,
+    require_slices,
+)
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.registry import freeze
+from flotilla.trainer.optimizers import optimizers
+from flotilla.trainer.optimizers.loss_scale import LossScale
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies import placement
+from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.strategy import (
     class_of,
     gradient_of,
     has_own_step,
     own_step_of,
     require_updates,
 )
-from trainer.strategies.updates.loss_scale import LossScale
-from trainer.tasks import registry as tasks
-from trainer.tasks.binary_classification import TWO
-from trainer.tasks.objective import Objective
-from trainer.topology import TOPOLOGIES, topology_of
-from trainer.training import optimizers
-from trainer.training.task_contract import (
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.binary_classification import TWO
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.training.task_contract import (
     LENGTH,
     called,
     in_turn,

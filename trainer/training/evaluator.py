@@ -12,21 +12,21 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from trainer import events, storage
-from trainer.checkpoints import index
-from trainer.checkpoints.checkpoints import restore_model
-from trainer.checkpoints.history import Validations
-from trainer.checkpoints.index import KIND
-from trainer.checkpoints.remote import LogFiles
-from trainer.cluster.launcher import Job
-from trainer.cluster.process import OVER
-from trainer.data.read import evaluation_batches, stage_shards
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.evaluation import evaluate
-from trainer.models.registry import refused_input
-from trainer.tasks import registry as tasks
-from trainer.tensorboard.scalars import TensorBoardLog
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints import index
+from flotilla.trainer.checkpoints.checkpoints import restore_model
+from flotilla.trainer.checkpoints.history import Validations
+from flotilla.trainer.checkpoints.index import KIND
+from flotilla.trainer.checkpoints.remote import LogFiles
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import OVER
+from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.models.registry import refused_input
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
 # A store sends no event for a new checkpoint.
 POLL_SECONDS = 1.0

@@ -13,16 +13,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import events
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.checkpoints.contents import RECOVERED
-from trainer.checkpoints.history import History
-from trainer.cluster.launcher import run_of
-from trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
-from trainer.config.schema import Config
-from trainer.strategies.strategy import Problem
-from trainer.strategies.visits import Stream
-from trainer.tensorboard.scalars import TensorBoardLog
+from flotilla.trainer import events
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from flotilla.trainer.checkpoints.contents import RECOVERED
+from flotilla.trainer.checkpoints.history import History
+from flotilla.trainer.cluster.launcher import run_of
+from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.strategies.input_position import Stream
+from flotilla.trainer.strategies.strategy import Problem
+from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 2000

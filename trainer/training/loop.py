@@ -26,19 +26,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from trainer.checkpoints import warm_start
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.checkpoints.decisions import Interval, SaveInterval
-from trainer.cluster.signals import ending_at_once
-from trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
-from trainer.config.schema import Config, TrainingConfig
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError, diverged
-from trainer.progress.work import Work
-from trainer.strategies.strategy import Problem, Report, Strategy
-from trainer.strategies.updates.averaging import averaged, begin_averages
-from trainer.tensorboard.profiler import profiler_of
-from trainer.training.journal import Journal, UnpublishedJournal, origin_of, stream_of
-from trainer.training.recovery import Recovery
+from flotilla.trainer.checkpoints import warm_start
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from flotilla.trainer.checkpoints.decisions import Interval, SaveInterval
+from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
+from flotilla.trainer.config.schema import Config, TrainingConfig
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.optimizers.averaging import averaged, begin_averages
+from flotilla.trainer.runtime.errors import (
+    ClusterLostError,
+    RunInterruptedError,
+    UserError,
+    diverged,
+)
+from flotilla.trainer.runtime.signals import ending_at_once
+from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
+from flotilla.trainer.telemetry.profiler import profiler_of
+from flotilla.trainer.training.journal import Journal, UnpublishedJournal, origin_of, stream_of
+from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
 # Long enough that what is done between two inner loops costs little, also where workers wait for

@@ -1,7 +1,7 @@
 """What an attempt begins with: it takes what lives on the servers, and restores what is lost.
 
 So it is whether the chief died, or parameter servers with what they held. The variables of servers
-that live are newer than those of any checkpoint, and stay (`trainer.strategies.server_state`).
+that live are newer than those of any checkpoint, and stay (`flotilla.trainer.strategies.server_state`).
 Those of a server that was started again come from the newest checkpoint: "partial recovery" (Maeng
 et al. 2020, "CPR: Understanding and Improving Failure Tolerant Training for Deep Learning
 Recommendation with Partial Recovery"). Where values of several steps may not be side by side, or
@@ -16,12 +16,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import events
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, restore, resumed
-from trainer.config.data import DYNAMIC
-from trainer.config.schema import Config
-from trainer.strategies.server_state import STEP, ServerState, is_lost
-from trainer.strategies.strategy import Strategy
+from flotilla.trainer import events
+from flotilla.trainer.checkpoints.checkpoints import (
+    Checkpoints,
+    RestoredCheckpoint,
+    restore,
+    resumed,
+)
+from flotilla.trainer.config.data import DYNAMIC
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.strategies.server_state import STEP, ServerState, is_lost
+from flotilla.trainer.strategies.strategy import Strategy
 
 
 def whole_only(config: Config, strategy: Strategy) -> str:

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from trainer import storage
-from trainer.checkpoints.part_server import PartServer
-from trainer.cluster import loopback
-from trainer.cluster.launcher import Job
-from trainer.cluster.process import gpu_count
-from trainer.config.data import DYNAMIC
-from trainer.config.schema import Config
-from trainer.data.random_access import write_index
-from trainer.data.read import fits_in_memory, stage_shards
-from trainer.data.shards.shard_feed import ShardFeed
-from trainer.data.shards.shard_store import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.part_server import PartServer
+from flotilla.trainer.cluster import loopback
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import gpu_count
+from flotilla.trainer.config.data import DYNAMIC
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.data.random_access import write_index
+from flotilla.trainer.data.read import fits_in_memory, stage_shards
+from flotilla.trainer.data.shards.shard_feed import ShardFeed
+from flotilla.trainer.data.shards.shard_store import (
     TRAIN,
     VALIDATION,
     Streaming,
@@ -28,9 +29,8 @@ from trainer.data.shards.shard_store import (
     part_range,
     streaming_of,
 )
-from trainer.data.spec import DatasetSpec
-from trainer.errors import ConfigError
-from trainer.topology import Cluster, Task
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import ConfigError
 
 # With fewer threads between operators, servers that wait for each other in one process hang.
 IN_PROCESS_THREADS = 16

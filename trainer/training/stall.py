@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import events
-from trainer.background import Loop
-from trainer.cluster import termination
-from trainer.cluster.liveness import STARTING_SECONDS, Peers
-from trainer.errors import BEGIN_AGAIN
-from trainer.output.streams import say
-from trainer.strategies.strategy import Strategy
+from flotilla.trainer import events
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.cluster.liveness import STARTING_SECONDS, Peers
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN
+from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.strategies.strategy import Strategy
 
 # How often the counter is read within the timeout.
 _READS = 4

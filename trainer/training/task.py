@@ -13,18 +13,19 @@ import subprocess
 import threading
 from pathlib import Path
 
-from trainer import topology, user_code
-from trainer.cluster import lease, liveness, signals
-from trainer.cluster.launcher import Job, task_command
-from trainer.cluster.local import HOST, free_port
-from trainer.cluster.process import CONFIG
-from trainer.code import bundle
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.storage.errors import reported
-from trainer.topology import Cluster, Task, leader, topology_of
-from trainer.tracking.tracker import following_training
+from flotilla.trainer.cluster import lease, liveness
+from flotilla.trainer.cluster.launcher import Job, task_command
+from flotilla.trainer.cluster.local import HOST, free_port
+from flotilla.trainer.cluster.process import CONFIG
+from flotilla.trainer.code import bundle
+from flotilla.trainer.config import topology
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task, leader, topology_of
+from flotilla.trainer.runtime import signals, user_code
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.tracking.tracker import following_training
 
 CHIEF = Task(role="chief", index=0)
 FIRST_WORKER = Task(role="worker", index=0)
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     # Graphs that run in this process find its shards by paths relative to its folder.
     _enter(job.workdir)
     if used.leads(this):
-        from trainer.training.chief import lead
+        from flotilla.trainer.training.chief import lead
 
         liveness.begin()
         # The lease is held by the task that publishes.
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         with following_training(job, leads=True), lease.held(job.checkpoints, job.run_id) as held:
             lead(job, tasks, this, held)
     else:
-        from trainer.training.server import serve
+        from flotilla.trainer.training.server import serve
 
         liveness.begin()
         serve(job, tasks, this)
@@ -136,7 +137,7 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
 
 
 def _evaluate(job: Job) -> None:
-    from trainer.training.evaluator import watch
+    from flotilla.trainer.training.evaluator import watch
 
     # It belongs to no cluster of TensorFlow.
     os.environ.pop("TF_CONFIG", None)

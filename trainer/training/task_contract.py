@@ -1,4 +1,4 @@
-"""Whether a learning task of the user's keeps to the contract of `trainer.tasks.base.Task`.
+"""Whether a learning task of the user's keeps to the contract of `flotilla.trainer.tasks.base.Task`.
 
 It is tried on made-up examples: it would otherwise fail in the export, or not at all, with metrics
 that do not add up.
@@ -17,14 +17,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer import user_code
-from trainer.config.main_metric import LOSS
-from trainer.errors import ConfigError, UserError, nearest
-from trainer.statistics.statistics import Feature
-from trainer.tasks.base import Array, Direction, Part, Target, Task
-from trainer.tasks.objective import Objective
+from flotilla.trainer.config.main_metric import LOSS
+from flotilla.trainer.features.statistics.statistics import Feature
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.tasks.base import Array, Direction, Part, Target, Task
+from flotilla.trainer.tasks.objective import Objective
 
-BUILT_IN = "trainer.tasks."
+BUILT_IN = "flotilla.trainer.tasks."
 # Made-up examples; the length of what varies in length.
 EXAMPLES, LENGTH = 8, 4
 # Sums in single precision, of values of any size.

@@ -26,10 +26,10 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.client.rest import RESTClientObject
 
-from components.kubernetes import names
-from components.kubernetes.names import PODS, Resource, Tree
-from trainer.errors import UserError
-from trainer.json_records import number_in
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.names import PODS, Resource, Tree
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import number_in
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # One log stream for every task of a large job, and the other requests.

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.names import JobKind, Tree
-from trainer.errors import UserError
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.names import JobKind, Tree
+from flotilla.trainer.runtime.errors import UserError
 
 BASE = "deploy/base"
 FILE = f"{BASE}/rbac.yaml"

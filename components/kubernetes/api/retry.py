@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import tenacity
 
-from components.kubernetes.api.client import (
+from flotilla.components.kubernetes.api.client import (
     RefusedError,
     SilentControllerError,
     UnreachableError,
 )
-from components.kubernetes.names import JobKind
-from trainer.errors import TransientError
+from flotilla.components.kubernetes.names import JobKind
+from flotilla.trainer.runtime.errors import TransientError
 
 log = logging.getLogger(__name__)
 MAX_BACKOFF_SECONDS = 10.0

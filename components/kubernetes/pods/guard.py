@@ -1,6 +1,6 @@
 """The first process of every pod: writes the configuration, runs the task, forwards its signals.
 
-python -m components.kubernetes.pods.guard -- python -m trainer task ...
+python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
 The task is started again in its pod (`task_process`). Next to the leading task the guard watches
 the launcher (`launcher_watch`); elsewhere it delays SIGTERM until that task has ended (`shutdown`).
 """
@@ -18,22 +18,27 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from components.kubernetes.pods import launcher_watch
-from components.kubernetes.pods.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
-from components.kubernetes.pods.task_process import RestartRule, TaskProcess, adopt_orphans
-from components.kubernetes.pods.template import (
+from flotilla.components.kubernetes.pods import launcher_watch
+from flotilla.components.kubernetes.pods.shutdown import (
+    NOTICE_SECONDS,
+    ShutdownConnection,
+    ShutdownServer,
+)
+from flotilla.components.kubernetes.pods.task_process import RestartRule, TaskProcess, adopt_orphans
+from flotilla.components.kubernetes.pods.template import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
     GRACE_SECONDS,
     LAUNCHER_VARIABLE,
 )
-from trainer import variables
-from trainer.cluster import signals, termination
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.errors import DONE, FAILED, USAGE, ConfigError, UserError
-from trainer.output import streams
-from trainer.topology import Cluster, Task, from_tf_config, leader
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
+from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, UserError
+from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
 # A task that has not ended so long before the end of the grace period of its pod is killed, in time
@@ -91,7 +96,7 @@ def main(arguments: list[str]) -> int:
     """Run the command after `--`, and return its exit code."""
     streams.log_to_stderr()
     if arguments[:1] != ["--"] or not arguments[1:]:
-        streams.say("guard: usage: python -m components.kubernetes.pods.guard -- COMMAND")
+        streams.say("guard: usage: python -m flotilla.components.kubernetes.pods.guard -- COMMAND")
         return USAGE
     try:
         variables.check()

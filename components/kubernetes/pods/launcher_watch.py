@@ -17,10 +17,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from components.kubernetes import names
-from components.kubernetes.names import Tree
-from trainer.background import Loop
-from trainer.errors import UserError
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.names import Tree
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 # How often the lease is read before the job counts as an orphan.
@@ -68,8 +68,13 @@ def start(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 def delete_job(watched: Mapping[str, Any]) -> None:
     """Delete the job if that is permitted; otherwise the failure of its leader ends it."""
-    from components.kubernetes.api.client import Api, RefusedError, UnreachableError, connect
-    from components.kubernetes.names import Resource
+    from flotilla.components.kubernetes.api.client import (
+        Api,
+        RefusedError,
+        UnreachableError,
+        connect,
+    )
+    from flotilla.components.kubernetes.names import Resource
 
     with suppress(UserError, RefusedError, UnreachableError):
         Api(connect(), watched["namespace"]).delete(Resource(*watched["kind"]), watched["job"])
@@ -78,7 +83,7 @@ def delete_job(watched: Mapping[str, Any]) -> None:
 def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
     """End the task when the launcher asks for it, or is gone."""
     # Imported here since it is slow, and the task must not wait for it.
-    from components.kubernetes.api.client import Api, connect
+    from flotilla.components.kubernetes.api.client import Api, connect
 
     try:
         api = Api(connect(), watched["namespace"])
@@ -96,8 +101,8 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
     """Start a thread that ends the task as soon as the lease has the annotation for it."""
-    from components.kubernetes.api.client import Watch
-    from components.kubernetes.names import LEASES
+    from flotilla.components.kubernetes.api.client import Watch
+    from flotilla.components.kubernetes.names import LEASES
 
     def see(lease: Tree, deleted: bool) -> None:
         if not deleted and is_stop_requested(lease):
@@ -121,9 +126,9 @@ def is_stop_requested(lease: Tree) -> bool:
 
 def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
     """End the task when the launcher's heartbeat is older than the limit; say if to look again."""
-    from components.kubernetes.api.client import RefusedError, UnreachableError
-    from components.kubernetes.heartbeat import heartbeat_of, is_renewed
-    from components.kubernetes.names import LEASES
+    from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
+    from flotilla.components.kubernetes.heartbeat import heartbeat_of, is_renewed
+    from flotilla.components.kubernetes.names import LEASES
 
     try:
         lease = api.get(LEASES, job)

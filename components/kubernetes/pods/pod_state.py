@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from components.kubernetes.names import CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
-from trainer.errors import DONE
-from trainer.json_records import number_in, time_of
-from trainer.topology import Task
+from flotilla.components.kubernetes.names import CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
+from flotilla.trainer.config.topology import Task
+from flotilla.trainer.runtime.errors import DONE
+from flotilla.trainer.runtime.json_records import number_in, time_of
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 _SIGNAL_BASE = 128

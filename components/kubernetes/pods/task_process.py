@@ -34,10 +34,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from components.kubernetes.pods.pod_state import cause_of
-from trainer import events
-from trainer.cluster import signals, termination
-from trainer.errors import BEGIN_AGAIN, RETRYABLE
+from flotilla.components.kubernetes.pods.pod_state import cause_of
+from flotilla.trainer import events
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
 # A cluster that is lost in an attempt shorter than the first was not whole yet. It is waited for up

@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.image import DEFAULTS, SECRET_KEYS, PodDefaults
-from components.kubernetes import names
-from components.kubernetes.names import JobKind, Tree
-from trainer.cluster import lease, termination
-from trainer.cluster.launcher import Job
-from trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
-from trainer.cluster.process import gpu_count
-from trainer.config.kubernetes import (
+from flotilla.components.image import DEFAULTS, SECRET_KEYS, PodDefaults
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.names import JobKind, Tree
+from flotilla.trainer.cluster import lease, termination
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
+from flotilla.trainer.cluster.process import gpu_count
+from flotilla.trainer.config.kubernetes import (
     SCRATCH,
     SHARED_MEMORY,
     TEMPORARY,
     WORKING_FOLDER,
     PodConfig,
 )
-from trainer.config.schema import Config
-from trainer.storage.uri import speaks_s3
-from trainer.topology import Task, topology_of
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Task, topology_of
+from flotilla.trainer.storage.uri import speaks_s3
 
 PORT = 2222
 # The configuration travels in a variable, which the guard writes to a file.
@@ -145,8 +145,8 @@ def _container(
     port_name: str,
 ) -> Tree:
     folder = pod.working_folder or WORKING_FOLDER
-    command = list(pod.command) or ["python", "-m", "trainer", "task"]
-    guard = ["python", "-m", "components.kubernetes.pods.guard", "--"]
+    command = list(pod.command) or ["python", "-m", "flotilla.trainer", "task"]
+    guard = ["python", "-m", "flotilla.components.kubernetes.pods.guard", "--"]
     resources = _resources(config, role, pod)
     own = _task_variables(config, role, resources)
     return without_empty(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from components.records.run_store import STEPS
-from pipelines.runs.kfp_client import Client, InstanceError
-from pipelines.runs.kfp_nodes import Step, log_of
-from pipelines.runs.kfp_run import ENDED, RemoteRun
-from pipelines.runs.kfp_watch import OnNote, watch
-from pipelines.runs.run_log.text import LogText
-from pipelines.runs.run_log.view import LogLine, LogView
-from trainer import storage
-from trainer.errors import UserError, nearest
+from flotilla.components.records.run_store import STEPS
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError
+from flotilla.pipelines.runs.kfp_nodes import Step, log_of
+from flotilla.pipelines.runs.kfp_run import ENDED, RemoteRun
+from flotilla.pipelines.runs.kfp_watch import OnNote, watch
+from flotilla.pipelines.runs.run_log.text import LogText
+from flotilla.pipelines.runs.run_log.view import LogLine, LogView
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError, nearest
 
 OnLine = Callable[[LogLine], None]
 

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.table import TRAIN, step_with
-from pipelines.runs import local, local_status
-from pipelines.runs.run_log.text import Line, LogText, RunnerText, timed
-from pipelines.runs.run_log.view import LogLine, LogView, in_order
-from trainer import events
-from trainer.cluster.process import LOG as TASK_LOG
-from trainer.errors import UserError
-from trainer.user_code import innermost_frame
+from flotilla.components.table import TRAIN, step_with
+from flotilla.pipelines.runs import local, local_status
+from flotilla.pipelines.runs.run_log.text import Line, LogText, RunnerText, timed
+from flotilla.pipelines.runs.run_log.view import LogLine, LogView, in_order
+from flotilla.trainer import events
+from flotilla.trainer.cluster.process import LOG as TASK_LOG
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.user_code import innermost_frame
 
 CLUSTER = "cluster"
 OnLine = Callable[[LogLine], None]

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from trainer import events
-from trainer.events import Event
-from trainer.masking import COLOURS, printable
-from trainer.output.noise import is_noise
-from trainer.output.stamps import parted
+from flotilla.trainer import events
+from flotilla.trainer.events import Event
+from flotilla.trainer.runtime.masking import COLOURS, printable
+from flotilla.trainer.runtime.output.noise import is_noise
+from flotilla.trainer.runtime.output.stamps import parted
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")

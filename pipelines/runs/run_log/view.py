@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from components.table import TRAIN
-from pipelines.runs.outcome import key_metrics
-from pipelines.runs.run_log.text import RUNNER_FAILED, Line
-from trainer import events
-from trainer.cluster.event_lines import LINE_SECONDS, LogLines, metrics_of, of_first_stretch
-from trainer.errors import ConfigError, nearest
-from trainer.events import Event, Progress, StepBegin, StepEnd
-from trainer.masking import masked, one_line
-from trainer.progress.durations import duration
-from trainer.report.wording import rounded
-from trainer.user_code import is_users_file
+from flotilla.components.table import TRAIN
+from flotilla.pipelines.runs.outcome import key_metrics
+from flotilla.pipelines.runs.run_log.text import RUNNER_FAILED, Line
+from flotilla.trainer import events
+from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
+from flotilla.trainer.events.event_lines import LINE_SECONDS, LogLines, metrics_of, of_first_stretch
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.report.wording import rounded
+from flotilla.trainer.runtime.errors import ConfigError, nearest
+from flotilla.trainer.runtime.masking import masked, one_line
+from flotilla.trainer.runtime.user_code import is_users_file
 
 # Of what comes again and again a line is shown at most once in this share of the time so far.
 _SHARE = 0.1

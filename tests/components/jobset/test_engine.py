@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from components.jobset.engine import JobSets, manifest
-from components.kubernetes import names, owned_objects
-from components.kubernetes.pods.template import Place, leading, replicas
+from flotilla.components.jobset.engine import JobSets, manifest
+from flotilla.components.kubernetes import names, owned_objects
+from flotilla.components.kubernetes.pods.template import Place, leading, replicas
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Task, from_tf_config
 from tests.components.kubernetes.settings import configurations
 from tests.kubernetes import crd, job_validation, jobset_webhook
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.topology import Task, from_tf_config
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("jobset-*.yaml"))

@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from components import launchers
-from components.kubernetes import launcher as kubernetes_launcher
+from flotilla.components import launchers
+from flotilla.components.kubernetes import launcher as kubernetes_launcher
+from flotilla.trainer import events
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import UserError
 from tests.kubernetes.cluster import Cluster
-from trainer import events
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.errors import UserError
 
 SECONDS = 180
 ROOT = Path(__file__).parents[3]
 LAUNCH = (
     "import json, sys\n"
-    "from components.launchers import launch\n"
+    "from flotilla.components.launchers import launch\n"
     "from tests.components.kubernetes.attempts import job_of\n"
-    "from trainer.errors import UserError\n"
+    "from flotilla.trainer.runtime.errors import UserError\n"
     "try:\n"
     "    launch(job_of(**json.loads(sys.argv[1])))\n"
     "except UserError as error:\n"

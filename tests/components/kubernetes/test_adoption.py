@@ -2,8 +2,8 @@
 
 import pytest
 
-from components.kubernetes.pods.template import Place
-from components.tfjob.engine import manifest
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.tfjob.engine import manifest
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition

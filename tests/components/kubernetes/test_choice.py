@@ -2,13 +2,13 @@
 
 import pytest
 
-from components import launchers
-from components.kubernetes.api.client import Api, connect
-from components.kubernetes.pods.template import Place
+from flotilla.components import launchers
+from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.trainer.runtime.errors import UserError
 from tests.components.kubernetes.attempts import job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
-from trainer.errors import UserError
 
 
 @pytest.fixture

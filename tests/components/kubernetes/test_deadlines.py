@@ -5,19 +5,19 @@ import math
 
 import pytest
 
-from components.kubernetes import supervisor
-from components.kubernetes.deadlines import Deadlines
-from components.kubernetes.launcher import launch
-from components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
-from components.tfjob.engine import TFJobs
+from flotilla.components.kubernetes import supervisor
+from flotilla.components.kubernetes.deadlines import Deadlines
+from flotilla.components.kubernetes.launcher import launch
+from flotilla.components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
+from flotilla.components.tfjob.engine import TFJobs
+from flotilla.trainer import events
+from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.events import WorkProgress
+from flotilla.trainer.events.progress import work
+from flotilla.trainer.runtime.errors import UserError
 from tests.components.kubernetes.attempts import Attempt, heard, job_of, settings, watching_attempt
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
-from trainer import events
-from trainer.config.kubernetes import DeadlinesConfig
-from trainer.errors import UserError
-from trainer.events import WorkProgress
-from trainer.progress import work
 
 LABELS = {ROLE_LABELS[0]: "worker", INDEX_LABELS[0]: "0"}
 PULL = 'Back-off pulling image "nowhere": ErrImagePull: not found'

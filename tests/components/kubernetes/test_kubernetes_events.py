@@ -2,8 +2,8 @@
 
 import pytest
 
-from components.kubernetes import kubernetes_events, supervisor
-from components.kubernetes.kubernetes_events import is_final
+from flotilla.components.kubernetes import kubernetes_events, supervisor
+from flotilla.components.kubernetes.kubernetes_events import is_final
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE

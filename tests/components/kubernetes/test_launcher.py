@@ -8,15 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from components import launchers
-from components.image import PodDefaults
-from components.kubernetes import launcher, names, supervisor
-from components.kubernetes.api import client
-from components.kubernetes.heartbeat import Heartbeat
-from components.kubernetes.launcher import delete_jobs
-from components.kubernetes.owned_objects import isolate, network_policy
-from components.kubernetes.pods.template import Place
-from components.tfjob.engine import KIND, TFJobs, manifest
+from flotilla.components import launchers
+from flotilla.components.image import PodDefaults
+from flotilla.components.kubernetes import launcher, names, supervisor
+from flotilla.components.kubernetes.api import client
+from flotilla.components.kubernetes.heartbeat import Heartbeat
+from flotilla.components.kubernetes.launcher import delete_jobs
+from flotilla.components.kubernetes.owned_objects import isolate, network_policy
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.tfjob.engine import KIND, TFJobs, manifest
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError, UserError
 from tests.components.kubernetes.attempts import (
     SECONDS,
     Attempt,
@@ -30,9 +33,6 @@ from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE, kubeconfig
 from tests.kubernetes.control import USER
 from tests.planted import SECRETS, found_in, plant
-from trainer import events, storage
-from trainer.config.schema import Config
-from trainer.errors import INTERRUPTED, ConfigError, UserError
 
 
 @pytest.mark.parametrize("key", ["in_process", "existing_servers"])

@@ -6,13 +6,17 @@ import threading
 
 import pytest
 
-from components import launchers
-from components.kubernetes import names, stop
-from components.kubernetes.api import client
-from components.kubernetes.api.client import Api, connect
-from components.kubernetes.heartbeat import Heartbeat
-from components.kubernetes.launcher import delete_jobs
-from components.kubernetes.pods.template import Place
+from flotilla.components import launchers
+from flotilla.components.kubernetes import names, stop
+from flotilla.components.kubernetes.api import client
+from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes.heartbeat import Heartbeat
+from flotilla.components.kubernetes.launcher import delete_jobs
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.trainer import events
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import Restart, Suspension, to_tree
+from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.components.kubernetes.attempts import (
     Attempt,
     heard,
@@ -26,10 +30,6 @@ from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
 from tests.kubernetes.control import USER
 from tests.kubernetes.jobset_api import with_schema
-from trainer import events
-from trainer.config.schema import Config
-from trainer.errors import INTERRUPTED
-from trainer.events import Restart, Suspension, to_tree
 
 MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
 KINDS = ("jobsets", "jobs", "pods", "leases", "services")
@@ -366,8 +366,8 @@ class TestRefused:
         assert kube.jobsets()
 
     def test_pods_that_are_refused_are_the_reason_in_one_line(self, kube, monkeypatch):
-        monkeypatch.setattr("components.kubernetes.kubernetes_events.LOOK_SECONDS", 0.2)
-        monkeypatch.setattr("components.kubernetes.supervisor.CHECK_SECONDS", 0.2)
+        monkeypatch.setattr("flotilla.components.kubernetes.kubernetes_events.LOOK_SECONDS", 0.2)
+        monkeypatch.setattr("flotilla.components.kubernetes.supervisor.CHECK_SECONDS", 0.2)
         kube.store.labels[NAMESPACE] = {"pod-security.kubernetes.io/enforce": "restricted"}
         tree = tree_of()
         tree["cluster"]["kubernetes"]["pod"] = {"security": "image"}

@@ -5,15 +5,15 @@ import signal
 
 import pytest
 
-from components.kubernetes import names
-from components.tfjob.engine import Place, manifest
+from flotilla.components.kubernetes import names
+from flotilla.components.tfjob.engine import Place, manifest
+from flotilla.trainer import events
+from flotilla.trainer.events import CheckpointPublished, Restart, to_tree
+from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition, is_true
-from trainer import events
-from trainer.errors import INTERRUPTED
-from trainer.events import CheckpointPublished, Restart, to_tree
 
 
 @pytest.fixture(autouse=True)

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from components.image import PodDefaults
-from components.jobset.engine import JobSets
-from components.kubernetes import launcher, names
-from components.kubernetes.api import client
-from components.kubernetes.engine import Engine
-from components.kubernetes.pods.template import Place
-from components.tfjob.engine import TFJobs
+from flotilla.components.image import PodDefaults
+from flotilla.components.jobset.engine import JobSets
+from flotilla.components.kubernetes import launcher, names
+from flotilla.components.kubernetes.api import client
+from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.tfjob.engine import TFJobs
+from flotilla.trainer.tracking import addresses
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
-from trainer.tracking import addresses
 
 # What KFP's plugin for MLflow sets in the container of a step.
 OF_KFP = {

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.kubernetes import logs
-from components.kubernetes.api.client import Api, connect
-from components.kubernetes.logs import LogPosition, Logs
-from components.tfjob.engine import Place, manifest
+from flotilla.components.kubernetes import logs
+from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes.logs import LogPosition, Logs
+from flotilla.components.tfjob.engine import Place, manifest
+from flotilla.trainer.config.topology import Task
 from tests.components.kubernetes.attempts import job_of, settings
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.logs import stamp
-from trainer.topology import Task
 
 BEGIN = 1_760_000_000 * 10**9
 

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from components.kubernetes import names, stop
-from components.kubernetes.api.client import Api, connect
-from components.kubernetes.launcher import delete_jobs
-from components.tfjob.engine import TFJobs
+from flotilla.components.kubernetes import names, stop
+from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes.launcher import delete_jobs
+from flotilla.components.tfjob.engine import TFJobs
+from flotilla.trainer.config.schema import Config
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes.cluster import NAMESPACE
-from trainer.config.schema import Config
 
 pytestmark = pytest.mark.cluster
 MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"

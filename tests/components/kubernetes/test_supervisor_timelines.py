@@ -4,7 +4,11 @@ import json
 
 import pytest
 
-from components.kubernetes import names
+from flotilla.components.kubernetes import names
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import completion
+from flotilla.trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
+from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, TransientError, UserError
 from tests.components.kubernetes.attempts import (
     Attempt,
     job_of,
@@ -15,10 +19,6 @@ from tests.components.kubernetes.attempts import (
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
-from trainer import events, storage
-from trainer.cluster import completion
-from trainer.errors import FAILED, TRY_AGAIN, TransientError, UserError
-from trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from components.records import gather_report
-from components.records.gather_report import cost, held_by
-from components.records.step_record import StepRecord, Try
-from tests.pipelines.step_events import begun, done, ended, write
-from tests.trainer.page import Page
-from trainer import storage
-from trainer.checkpoints.history import VALIDATIONS_FILE
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.events import (
+from flotilla.components.records import gather_report
+from flotilla.components.records.gather_report import cost, held_by
+from flotilla.components.records.step_record import StepRecord, Try
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import VALIDATIONS_FILE
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPublished,
     Interrupted,
@@ -24,7 +22,9 @@ from trainer.events import (
     TaskFailed,
     UserCodeFailed,
 )
-from trainer.report.views import time_line
+from flotilla.trainer.report.views import time_line
+from tests.pipelines.step_events import begun, done, ended, write
+from tests.trainer.page import Page
 
 RUN = "digits-1"
 

@@ -13,32 +13,32 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from components import evaluate_model, export_model, finish
-from components.records import record, run_store
-from components.records.record import STOPPING, recorded, tried
-from components.records.step_record import read, step_records
-from components.table import step_of
-from tests.components.called_steps import RUN, artifact_in, ended, text_of, to_evaluate
-from tests.trainer.page import Page
-from trainer import events, storage
-from trainer.errors import (
+from flotilla.components import evaluate_model, export_model, finish
+from flotilla.components.records import record, run_store
+from flotilla.components.records.record import STOPPING, recorded, tried
+from flotilla.components.records.step_record import read, step_records
+from flotilla.components.table import step_of
+from flotilla.trainer import events, storage
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.events import StepBegin, StepEnd
+from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     ConfigError,
     RunInterruptedError,
     TransientError,
     UserError,
 )
-from trainer.evaluation import evaluate
-from trainer.events import StepBegin, StepEnd
-from trainer.run_state import state_of
-from trainer.storage.errors import Unavailable
+from flotilla.trainer.storage.errors import Unavailable
+from tests.components.called_steps import RUN, artifact_in, ended, text_of, to_evaluate
+from tests.trainer.page import Page
 
 ROOT = Path(__file__).parents[3]
 
 
 BEGINS = """
 import sys
-from components.records.record import recorded
+from flotilla.components.records.record import recorded
 
 with recorded(sys.argv[1]):
     print("at work", flush=True)
@@ -212,8 +212,8 @@ def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
 def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp_path):
     at = (tmp_path / "root" / "0b7c").as_uri()
     body = (
-        "import sys\nfrom components.records.record import recorded\n"
-        "from trainer.errors import UserError\n"
+        "import sys\nfrom flotilla.components.records.record import recorded\n"
+        "from flotilla.trainer.runtime.errors import UserError\n"
         "with recorded('train_model', sys.argv[1]): raise UserError('no space')\n"
     )
     with open("/dev/full", "wb") as full:
@@ -237,7 +237,7 @@ def test_without_a_file_the_events_go_to_the_log(monkeypatch, caplog):
     monkeypatch.delenv(events.VARIABLE, raising=False)
     with caplog.at_level("INFO"), recorded("prepare_data"):
         pass
-    assert [record.name for record in caplog.records] == ["trainer.events"] * 2
+    assert [record.name for record in caplog.records] == ["flotilla.trainer.events"] * 2
 
 
 def test_sigterm_interrupts_the_step(start, emitted):
@@ -284,15 +284,15 @@ def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, emitt
 
 BETWEEN = """
 import os, signal
-from components import prepare_data
-from components.records import record
+from flotilla.components import prepare_data
+from flotilla.components.records import record
 
 def begin(step):
     step.stage("resolve_config", lambda _stage: None)
     os.kill(os.getpid(), signal.SIGTERM)
     while True: pass
 
-begin.__module__ = "components.prepare_data"
+begin.__module__ = "flotilla.components.prepare_data"
 record.run(begin, {"root": "", "run_id": ""})
 """
 
@@ -329,8 +329,8 @@ OUT = "the store has not been available for 300 s"
 
 WAITS = """
 import sys, time
-from components.records import record
-from trainer.errors import TransientError
+from flotilla.components.records import record
+from flotilla.trainer.runtime.errors import TransientError
 
 sleep = time.sleep
 time.sleep = lambda seconds: (print(f"pauses {seconds:g} s", flush=True), sleep(seconds))
@@ -396,7 +396,7 @@ def test_only_the_stage_that_fails_is_tried_again(at):
         for name, times in (("resolve_config", 0), ("prepare_data", 2), ("validate_data", 1)):
             step.stage(name, fails(times), stage_name=name)
 
-    begin.__module__ = "components.prepare_data"
+    begin.__module__ = "flotilla.components.prepare_data"
     record.run(begin, {"root": storage.parent_of(at), "run_id": storage.name_of(at)})
     assert calls == ["resolve_config", *["prepare_data"] * 3, *["validate_data"] * 2]
     found = {each.step: [one.error for one in each.earlier] for each in read(at, well=True)}

@@ -3,11 +3,11 @@
 import json
 import threading
 
-from components.records import record as module
-from components.records.record import recorded
-from components.records.step_record import PublishedRecord
-from trainer import events, storage
-from trainer.events import WorkProgress
+from flotilla.components.records import record as module
+from flotilla.components.records.record import recorded
+from flotilla.components.records.step_record import PublishedRecord
+from flotilla.trainer import events, storage
+from flotilla.trainer.events import WorkProgress
 
 
 def written(at):

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
-from components import resolve_config
-from components.records import run_store
+from flotilla.components import resolve_config
+from flotilla.components.records import run_store
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data import listing
+from flotilla.trainer.events import FromScratch
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.promotion import training_data as trained
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.promotion.test_registry import exported
-from trainer import events, storage
-from trainer.config.load import parse_config
-from trainer.data import listing
-from trainer.errors import ConfigError, UserError
-from trainer.events import FromScratch
-from trainer.promotion import registry, trained
 
 NAME = "digits"
 

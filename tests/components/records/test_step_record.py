@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import launchers, prepare_data, resolve_config
-from components.finish import finish
-from components.records import run_store
-from components.records.record import recorded, run
-from components.records.step_record import PublishedRecord, read
-from components.train_model import train_model
+from flotilla.components import launchers, prepare_data, resolve_config
+from flotilla.components.finish import finish
+from flotilla.components.records import run_store
+from flotilla.components.records.record import recorded, run
+from flotilla.components.records.step_record import PublishedRecord, read
+from flotilla.components.train_model import train_model
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.form import FIELDS
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.events import StepResult
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import retry
 from tests.components.called_steps import ended
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.page import Page
 from tests.trainer.report.test_report_summary import rows_of
 from tests.trainer.storage.places import BucketPlace, FilePlace
-from trainer import events, storage
-from trainer.config.data import DataConfig
-from trainer.config.form import FIELDS
-from trainer.config.schema import Config
-from trainer.data.prepare import prepare
-from trainer.errors import UserError
-from trainer.events import StepResult
-from trainer.storage import retry
 
 RUN = "0b7c"
 
@@ -250,7 +250,7 @@ def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
 
 
 def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
-    monkeypatch.setattr("components.records.step_record._RETRY_SECONDS", 0.3)
+    monkeypatch.setattr("flotilla.components.records.step_record._RETRY_SECONDS", 0.3)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(503, path=RUN, times=10**6))
@@ -319,8 +319,8 @@ REASON = "worker-0 ended with exit code 137 | <killed>"
 # Trains in a pod of its own, which is killed or asked to end.
 POD = """
 import sys, types
-from components import launchers, prepare_data, resolve_config
-from components.train_model import train_model
+from flotilla.components import launchers, prepare_data, resolve_config
+from flotilla.components.train_model import train_model
 from kfp import dsl
 
 def launch(job, defaults):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from components.sweeps import choose_trial, run_trial
+from flotilla.components.sweeps import choose_trial, run_trial
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.json_records import tree_of
 from tests.trainer.sweeps.test_sweep import a_sweep, reached
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.json_records import tree_of
 
 SWEEP = a_sweep()
 TRIALS = [

@@ -2,13 +2,13 @@
 
 import json
 
-from components import launchers
-from components.sweeps import finish_sweep
+from flotilla.components import launchers
+from flotilla.components.sweeps import finish_sweep
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import tree_of
 from tests.components.called_steps import artifact_in, ended
 from tests.trainer.sweeps.test_sweep import a_sweep
-from trainer import storage
-from trainer.errors import UserError
-from trainer.json_records import tree_of
 
 SETTINGS = {"cluster": {"launcher": "jobset"}}
 

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from components import train_model
-from components.records.step_record import PublishedRecord
-from components.sweeps import run_trial
+from flotilla.components import train_model
+from flotilla.components.records.step_record import PublishedRecord
+from flotilla.components.sweeps import run_trial
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import StepResult
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.json_records import tree_of
 from tests.trainer.sweeps.test_sweep import a_sweep
-from trainer import storage
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.events import StepResult
-from trainer.json_records import tree_of
 
 RUN = "digits-1"
 

@@ -15,19 +15,19 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from kubeflow import training
 
-from components.image import IMAGE, SECRET_KEYS, PodDefaults
-from components.kubernetes import names
-from components.kubernetes.engine import document
-from components.kubernetes.pods.template import Place, leading, pod_template, replicas
-from components.tfjob.engine import REPLICAS, TFJobs, manifest
+from flotilla.components.image import IMAGE, SECRET_KEYS, PodDefaults
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.engine import document
+from flotilla.components.kubernetes.pods.template import Place, leading, pod_template, replicas
+from flotilla.components.tfjob.engine import REPLICAS, TFJobs, manifest
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
 from tests.components.kubernetes import attempts
 from tests.components.kubernetes.attempts import Attempt, settings
 from tests.components.kubernetes.settings import configurations
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.kubernetes.cluster import NAMESPACE
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[3]
 CRD = ROOT / "../shared/schemas/kubeflow.org_tfjobs.yaml"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from components.image import IMAGE
-from pipelines.cli import __main__
+from flotilla.components.image import IMAGE
+from flotilla.pipelines.cli import __main__
 
 ROOT = Path(__file__).parents[3]
 FLOTILLA = Path(sys.executable).with_name("flotilla")
@@ -120,7 +120,7 @@ def test_the_console_script():
 
 
 def test_the_module_is_the_console_script():
-    words = [sys.executable, "-m", "pipelines.cli"]
+    words = [sys.executable, "-m", "flotilla.pipelines.cli"]
     script, module = (
         subprocess.run(command, capture_output=True, text=True, check=False)
         for command in ([FLOTILLA], words)
@@ -138,7 +138,7 @@ def test_the_version_is_one_line(flotilla, monkeypatch):
     assert (code, found["version"], found["commit"]) == (0, number, "0123abc")
     assert found.keys() > KEYS
     assert flotilla("--json", "--version") == (code, out, "")
-    monkeypatch.setattr("trainer.promotion.lineage.commit", lambda: "")
+    monkeypatch.setattr("flotilla.trainer.promotion.lineage.commit", lambda: "")
     assert flotilla("--version")[1] == f"flotilla {number}\n"
 
 
@@ -203,7 +203,7 @@ def test_an_error_where_its_stream_is_closed():
 def test_a_mistake_is_reported_without_loading_the_pipelines():
     # `flotilla --help`, and a typo, are answered before KFP could be loaded.
     program = (
-        "import sys; from pipelines.cli import __main__ as cli\n"
+        "import sys; from flotilla.pipelines.cli import __main__ as cli\n"
         "sys.argv = ['flotilla', 'run', '--set', 'x=1']\n"
         "try: cli.main()\n"
         "finally: print([name for name in ('kfp', 'numpy', 'requests') if name in sys.modules])"
@@ -218,5 +218,5 @@ def test_an_interrupt_before_there_is_a_run(monkeypatch, flotilla):
     def interrupt(*_given, **_named):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipelines.runs.local.load_config", interrupt)
+    monkeypatch.setattr("flotilla.pipelines.runs.local.load_config", interrupt)
     assert flotilla("run") == (130, "", "flotilla: interrupted\n")

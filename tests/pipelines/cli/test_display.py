@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
-from pipelines.cli.display import (
+from flotilla.pipelines.cli.display import (
     Terminal,
     closing_table,
     displayed,
@@ -20,13 +20,13 @@ from pipelines.cli.display import (
     show_verdict,
     verdict_lines,
 )
-from pipelines.cli.live import _one_line, work_line
-from pipelines.cli.tables import Table
-from pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.cli.live import _one_line, work_line
+from flotilla.pipelines.cli.tables import Table
+from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.trainer import storage
+from flotilla.trainer.events import WorkProgress
+from flotilla.trainer.events.run_state import state_of
 from tests.pipelines.step_events import begun, done, ended, judged, promoted
-from trainer import storage
-from trainer.events import WorkProgress
-from trainer.run_state import state_of
 
 
 def table_of(events):
@@ -266,11 +266,11 @@ class TestTerminal:
         reader, writer = os.pipe()
         os.close(reader)
         code = (
-            "from pipelines.cli.display import Terminal\n"
+            "from flotilla.pipelines.cli.display import Terminal\n"
             f"terminal = Terminal(stderr={stderr})\n"
             "for _ in range(3): terminal.print('x')\n"
-            "from pipelines.cli.exit import Answer\n"
-            "from pipelines.cli.exit import print_json\n"
+            "from flotilla.pipelines.cli.exit import Answer\n"
+            "from flotilla.pipelines.cli.exit import print_json\n"
             "print_json(Answer())\n"
             "raise SystemExit(3)\n"
         )
@@ -289,8 +289,8 @@ class TestTerminal:
         reader, writer = os.pipe()
         os.close(reader)
         code = (
-            "from pipelines.cli.exit import Answer\n"
-            "from pipelines.cli.exit import print_json\n"
+            "from flotilla.pipelines.cli.exit import Answer\n"
+            "from flotilla.pipelines.cli.exit import print_json\n"
             "print_json(Answer())\n"
             "raise SystemExit(3)\n"
         )

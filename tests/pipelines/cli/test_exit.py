@@ -9,11 +9,11 @@ import pytest
 import typer
 
 from docs.build.reference import command_line, flat
-from pipelines.cli import app
-from pipelines.cli.exit import Answer, answers, write
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.promotion import registry
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.cli.exit import Answer, answers, write
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.promotion import registry
 
 COMMANDS = dict(flat(typer.main.get_command(app.app).commands))
 RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]

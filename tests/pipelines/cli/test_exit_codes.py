@@ -10,17 +10,16 @@ import pytest
 import typer
 
 from docs.build.reference import flat
-from pipelines.cli import app
-from pipelines.predict import Prediction
-from pipelines.replay.replay import ReplayResult
-from pipelines.runs.outcome import RunResult
-from pipelines.runs.upload import Version
-from tests.pipelines.step_events import ended, judged, write
-from tests.trainer.sweeps.test_sweep import a_sweep
-from trainer import storage
-from trainer.checkpoints.contents import Contents
-from trainer.config.load import parse_config
-from trainer.errors import (
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.predict import Prediction
+from flotilla.pipelines.replay.replay import ReplayResult
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.pipelines.runs.upload import Version
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.contents import Contents
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import (
     DONE,
     EXIT_CODES,
     FAILED,
@@ -30,7 +29,8 @@ from trainer.errors import (
     RunInterruptedError,
     UserError,
 )
-from trainer.promotion import registry
+from tests.pipelines.step_events import ended, judged, write
+from tests.trainer.sweeps.test_sweep import a_sweep
 
 RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]
 TYPO = "--set training.stepz=3"
@@ -71,9 +71,9 @@ LOCAL_RUN = SimpleNamespace(
 SWEEP = SimpleNamespace(sweep=a_sweep(), folder=Path("runs"), close=lambda: None)
 LOCAL = {
     "mistake": TYPO,
-    "calls": "pipelines.runs.local.execute",
+    "calls": "flotilla.pipelines.runs.local.execute",
     "returns": result_of("done", DONE),
-    "also": (("pipelines.runs.local.start", LOCAL_RUN),),
+    "also": (("flotilla.pipelines.runs.local.start", LOCAL_RUN),),
 }
 SCHEDULED = SimpleNamespace(
     remarks=(),
@@ -90,98 +90,102 @@ def replay_of(status: str, code: int) -> ReplayResult:
 ROWS = {
     "check": Row(
         mistake=TYPO,
-        calls="trainer.preflight.check.check",
+        calls="flotilla.trainer.preflight.check.check",
         returns=SimpleNamespace(found={}, notes=()),
     ),
-    "doctor": Row(mistake=TYPO, calls="pipelines.doctor.checks.checks", returns=[]),
+    "doctor": Row(mistake=TYPO, calls="flotilla.pipelines.doctor.checks.checks", returns=[]),
     "run": Row(**LOCAL),
     "prepare": Row(**LOCAL),
     "train": Row(**LOCAL),
     "predict": Row(
         words="digits in.csv -o out.csv",
         mistake="digits -o out.csv",
-        calls="pipelines.predict.predict",
+        calls="flotilla.pipelines.predict.predict",
         returns=Prediction(model="m", output="out.csv", rows=1),
     ),
     "sweep": Row(
         mistake="--set training.stepz=1,2",
-        calls="pipelines.sweeps.local.execute",
+        calls="flotilla.pipelines.sweeps.local.execute",
         returns=result_of("done", DONE),
-        also=(("pipelines.sweeps.local.start", SWEEP),),
+        also=(("flotilla.pipelines.sweeps.local.start", SWEEP),),
     ),
     "compile": Row(
-        mistake="--image no:such:image", calls="pipelines.compile.compile_all", returns={}
+        mistake="--image no:such:image", calls="flotilla.pipelines.compile.compile_all", returns={}
     ),
-    "compare": Row(words=" ".join(RUNS), mistake="absent gone", calls="pipelines.compare.compare"),
-    "gc": Row(mistake="--dry-run", calls="pipelines.retention.removal.collect"),
-    "manifest": Row(mistake=TYPO, calls="components.launchers.document_of"),
+    "compare": Row(
+        words=" ".join(RUNS), mistake="absent gone", calls="flotilla.pipelines.compare.compare"
+    ),
+    "gc": Row(mistake="--dry-run", calls="flotilla.pipelines.retention.removal.collect"),
+    "manifest": Row(mistake=TYPO, calls="flotilla.components.launchers.document_of"),
     "upload": Row(
         words=ENDPOINT,
         mistake="",
-        calls="pipelines.runs.upload.upload",
+        calls="flotilla.pipelines.runs.upload.upload",
         returns=SimpleNamespace(version=VERSION, created=True, page=""),
         also=(
-            ("pipelines.compile.package_of", SimpleNamespace(image="")),
-            ("pipelines.runs.upload.default_of", VERSION),
+            ("flotilla.pipelines.compile.package_of", SimpleNamespace(image="")),
+            ("flotilla.pipelines.runs.upload.default_of", VERSION),
         ),
     ),
     "submit": Row(
         words=ENDPOINT,
         mistake=f"{ENDPOINT} {TYPO}",
-        calls="pipelines.runs.submission.start",
+        calls="flotilla.pipelines.runs.submission.start",
         returns=SimpleNamespace(run_id="r", page="", version=VERSION),
-        also=(("pipelines.runs.kfp_client.connect", None),),
+        also=(("flotilla.pipelines.runs.kfp_client.connect", None),),
     ),
     "schedule": Row(
         words=f"{ENDPOINT} --every 6h",
         mistake=f"{ENDPOINT} --every soon",
-        calls="pipelines.runs.schedule.schedule",
+        calls="flotilla.pipelines.runs.schedule.schedule",
         returns=SCHEDULED,
     ),
     "reschedule": Row(
         words=f"nightly {ENDPOINT}",
         mistake=f"nightly {ENDPOINT} --image 'a b'",
-        calls="pipelines.runs.schedule.reschedule",
+        calls="flotilla.pipelines.runs.schedule.reschedule",
         returns=SCHEDULED,
     ),
     "unschedule": Row(
         words=f"nightly {ENDPOINT}",
         mistake="nightly",
-        calls="pipelines.runs.schedule.unschedule",
+        calls="flotilla.pipelines.runs.schedule.unschedule",
         returns=1,
     ),
-    "runs": Row(mistake="--experiment digits", calls="pipelines.runs.control.list_local"),
-    "status": Row(words=RUNS[0], mistake="absent", calls="pipelines.runs.control.status"),
-    "logs": Row(words=RUNS[0], mistake="absent", calls="pipelines.runs.control.logs"),
-    "cancel": Row(words=RUNS[0], mistake="absent", calls="pipelines.runs.control.cancel"),
+    "runs": Row(mistake="--experiment digits", calls="flotilla.pipelines.runs.control.list_local"),
+    "status": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.status"),
+    "logs": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.logs"),
+    "cancel": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.cancel"),
     "replay": Row(
         words=f"{RUNS[0]} train_model",
         mistake="absent train_model",
-        calls="pipelines.replay.replay.replay",
+        calls="flotilla.pipelines.replay.replay.replay",
         returns=replay_of("done", DONE),
         also=(
             (
-                "pipelines.replay.replay.find",
+                "flotilla.pipelines.replay.replay.find",
                 SimpleNamespace(step="train_model", stages=(), run_id=RUNS[0]),
             ),
         ),
     ),
     "completion": Row(
-        words="bash", mistake="tcsh", calls="pipelines.cli.app.get_completion_script"
+        words="bash", mistake="tcsh", calls="flotilla.pipelines.cli.app.get_completion_script"
     ),
-    "models list": Row(mistake="digitz", calls="pipelines.models.versions"),
-    "models show": Row(words="digits", mistake="digitz", calls="pipelines.models.details"),
-    "models promote": Row(words="digits 1", mistake="digits 9", calls="pipelines.models.promote"),
+    "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.versions"),
+    "models show": Row(words="digits", mistake="digitz", calls="flotilla.pipelines.models.details"),
+    "models promote": Row(
+        words="digits 1", mistake="digits 9", calls="flotilla.pipelines.models.promote"
+    ),
     "models rollback": Row(
         words="digits",
         mistake="digitz",
-        calls="pipelines.models.rollback",
+        calls="flotilla.pipelines.models.rollback",
         returns=SimpleNamespace(version=1, number=3),
     ),
     "checkpoint show": Row(
         words="file:///checkpoints",
         mistake="absent",
-        calls="trainer.checkpoints.contents.contents",
+        calls="flotilla.trainer.checkpoints.contents.contents",
         returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
     ),
 }

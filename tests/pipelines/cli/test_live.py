@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.cli import live
-from pipelines.cli.live import Display, SweepDisplay
-from tests.pipelines.step_events import begun, done, ended
-from trainer.events import (
+from flotilla.pipelines.cli import live
+from flotilla.pipelines.cli.live import Display, SweepDisplay
+from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPassedOver,
     DataNote,
@@ -30,7 +29,8 @@ from trainer.events import (
     WarmStart,
     WorkProgress,
 )
-from trainer.sweeps.sweep import Objective, Result, Sweep, Trial
+from flotilla.trainer.sweeps.sweep import Objective, Result, Sweep, Trial
+from tests.pipelines.step_events import begun, done, ended
 
 
 def progress(step, time, **fields):

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli.__main__ import ANSWER, INTERRUPTED
-from pipelines.cli.exit import failure
+from flotilla.pipelines.cli.__main__ import ANSWER, INTERRUPTED
+from flotilla.pipelines.cli.exit import failure
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 # Modules in the order in which `flotilla prepare` loads them, the first of them after the handlers.
-FIRST, COMMANDS, LAST = "pipelines.cli.app", "pipelines.cli.kfp", "components.records.record"
+FIRST, COMMANDS, LAST = (
+    "flotilla.pipelines.cli.app",
+    "flotilla.pipelines.cli.kfp",
+    "flotilla.components.records.record",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +36,7 @@ def interrupted(tmp_path):
 
     def send(module, number, *arguments):
         # Each module that Python finds is a line on standard error.
-        command = [sys.executable, "-v", "-m", "pipelines.cli", *arguments]
+        command = [sys.executable, "-v", "-m", "flotilla.pipelines.cli", *arguments]
         with subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -94,7 +98,7 @@ def test_the_answer_of_an_interrupt_is_that_of_any_command():
 def test_a_hang_up_that_is_ignored_stays_ignored():
     program = (
         "import signal\n"
-        "from pipelines.cli.__main__ import _catch\n"
+        "from flotilla.pipelines.cli.__main__ import _catch\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "_catch()\n"
         "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN\n"
@@ -106,8 +110,8 @@ def test_a_hang_up_that_is_ignored_stays_ignored():
 def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_file(tmp_path, end):
     program = (
         "import os, signal, sys, tempfile, time\n"
-        "from pipelines.cli.__main__ import _catch, _own_temporary\n"
-        "from trainer.cluster.signals import on_interrupt\n"
+        "from flotilla.pipelines.cli.__main__ import _catch, _own_temporary\n"
+        "from flotilla.trainer.runtime.signals import on_interrupt\n"
         "_catch()\n_own_temporary()\n"
         "open(os.path.join(tempfile.mkdtemp(), 'half'), 'w').close()\n"
         "with on_interrupt(lambda: sys.exit(3)):\n"
@@ -195,7 +199,9 @@ TIMED = "import time:"
 AHEAD = 4096
 
 
-@pytest.mark.parametrize("module", ["typer.core", "pydantic_core", "pipelines.cli.display"])
+@pytest.mark.parametrize(
+    "module", ["typer.core", "pydantic_core", "flotilla.pipelines.cli.display"]
+)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     settings = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
@@ -205,7 +211,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     ) as process:
         names = (line.split("|")[-1].strip() for line in process.stderr)
         # What was imported before is out of anybody's hands.
-        assert "pipelines.cli.__main__" in names
+        assert "flotilla.pipelines.cli.__main__" in names
         assert module in names
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
@@ -255,7 +261,7 @@ def test_where_nobody_hears_the_exit_code_still_arrives(tmp_path):
 
 def test_help_loads_nothing_heavy(tmp_path):
     program = (
-        "import sys; from pipelines.cli.app import called; called(['--help']); "
+        "import sys; from flotilla.pipelines.cli.app import called; called(['--help']); "
         "heavy = {'kfp', 'kubernetes', 'numpy', 'pyarrow', 'pydantic', 'tensorflow', 'yaml'}; "
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )

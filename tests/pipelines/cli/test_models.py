@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pipelines.cli import app
-from trainer import storage
-from trainer.checkpoints.contents import StoredVariable
+from flotilla.pipelines.cli import app
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.contents import StoredVariable
 
 FIELDS = {
     "global_step": 20,

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from pipelines.cli.run import remedy_of
-from pipelines.runs import local
-from pipelines.runs.outcome import RunResult
-from trainer import storage
-from trainer.config.schema import Config
+from flotilla.pipelines.cli.run import remedy_of
+from flotilla.pipelines.runs import local
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import json
 
-from pipelines.cli.app import called
+from flotilla.pipelines.cli.app import called
 
 BATCHES = ["--set", "training.batch_size=16,32"]
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from pipelines.cli.tables import Table
+from flotilla.pipelines.cli.tables import Table
 
 URI = "gs://bucket/" + "folder/" * 9 + "model"
 ROWS = [

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import urllib3
 
-from pipelines.cli import app
-from pipelines.doctor import cluster as clusters
-from pipelines.doctor import configuration
-from pipelines.doctor.examination import Finding
-from pipelines.runs import kfp_access
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.doctor import cluster as clusters
+from flotilla.pipelines.doctor import configuration
+from flotilla.pipelines.doctor.examination import Finding
+from flotilla.pipelines.runs import kfp_access
 from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
 
 RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"

@@ -8,18 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from components.jobset.engine import KIND as JOBSET
-from components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
-from components.tfjob.engine import KIND
-from pipelines.doctor.checks import _answers
+from flotilla.components.jobset.engine import KIND as JOBSET
+from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
+from flotilla.components.tfjob.engine import KIND
+from flotilla.pipelines.doctor.checks import _answers
+from flotilla.trainer.tracking import addresses, hub, mlflow_run
+from flotilla.trainer.tracking.hub import Hub
 from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
 from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import RUNNER
 from tests.trainer.tracking import test_hub as hub_server
-from trainer.tracking import addresses, hub, mlflow_run
-from trainer.tracking.hub import Hub
 
 CONTROLLERS = {"TFJob": "training operator", "JobSet": "JobSet controller"}
 OF_THE_CLUSTER = [

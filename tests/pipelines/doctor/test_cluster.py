@@ -6,9 +6,9 @@ import tomllib
 import pytest
 from kubernetes.config import kube_config
 
-from components.jobset.engine import KIND
-from pipelines.doctor import cluster
-from pipelines.doctor.cluster import CONTROLLERS
+from flotilla.components.jobset.engine import KIND
+from flotilla.pipelines.doctor import cluster
+from flotilla.pipelines.doctor.cluster import CONTROLLERS
 from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 from tests.pipelines.doctor.conftest import IMAGE

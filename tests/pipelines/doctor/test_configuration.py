@@ -4,9 +4,9 @@ import tempfile
 
 import pytest
 
-from pipelines.doctor.configuration import fits
+from flotilla.pipelines.doctor.configuration import fits
+from flotilla.trainer.config.load import parse_config
 from tests.pipelines.doctor.conftest import content
-from trainer.config.load import parse_config
 
 HUGE = (
     "import keras\n"

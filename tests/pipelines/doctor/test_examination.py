@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from pipelines.doctor import examination
-from pipelines.doctor.examination import Check, Finding, examine
-from trainer.errors import RunInterruptedError, UserError
+from flotilla.pipelines.doctor import examination
+from flotilla.pipelines.doctor.examination import Check, Finding, examine
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
 
 OK = Finding("ok", "fine")
 

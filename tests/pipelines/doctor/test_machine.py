@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import app
-from pipelines.doctor import machine
-from pipelines.doctor.configuration import consistent
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.doctor import machine
+from flotilla.pipelines.doctor.configuration import consistent
+from flotilla.trainer.config.load import parse_config
 from tests.pipelines.doctor.conftest import content
-from trainer.config.load import parse_config
 
 Usage = namedtuple("Usage", "total used free")
 JOB = "cluster.launcher=tfjob"
@@ -176,8 +176,8 @@ def test_packages_that_are_missing():
 
 def test_no_package_is_loaded_to_find_it():
     program = (
-        "import sys; from pipelines.cli import doctor; from pipelines.doctor import machine; "
-        "from trainer.config.schema import "
+        "import sys; from flotilla.pipelines.cli import doctor; from flotilla.pipelines.doctor import machine; "
+        "from flotilla.trainer.config.schema import "
         "Config; assert machine.packages(Config()).state == 'ok'; "
         "sys.exit(bool({'tensorflow', 'keras', 'tensorflow_datasets', 'sklearn'} & {*sys.modules}))"
     )
@@ -222,7 +222,7 @@ def test_a_full_output_is_one_line(doctor, tmp_path):
     assert doctor().code == 0
     program = (
         "import sys; sys.argv = ['flotilla', 'doctor']; "
-        "from pipelines.cli.__main__ import main; main()"
+        "from flotilla.pipelines.cli.__main__ import main; main()"
     )
     with open("/dev/full", "w", encoding="utf-8") as full:
         ended = subprocess.run(

@@ -6,13 +6,13 @@ import hypothesis
 import pytest
 from hypothesis import given
 
-from components.image import IMAGE
-from components.launchers import engine
-from pipelines.doctor.cluster import plan
-from pipelines.doctor.named_objects import image_names, judge_images, named
+from flotilla.components.image import IMAGE
+from flotilla.components.launchers import engine
+from flotilla.pipelines.doctor.cluster import plan
+from flotilla.pipelines.doctor.named_objects import image_names, judge_images, named
+from flotilla.trainer.config.load import parse_config
 from tests.components.kubernetes import settings
 from tests.kubernetes.cluster import NAMESPACE
-from trainer.config.load import parse_config
 
 POD = "cluster.kubernetes.pod"
 SECRET = "hush-hush"

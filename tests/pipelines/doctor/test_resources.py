@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines.doctor.resources import amount, written
+from flotilla.pipelines.doctor.resources import amount, written
 from tests.kubernetes.cluster import NAMESPACE
 
 CPU = "cluster.kubernetes.pod.resources.requests.cpu=2"

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from pipelines.doctor import examination
-from pipelines.doctor.storage import signatures
+from flotilla.pipelines.doctor import examination
+from flotilla.pipelines.doctor.storage import signatures
 from tests.pipelines.doctor.conftest import content
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
@@ -73,7 +73,7 @@ def test_what_may_not_be_deleted_is_named(doctor, store):
 
 
 def test_an_unreachable_store(doctor, store, monkeypatch):
-    monkeypatch.setattr("trainer.storage.probe.SECONDS", 0.3)
+    monkeypatch.setattr("flotilla.trainer.storage.probe.SECONDS", 0.3)
     store.plan.add(Fault("drop", times=10**6))
     report = doctor(f"storage.root={store.root}")
     assert report.failed() == ["storage"]
@@ -83,7 +83,7 @@ def test_an_unreachable_store(doctor, store, monkeypatch):
 
 @pytest.mark.slow
 def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monkeypatch):
-    monkeypatch.setattr("pipelines.doctor.checks.STORAGE_SECONDS", 3.0)
+    monkeypatch.setattr("flotilla.pipelines.doctor.checks.STORAGE_SECONDS", 3.0)
     store.plan.add(Fault("silence", method="GET", times=1, seconds=9.0))
     report = doctor(f"storage.root={store.root}")
     assert report.failed() == ["storage"]
@@ -95,7 +95,7 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
 
 @pytest.mark.slow
 def test_what_hangs_with_what_it_wrote_is_named(doctor, store, monkeypatch):
-    monkeypatch.setattr("pipelines.doctor.checks.STORAGE_SECONDS", 0.5)
+    monkeypatch.setattr("flotilla.pipelines.doctor.checks.STORAGE_SECONDS", 0.5)
     monkeypatch.setattr(examination, "TIDY_SECONDS", 0.5)
     store.plan.add(Fault("silence", times=10**6, seconds=3.0))
     found = of(doctor(f"storage.root={store.root}"))
@@ -173,9 +173,7 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
 
 
 def _started(folder, root):
-    program = (
-        "import sys; sys.argv[0] = 'flotilla'; from pipelines.cli.__main__ import main; main()"
-    )
+    program = "import sys; sys.argv[0] = 'flotilla'; from flotilla.pipelines.cli.__main__ import main; main()"
     words = ["doctor", "--json", "--set", f"storage.root={root}"]
     return subprocess.Popen(
         [sys.executable, "-c", program, *words],

@@ -12,16 +12,16 @@ from typing import Any
 from unittest import mock
 from uuid import uuid4
 
-from components import contract
-from components.records.step_record import StepRecord, published_records
-from components.table import step_of
-from pipelines.replay.replay import OutputArtifact
+from flotilla.components import contract
+from flotilla.components.records.step_record import StepRecord, published_records
+from flotilla.components.table import step_of
+from flotilla.pipelines.replay.replay import OutputArtifact
+from flotilla.trainer import storage
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.form import FIELDS
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import S3Server
 from tests.trainer.small_run import SmallRun
-from trainer import storage
-from trainer.cluster import fitting
-from trainer.config.form import FIELDS
 
 OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "prepare_data": ("configuration", "dataset", "validation", "page"),
@@ -110,7 +110,7 @@ class ClusterRun:
             mock.patch.object(fitting, "tried", return_value={}) if is_first else nullcontext()
         )
         with compiled, untried, suppress(SystemExit):
-            call = getattr(import_module(f"components.{name}"), name).python_func
+            call = getattr(import_module(f"flotilla.components.{name}"), name).python_func
             call(**{**own, **made, **arguments})
         records = [self.record(each.name) for each in step_of(name).stages]
         return [each for each in records if each][-1]

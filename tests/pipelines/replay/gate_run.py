@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from components import contract, prepare_data
-from components.records.step_record import StepRecord, published_records
-from pipelines.replay.replay import OutputArtifact
-from trainer import storage
-from trainer.cluster import fitting
-from trainer.config.form import FIELDS
+from flotilla.components import contract, prepare_data
+from flotilla.components.records.step_record import StepRecord, published_records
+from flotilla.pipelines.replay.replay import OutputArtifact
+from flotilla.trainer import storage
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.form import FIELDS
 
 RUN = "digits-20260301-120000-abcd"
 ROWS = "x,c,y\n" + "".join(f"{number},1,{'ab'[number % 2]}\n" for number in range(60))

@@ -11,21 +11,22 @@ from uuid import uuid4
 
 import pytest
 
-from components.records.record import recorded as in_step
-from components.records.run_store import Given, digests, given_to
-from components.records.step_record import StepRecord
-from pipelines.replay import replay as replays
-from pipelines.replay.replay import RecordedStep, find, replay
-from pipelines.runs.kfp_access import Instance
+from flotilla.components.records.record import recorded as in_step
+from flotilla.components.records.run_store import Given, digests, given_to
+from flotilla.components.records.step_record import StepRecord
+from flotilla.pipelines.replay import replay as replays
+from flotilla.pipelines.replay.replay import RecordedStep, find, replay
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.trainer import storage
+from flotilla.trainer.config.form import FIELDS, from_form, to_form, to_local_form
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.promotion import lineage, registry
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 from tests.pipelines.called import call, setting
 from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code
 from tests.pipelines.replay.gate_run import RUN, prepared, published
 from tests.trainer.small_run import small_run
-from trainer import storage, user_code
-from trainer.config.form import FIELDS, from_form, to_form, to_local_form
-from trainer.config.load import parse_config
-from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
-from trainer.promotion import lineage, registry
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 

@@ -6,13 +6,13 @@ import shlex
 
 import pytest
 
-from pipelines.cli import app
-from pipelines.replay import replay
-from pipelines.runs.kfp_access import Instance
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.replay import replay
+from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.trainer import storage
+from flotilla.trainer.report import heading
+from flotilla.trainer.runtime.errors import USAGE, UserError
 from tests.pipelines.replay.gate_run import RUN, prepared
-from trainer import storage
-from trainer.errors import USAGE, UserError
-from trainer.report import heading
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import google_crc32c
 
-from trainer import storage
-from trainer.promotion import registry
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import registry
 
 NOW = datetime.now(UTC)
 

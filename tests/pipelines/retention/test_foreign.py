@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.retention import removal
-from pipelines.retention.inventory import read
-from pipelines.retention.plan import planned, policy
+from flotilla.pipelines.retention import removal
+from flotilla.pipelines.retention.inventory import read
+from flotilla.pipelines.retention.plan import planned, policy
+from flotilla.trainer import storage
+from flotilla.trainer.storage.uri import names_in
 from tests.pipelines.retention.roots import age, manifest, run_of, version_of
-from trainer import storage
-from trainer.storage.uri import names_in
 
 
 @pytest.fixture(params=["plain", "what?", "50%3F off, now (a)"])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from components import in_use
+from flotilla.components import in_use
+from flotilla.trainer import storage
 from tests.pipelines.retention.roots import manifest
 from tests.pipelines.retention.test_removal import swept
-from trainer import storage
 
 PATH = "datasets/d"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.retention.plan import (
+from flotilla.pipelines.retention.plan import (
     CHECKPOINT,
     RUN,
     VERSION,
@@ -19,7 +19,7 @@ from pipelines.retention.plan import (
     planned,
     policy,
 )
-from trainer.errors import ConfigError
+from flotilla.trainer.runtime.errors import ConfigError
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 

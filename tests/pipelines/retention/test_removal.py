@@ -11,16 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components import in_use
-from components.records import step_record
-from components.records.record import recorded
-from pipelines.cli import app
-from pipelines.retention import removal
-from pipelines.retention.inventory import read
-from pipelines.retention.plan import planned, policy
-from pipelines.retention.removal import collect
-from pipelines.sweeps.plan import SweepOptions
-from pipelines.sweeps.plan import planned as trials_of
+from flotilla.components import in_use
+from flotilla.components.records import step_record
+from flotilla.components.records.record import recorded
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.retention import removal
+from flotilla.pipelines.retention.inventory import read
+from flotilla.pipelines.retention.plan import planned, policy
+from flotilla.pipelines.retention.removal import collect
+from flotilla.pipelines.sweeps.plan import SweepOptions
+from flotilla.pipelines.sweeps.plan import planned as trials_of
+from flotilla.trainer import storage
+from flotilla.trainer.cluster.lease import (
+    ABANDONED_SECONDS,
+    LEASE_SECONDS,
+    Lease,
+    holders,
+    lease_uri,
+    time,
+)
+from flotilla.trainer.code import bundle
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.promotion import training_data as trained
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.sweeps.study import FILE, OLD_FILE, Study
 from tests.pipelines.retention.roots import (
     age,
     manifest,
@@ -32,13 +47,6 @@ from tests.pipelines.retention.roots import (
 )
 from tests.stores.fixtures import bucket_name
 from tests.trainer.code.referred import referred
-from trainer import storage
-from trainer.cluster.lease import ABANDONED_SECONDS, LEASE_SECONDS, Lease, holders, lease_uri, time
-from trainer.code import bundle
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.promotion import registry, trained
-from trainer.sweeps.study import FILE, OLD_FILE, Study
 
 
 @pytest.fixture
@@ -240,7 +248,7 @@ def test_what_cannot_be_deleted_of_a_dead_removal_is_said(root, monkeypatch, cap
     run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
     with monkeypatch.context() as patched:
         # A file of another user, and a disk that fails.
-        patched.setattr("trainer.storage.local.shutil.rmtree", lambda *_, **__: None)
+        patched.setattr("flotilla.trainer.storage.local.shutil.rmtree", lambda *_, **__: None)
         assert swept(root) == ["digits-0001", "datasets/d"]
         assert not storage.collect_garbage(storage.uri_of(root))
     assert ".digits-0001." in caplog.text

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelines.runs import kfp_access as accesses
-from pipelines.runs.kfp_access import Access, Instance
-from trainer.errors import ConfigError
+from flotilla.pipelines.runs import kfp_access as accesses
+from flotilla.pipelines.runs.kfp_access import Access, Instance
+from flotilla.trainer.runtime.errors import ConfigError
 
 TOKEN = "ey-secret-token"
 

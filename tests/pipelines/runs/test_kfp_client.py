@@ -11,9 +11,9 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
-from pipelines.runs import kfp_client as instances
-from pipelines.runs.kfp_access import Access
-from pipelines.runs.kfp_client import InstanceError, health
+from flotilla.pipelines.runs import kfp_client as instances
+from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.pipelines.runs.kfp_client import InstanceError, health
 from tests.kfp_instance.store import Store
 from tests.planted import SECRETS, found_in, plant
 

@@ -7,8 +7,8 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from pipelines.runs.kfp_client import Client, InstanceError
-from pipelines.runs.kfp_nodes import Nodes, nodes_of
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError
+from flotilla.pipelines.runs.kfp_nodes import Nodes, nodes_of
 from tests.kfp_instance.workflow import IMAGE, WORKFLOW, Workflow, fnv, pod_name
 
 

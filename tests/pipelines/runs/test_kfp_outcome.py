@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from components.records import step_record
-from pipelines.runs import control
-from pipelines.runs.kfp_nodes import Pod
-from pipelines.runs.kfp_outcome import cause_of, explained
+from flotilla.components.records import step_record
+from flotilla.pipelines.runs import control
+from flotilla.pipelines.runs.kfp_nodes import Pod
+from flotilla.pipelines.runs.kfp_outcome import cause_of, explained
+from flotilla.trainer import storage
 from tests.kfp_instance.workflow import IMAGE
-from trainer import storage
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_a_record_that_was_not_written_does_not_fail_the_run(instance, remote):
 @pytest.fixture
 def inside(instance, monkeypatch):
     instance.store.pipeline_root = INSIDE
-    monkeypatch.setattr("pipelines.runs.kfp_outcome.STORE_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.pipelines.runs.kfp_outcome.STORE_SECONDS", 0.0)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -278,7 +278,7 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
 @pytest.fixture
 def no_waiting(monkeypatch):
     for name in ("START_SECONDS", "STALL_SECONDS"):
-        monkeypatch.setattr(f"pipelines.runs.kfp_watch.{name}", 0.0)
+        monkeypatch.setattr(f"flotilla.pipelines.runs.kfp_watch.{name}", 0.0)
 
 
 PULL = f'ImagePullBackOff: Back-off pulling image "{IMAGE}"'

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.events import AttemptBegin
 from tests.pipelines.called import call, setting
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.events import AttemptBegin
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -25,8 +25,8 @@ FEW = setting(
 READ_ALL = """
 import json, sys
 from pathlib import Path
-from trainer import storage
-from trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import list_checkpoints
 root, run, model = sys.argv[1:4]
 checkpoints = storage.join(root, run, "checkpoints")
 manifests = [storage.fetch(uri, Path(f"step-{step}")) for uri, step in

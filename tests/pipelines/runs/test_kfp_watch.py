@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from pipelines.runs import kfp_watch
-from pipelines.runs.kfp_client import READ_SECONDS
-from pipelines.runs.kfp_nodes import Nodes, Step
-from pipelines.runs.kfp_run import RemoteRun
+from flotilla.pipelines.runs import kfp_watch
+from flotilla.pipelines.runs.kfp_client import READ_SECONDS
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Step
+from flotilla.pipelines.runs.kfp_run import RemoteRun
 from tests.pipelines.called import FLOTILLA
 
 SECONDS = 120

@@ -11,17 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.records.record import STOPPING
-from components.records.run_store import RUN_ID
-from pipelines.runs import local, local_status
+from flotilla.components.records.record import STOPPING
+from flotilla.components.records.run_store import RUN_ID
+from flotilla.pipelines.runs import local, local_status
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.form import from_form, to_local_form
+from flotilla.trainer.config.load import load_config, parse_config
+from flotilla.trainer.config.old_parameters import keys
+from flotilla.trainer.config.schema import Config, StorageConfig
+from flotilla.trainer.events import AttemptBegin, FromScratch, RunBegin
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.pipelines.step_events import done
-from trainer import events, storage
-from trainer.config.form import from_form, to_local_form
-from trainer.config.load import load_config, parse_config
-from trainer.config.old_parameters import keys
-from trainer.config.schema import Config, StorageConfig
-from trainer.errors import ConfigError
-from trainer.events import AttemptBegin, FromScratch, RunBegin
 
 CONFIG = Config()
 # A runner that says it is there, and goes on when it is asked to end.

@@ -17,11 +17,24 @@ import tensorflow as tf
 from ai_edge_litert.interpreter import Interpreter
 from sklearn.datasets import load_digits
 
-from components import evaluate_model
-from components.records import run_store
-from pipelines import models
-from pipelines.cli import app
-from pipelines.runs import local
+from flotilla.components import evaluate_model
+from flotilla.components.records import run_store
+from flotilla.pipelines import models
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.runs import local
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.thresholds import ChampionRule
+from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.evaluation.evaluate import restored
+from flotilla.trainer.events import AttemptBegin, Progress, StepEnd, WarmStart
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.signing import signing
+from flotilla.trainer.storage.local import locked
+from flotilla.trainer.storage.manifest import checksum
+from flotilla.trainer.tasks.registry import objective_of
 from tests.components.called_steps import artifact_in, to_evaluate
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.planted import SECRETS, found_in, plant
@@ -30,19 +43,6 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.link import link
 from tests.trainer.signing.test_signing import key_pair
 from tests.trainer.small_run import publish_checkpoint
-from trainer import events, storage
-from trainer.config.load import load_config
-from trainer.config.thresholds import ChampionRule
-from trainer.data.read import evaluation_batches, stage_shards
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.evaluation.evaluate import restored
-from trainer.events import AttemptBegin, Progress, StepEnd, WarmStart
-from trainer.promotion import registry
-from trainer.signing import signing
-from trainer.storage.local import locked
-from trainer.storage.manifest import checksum
-from trainer.tasks.registry import objective_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 

@@ -5,16 +5,16 @@ import signal
 
 import pytest
 
-from components.records.record import STOPPING
-from pipelines.runs import local_child
-from pipelines.runs.outcome import outcome_of
-from trainer import events
-from trainer.cluster import fitting
-from trainer.config.form import to_local_form
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
-from trainer.events import StepBegin, StepEnd
-from trainer.run_state import state_of
+from flotilla.components.records.record import STOPPING
+from flotilla.pipelines.runs import local_child
+from flotilla.pipelines.runs.outcome import outcome_of
+from flotilla.trainer import events
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.form import to_local_form
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.events import StepBegin, StepEnd
+from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 @pytest.fixture

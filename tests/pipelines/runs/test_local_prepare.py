@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 
-from components import resolve_config
-from components.records import run_store
-from pipelines.runs import local_status
+from flotilla.components import resolve_config
+from flotilla.components.records import run_store
+from flotilla.pipelines.runs import local_status
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.promotion import training_data as trained
 from tests.pipelines.called import call, content, setting
-from trainer import storage
-from trainer.config.load import load_config
-from trainer.promotion import trained
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from pipelines.runs import control, local_status
-from tests.pipelines.called import calling, setting
-from trainer.events import (
+from flotilla.pipelines.runs import control, local_status
+from flotilla.trainer.events import (
     Interrupted,
     Progress,
     RunBegin,
@@ -22,6 +21,7 @@ from trainer.events import (
     Suspension,
     to_tree,
 )
+from tests.pipelines.called import calling, setting
 
 # A process that starts another one with the words of a run's child, and says how it was ended.
 STARTER = """
@@ -90,7 +90,7 @@ def going(folder):
 @contextmanager
 def starting(folder, name):
     """Start a process of this name that starts the child of a run."""
-    words = json.dumps(["-m", "pipelines.runs.local_child", "run", str(folder)])
+    words = json.dumps(["-m", "flotilla.pipelines.runs.local_child", "run", str(folder)])
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER, name],
         env={**os.environ, "WORDS": words},
@@ -332,5 +332,7 @@ def test_events_that_cannot_be_read_are_said_and_hide_no_other_run(flotilla, fol
 
 
 def test_runs_of_this_machine_load_no_client_of_kfp():
-    code = "import sys; from pipelines.runs import control; assert 'kfp' not in sys.modules"
+    code = (
+        "import sys; from flotilla.pipelines.runs import control; assert 'kfp' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

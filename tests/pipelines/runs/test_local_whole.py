@@ -7,16 +7,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.records import gather_report
-from pipelines.runs import local, local_status
+from flotilla.components.records import gather_report
+from flotilla.pipelines.runs import local, local_status
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Progress, StepEnd
+from flotilla.trainer.promotion import registry
 from tests.pipelines.called import Called, call, calling, content, processes_of, setting
 from tests.trainer.code.referred import referred
 from tests.trainer.page import Page
 from tests.trainer.tracking.test_mlflow_run import MlflowServer
-from trainer import events, storage
-from trainer.config.load import load_config
-from trainer.events import AttemptBegin, CheckpointPublished, Progress, StepEnd
-from trainer.promotion import registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

@@ -5,11 +5,11 @@ from contextlib import suppress
 
 import pytest
 
-from pipelines.runs.local import with_full_disk
-from pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.local import with_full_disk
+from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.trainer.events import RunBegin, WarmStart
+from flotilla.trainer.events.run_state import state_of
 from tests.pipelines.step_events import STEPS, begun, done, ended, judged, promoted
-from trainer.events import RunBegin, WarmStart
-from trainer.run_state import state_of
 
 FINISHED = done("finish", uri="file:///r/report.html")
 

@@ -7,17 +7,17 @@ import threading
 
 import pytest
 
-from pipelines import runs
-from pipelines.runs import Instance, follow, logs, prepare, run, status, submit, train
-from pipelines.runs.local import RunOptions, configuration
+from flotilla.pipelines import runs
+from flotilla.pipelines.runs import Instance, follow, logs, prepare, run, status, submit, train
+from flotilla.pipelines.runs.local import RunOptions, configuration
+from flotilla.trainer import events
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.events import RunBegin
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.conftest import ROOT
 from tests.docs.markdown import read
-from trainer import events
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.events import RunBegin
 
-HEAVY = ("kfp", "numpy", "tensorflow", "rich", "typer", "pipelines.cli")
+HEAVY = ("kfp", "numpy", "tensorflow", "rich", "typer", "flotilla.pipelines.cli")
 BLOCKS = read(ROOT / "docs" / "how-to" / "python-api.md", ROOT).of("python")
 WHOLE_RUN, STAGES, EVENTS, THREAD, REMOTE = (block.text for block in BLOCKS)
 
@@ -49,7 +49,7 @@ def test_the_names_are_those_of_the_page():
 
 def test_runs_on_this_machine_load_nothing_heavy():
     program = (
-        "import sys; import pipelines.runs; from pipelines.runs import run, train, prepare; "
+        "import sys; import flotilla.pipelines.runs; from flotilla.pipelines.runs import run, train, prepare; "
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     command = [sys.executable, "-c", program]

@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pipelines.runs.schedule import parsed
+from flotilla.pipelines.runs.schedule import parsed
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.config.test_old_parameters import flat
-from trainer.config.load import load_config
-from trainer.errors import ConfigError
 
 
 @pytest.fixture

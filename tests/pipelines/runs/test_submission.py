@@ -9,11 +9,11 @@ import sys
 import pytest
 import yaml
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.form import to_form
+from flotilla.trainer.config.schema import Config
 from tests.stores.fixtures import bucket_name
 from tests.trainer.code.referred import referred as noted_below
-from trainer import storage
-from trainer.config.form import to_form
-from trainer.config.schema import Config
 
 pytestmark = pytest.mark.usefixtures("uploaded")
 
@@ -172,7 +172,7 @@ def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
 
 
 def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remote, monkeypatch):
-    monkeypatch.setattr("pipelines.runs.kfp_watch.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.pipelines.runs.kfp_watch.RETRY_SECONDS", 0.0)
     instance.faults.add("GET .*/runs/[^/]+$", 500)
     answer = remote("submit", "--wait")
     run_id = the_run(instance)["run_id"]
@@ -211,9 +211,9 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
 # What the process of a step does first, on another machine.
 STEP = """
 import json, sys
-from trainer.code.bundle import configured
-from trainer.config.form import from_form
-from trainer import user_code
+from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.config.form import from_form
+from flotilla.trainer.runtime import user_code
 config = configured(from_form(json.loads(sys.stdin.read())).model_dump_json())
 print(user_code.import_module(config.model.name.partition(":")[0]).NAME)
 """

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from components import contract
-from components.image import IMAGE
-from pipelines.compile import compiled_by, own_package
-from pipelines.runs.kfp_access import Access
-from pipelines.runs.kfp_client import connect
-from pipelines.runs.submission import experiment_id
-from pipelines.runs.upload import containing, equals, pipeline_id_of, uploaded
+from flotilla.components import contract
+from flotilla.components.image import IMAGE
+from flotilla.pipelines.compile import compiled_by, own_package
+from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.pipelines.runs.kfp_client import connect
+from flotilla.pipelines.runs.submission import experiment_id
+from flotilla.pipelines.runs.upload import containing, equals, pipeline_id_of, uploaded
+from flotilla.trainer.promotion import lineage
 from tests.kfp_instance.server import Instance
-from trainer.promotion import lineage
 
 MINE = "registry.example.com/flotilla:9"
 REMARK = (

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from components.records.step_record import StepRecord
-from pipelines.models import versions
-from pipelines.runs.outcome import RunResult
-from pipelines.sweeps import local
-from pipelines.sweeps.plan import SweepOptions
+from flotilla.components.records.step_record import StepRecord
+from flotilla.pipelines.models import versions
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.pipelines.sweeps import local
+from flotilla.pipelines.sweeps.plan import SweepOptions
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.sweeps import study
 from tests.pipelines.called import call
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.sweeps import study
 
 ROOT = Path(__file__).parents[3]
 NINE = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_size=16,64,256")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines.models import versions
-from pipelines.sweeps.pipeline import compile_sweep
-from pipelines.sweeps.plan import SweepOptions
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.pipelines.models import versions
+from flotilla.pipelines.sweeps.pipeline import compile_sweep
+from flotilla.pipelines.sweeps.plan import SweepOptions
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 ON_LOCAL_RUNNER = """

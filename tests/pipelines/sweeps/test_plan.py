@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelines.sweeps.plan import SweepOptions, planned
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 BATCHES = ("training.steps=90", "training.batch_size=16,32,64")
 

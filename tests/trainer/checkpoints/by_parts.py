@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import part_saver, servers
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.part_server import PartServer
+from flotilla.trainer.checkpoints.remote import checkpoints_of
+from flotilla.trainer.checkpoints.servers import PartServers
 from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.checkpoints import part_saver, servers
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.part_server import PartServer
-from trainer.checkpoints.remote import checkpoints_of
-from trainer.checkpoints.servers import PartServers
 
 SHAPES = {"model/table": [1000, 4], "model/dense/kernel": [4, 2], "optimizer/m": [4, 2]}
 ON_FIRST = "model/table"

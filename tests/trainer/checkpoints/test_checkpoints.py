@@ -9,18 +9,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model, two_for_one
-from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
-from trainer.config.optimizer import OptimizerConfig
-from trainer.config.schema import ModelConfig, TrainingConfig
-from trainer.errors import UserError
-from trainer.events import CheckpointPassedOver, CheckpointPublished
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.storage.manifest import MANIFEST
-from trainer.strategies.strategy import checkpoint_variables
-from trainer.training.optimizers import build_optimizer
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.checkpoints import (
+    Checkpoints,
+    restore,
+    restore_model,
+    two_for_one,
+)
+from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
+from flotilla.trainer.config.optimizer import OptimizerConfig
+from flotilla.trainer.config.schema import ModelConfig, TrainingConfig
+from flotilla.trainer.events import CheckpointPassedOver, CheckpointPublished
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.manifest import MANIFEST
+from flotilla.trainer.strategies.strategy import checkpoint_variables
 
 DATA = "variables.data-00000-of-00001"
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.decisions import Interval, Retention, SaveInterval, handed_on
+from flotilla.trainer.checkpoints.index import IndexEntry
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.checkpoints.test_index import publish
-from trainer import events, storage
-from trainer.checkpoints.decisions import Interval, Retention, SaveInterval, handed_on
-from trainer.checkpoints.index import IndexEntry
-from trainer.config.main_metric import MainMetric
-from trainer.config.schema import TrainingConfig
-from trainer.errors import UserError
 
 
 @pytest.mark.parametrize(

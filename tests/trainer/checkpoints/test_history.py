@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.checkpoints import history
-from trainer.checkpoints.history import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import history
+from flotilla.trainer.checkpoints.history import (
     HISTORY_FILE,
     History,
     RowFile,
@@ -21,7 +20,8 @@ from trainer.checkpoints.history import (
     read_history,
     read_rows,
 )
-from trainer.errors import UserError
+from flotilla.trainer.runtime.errors import UserError
+from tests.stores.fixtures import bucket_name
 
 
 def row(step, **metrics):
@@ -117,7 +117,7 @@ def test_a_file_in_the_place_of_the_folder_is_said_in_one_line(uri):
 
 WRITER = """
 import sys
-from trainer.checkpoints.history import RowFile
+from flotilla.trainer.checkpoints.history import RowFile
 file = RowFile(sys.argv[1])
 file.begin([])
 for number in range(1_000_000):

@@ -5,22 +5,27 @@ import json
 import pytest
 import tensorflow as tf
 
-from trainer import storage
-from trainer.checkpoints import index
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.contents import contents
-from trainer.checkpoints.decisions import best_first, handed_on
-from trainer.checkpoints.history import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import index
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.contents import contents
+from flotilla.trainer.checkpoints.decisions import best_first, handed_on
+from flotilla.trainer.checkpoints.history import (
     VALIDATIONS_FILE,
     Validations,
     merge_validations,
     read_validations,
 )
-from trainer.checkpoints.index import index_of, require_first_weights
-from trainer.config.schema import TrainingConfig
-from trainer.errors import UserError
-from trainer.statistics import statistics
-from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
+from flotilla.trainer.checkpoints.index import index_of, require_first_weights
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import (
+    FeatureStatistics,
+    Learnt,
+    SplitStatistics,
+    Statistics,
+)
+from flotilla.trainer.runtime.errors import UserError
 
 
 def publish(folder, step, **fields):

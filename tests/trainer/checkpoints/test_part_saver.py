@@ -11,6 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import restore
+from flotilla.trainer.checkpoints.contents import contents
+from flotilla.trainer.cluster.lease import LeaseLostError, NoLease
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import retry
+from flotilla.trainer.storage.errors import PASSING
 from tests.stores.faults import Fault
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
@@ -22,13 +29,6 @@ from tests.trainer.checkpoints.by_parts import (
     two_servers,
     variables,
 )
-from trainer import storage
-from trainer.checkpoints.checkpoints import restore
-from trainer.checkpoints.contents import contents
-from trainer.cluster.lease import LeaseLostError, NoLease
-from trainer.errors import UserError
-from trainer.storage import retry
-from trainer.storage.errors import PASSING
 
 __all__ = ["in_bucket", "two_servers"]
 

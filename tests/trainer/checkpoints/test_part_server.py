@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import part_server
+from flotilla.trainer.checkpoints.part_server import KEPT_REPLIES, PartServer, Reply, Request
 from tests.trainer.checkpoints.by_parts import room_for
-from trainer import storage
-from trainer.checkpoints import part_server
-from trainer.checkpoints.part_server import KEPT_REPLIES, PartServer, Reply, Request
 
 
 def answered(server, folder, name, request):

@@ -5,17 +5,17 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.history import read_history
+from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.checkpoints.remote import LogFiles, RemoteCheckpoints, checkpoints_of
+from flotilla.trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
+from flotilla.trainer.events import CheckpointPassedOver
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.checkpoints.test_checkpoints import restored, save, variables
-from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.checkpoints.history import read_history
-from trainer.checkpoints.index import list_checkpoints
-from trainer.checkpoints.remote import LogFiles, RemoteCheckpoints, checkpoints_of
-from trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.events import CheckpointPassedOver
 
 ROW = {"global_step": 1500, "loss": 0.5, "seconds": 1.0}
 

@@ -8,6 +8,14 @@ from functools import partial
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import part_server, servers
+from flotilla.trainer.checkpoints.checkpoints import restore
+from flotilla.trainer.checkpoints.part_server import PartServer, Reply, Request
+from flotilla.trainer.checkpoints.servers import PartServers
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError
+from flotilla.trainer.storage import retry
+from flotilla.trainer.storage.errors import PASSING
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
     opened,
@@ -15,14 +23,6 @@ from tests.trainer.checkpoints.by_parts import (
     two_servers,
     variables,
 )
-from trainer import storage
-from trainer.checkpoints import part_server, servers
-from trainer.checkpoints.checkpoints import restore
-from trainer.checkpoints.part_server import PartServer, Reply, Request
-from trainer.checkpoints.servers import PartServers
-from trainer.errors import ClusterLostError, UserError
-from trainer.storage import retry
-from trainer.storage.errors import PASSING
 
 __all__ = ["two_servers"]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.checkpoints import tensor_bundle
+from flotilla.trainer.checkpoints.tensor_bundle import GRAPH, BundleWriter
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.checkpoints.by_parts import room_for
-from trainer.checkpoints import tensor_bundle
-from trainer.checkpoints.tensor_bundle import GRAPH, BundleWriter
-from trainer.errors import UserError
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer import storage
-from trainer.checkpoints.uploads import UploadQueue
-from trainer.errors import UserError
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.uploads import UploadQueue
+from flotilla.trainer.runtime.errors import UserError
 
 
 class Gate:

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints import warm_start
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.events import AttemptBegin, WarmStart
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.strategies.strategy import checkpoint_variables
 from tests.trainer.counting import Counting, Run
 from tests.trainer.small_run import publish_checkpoint
-from trainer import events, storage
-from trainer.checkpoints import warm_start
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.errors import ConfigError, UserError
-from trainer.events import AttemptBegin, WarmStart
-from trainer.strategies.strategy import checkpoint_variables
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from trainer.cluster import child_process
+from flotilla.trainer.cluster import child_process
 
 pytestmark = pytest.mark.cluster
 PROGRAM = """

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer import storage
-from trainer.cluster import completion
-from trainer.cluster.completion import ALL_STEPS, EARLY_STOP
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.errors import UserError
+from flotilla.trainer import storage
+from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.completion import ALL_STEPS, EARLY_STOP
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import UserError
 
 STEPS = 20
 

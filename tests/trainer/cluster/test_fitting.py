@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainer.cluster import child_process, fitting
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.trainer.cluster import child_process, fitting
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_what_fits_is_the_last_line(ends):
     assert Config.model_validate_json(options["request"]) == Config()
     assert arguments == ("trainer", "fit", "--dataset", "file:///d")
     # A fork server of a run has it.
-    assert options["loads"] == "trainer.training.chief"
+    assert options["loads"] == "flotilla.trainer.training.chief"
 
 
 def test_what_the_trainer_says_is_the_message(ends):

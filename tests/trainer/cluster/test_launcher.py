@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.launcher import Job
-from trainer.config.schema import Config
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.schema import Config
 
 
 @pytest.mark.parametrize("uri", ["gs://b/a/{}", "minio://b/{}?endpoint=http://store:9000&region=x"])

@@ -10,12 +10,9 @@ import time
 
 import pytest
 
-from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
-from tests.trainer.storage.places import BucketPlace, FilePlace
-from trainer import events, storage
-from trainer.cluster import lease
-from trainer.cluster.lease import (
+from flotilla.trainer import events, storage
+from flotilla.trainer.cluster import lease
+from flotilla.trainer.cluster.lease import (
     ABANDONED_SECONDS,
     LEASE_SECONDS,
     POLL_SECONDS,
@@ -28,8 +25,11 @@ from trainer.cluster.lease import (
     lease_uri,
     remove_expired,
 )
-from trainer.errors import ClusterLostError, UserError
-from trainer.storage import local
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError
+from flotilla.trainer.storage import local
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.trainer.storage.places import BucketPlace, FilePlace
 
 
 @pytest.fixture(params=["file", "gs", "s3", "minio"])
@@ -361,7 +361,7 @@ def test_what_was_given_back_stays_for_a_day(uri, clock):
 
 HOLD = """
 import sys
-from trainer.cluster import lease
+from flotilla.trainer.cluster import lease
 with lease.held(sys.argv[1], "digits-1"):
     print("held", flush=True)
     sys.stdin.read()
@@ -528,8 +528,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 ELSEWHERE = "another-boot.4026531836/1/77"
 WAIT = """
 import sys
-from trainer.cluster import lease
-from trainer.errors import RunInterruptedError
+from flotilla.trainer.cluster import lease
+from flotilla.trainer.runtime.errors import RunInterruptedError
 try:
     with lease.held(sys.argv[1], "digits-2"):
         print("held", flush=True)

@@ -11,11 +11,19 @@ from contextlib import ExitStack
 
 import pytest
 
-from trainer.cluster import liveness
-from trainer.cluster.liveness import CHANNEL_OPTIONS, CHANNELS, Peers, find_tasks_soon, probe_peers
-from trainer.topology import Cluster, Task
+from flotilla.trainer.cluster import liveness
+from flotilla.trainer.cluster.liveness import (
+    CHANNEL_OPTIONS,
+    CHANNELS,
+    Peers,
+    find_tasks_soon,
+    probe_peers,
+)
+from flotilla.trainer.config.topology import Cluster, Task
 
-BEAT = "from trainer.cluster import liveness; import signal; liveness.begin(); signal.pause()"
+BEAT = (
+    "from flotilla.trainer.cluster import liveness; import signal; liveness.begin(); signal.pause()"
+)
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.trainer.cluster.test_event_lines import progress
-from trainer import events
-from trainer.cluster.local import HOST, TaskLogs, held_cluster, relayed
-from trainer.errors import UserError
-from trainer.events import CheckpointPublished, UserCodeFailed
-from trainer.topology import Task, check_port
+from flotilla.trainer import events
+from flotilla.trainer.cluster.local import HOST, TaskLogs, held_cluster, relayed
+from flotilla.trainer.config.topology import Task, check_port
+from flotilla.trainer.events import CheckpointPublished, UserCodeFailed
+from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.events.test_event_lines import progress
 
 
 def write(workdir, task, text):

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from flotilla.trainer import events
+from flotilla.trainer.cluster import local, loopback
+from flotilla.trainer.config.topology import Cluster
+from flotilla.trainer.events.event_lines import line_of
+from flotilla.trainer.runtime.errors import UserError
 from tests.cluster.strangers import other_addresses, reached
-from trainer import events
-from trainer.cluster import local, loopback
-from trainer.cluster.event_lines import line_of
-from trainer.errors import UserError
-from trainer.topology import Cluster
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a way")
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.cluster import signals
-from trainer.cluster.launcher import Job
-from trainer.cluster.process import TaskProcess
-from trainer.config.load import load_config
-from trainer.config.schema import Config
-from trainer.errors import FAILED, UserError
-from trainer.topology import Cluster, Task, from_tf_config
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import TaskProcess
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.errors import FAILED, UserError
 
 CLUSTER = Cluster(
     addresses={"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "worker": ("127.0.0.1:3",)}
@@ -59,7 +59,7 @@ def test_a_task_has_a_folder_of_its_own(process, job):
 
 def test_the_command_names_the_work_folder_so_that_a_run_can_be_found(process, job):
     command = process()._command()
-    assert command[:4] == [sys.executable, "-m", "trainer", "task"]
+    assert command[:4] == [sys.executable, "-m", "flotilla.trainer", "task"]
     options = dict(zip(command[4::2], command[5::2], strict=True))
     assert options == {
         "--config": str(job.workdir / "chief-0" / "config.json"),

@@ -7,11 +7,11 @@ import sys
 import pytest
 import tensorflow as tf
 
-from trainer.cluster import process
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError, UserError
-from trainer.topology import Cluster, Task
-from trainer.training.server import configure_gpus, server_settings
+from flotilla.trainer.cluster import process
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.training.server import configure_gpus, server_settings
 
 CLUSTER = Cluster(
     addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": tuple(f"a:{n}" for n in (3, 4))}

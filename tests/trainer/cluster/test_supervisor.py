@@ -4,16 +4,16 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from tests.trainer.cluster.test_completion import job_of, publish
-from trainer.cluster import completion
-from trainer.cluster.process import TaskProcess
-from trainer.cluster.supervisor import (
+from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.process import TaskProcess
+from flotilla.trainer.cluster.supervisor import (
     EvaluatorSupervision,
     ServerMemory,
     Supervisor,
 )
-from trainer.errors import UserError
-from trainer.topology import Cluster, Task
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.cluster.test_completion import job_of, publish
 
 CLUSTER = Cluster(addresses=dict.fromkeys(("chief", "ps", "worker"), ("localhost:1",)))
 CHIEF, PS, WORKER = (Task(role=role, index=0) for role in ("chief", "ps", "worker"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster import termination
+from flotilla.trainer.cluster import termination
 
 
 def test_a_message_is_one_line_and_the_next_attempt_deletes_it(tmp_path):

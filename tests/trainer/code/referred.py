@@ -3,8 +3,8 @@
 import json
 from contextlib import suppress
 
-from trainer import storage
-from trainer.code.bundle import FOLDER, OF_RUN, OF_SCHEDULES
+from flotilla.trainer import storage
+from flotilla.trainer.code.bundle import FOLDER, OF_RUN, OF_SCHEDULES
 
 
 def referred(root: str) -> set[str]:

@@ -9,12 +9,13 @@ import threading
 
 import pytest
 
-from trainer import storage, user_code
-from trainer.code import bundle
-from trainer.code.collect import Collected, Found
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.storage.manifest import Manifest, checksum
+from flotilla.trainer import storage
+from flotilla.trainer.code import bundle
+from flotilla.trainer.code.collect import Collected, Found
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.manifest import Manifest, checksum
 
 
 @pytest.fixture
@@ -115,8 +116,8 @@ def test_another_uri_is_no_bundle(value):
 
 CHILD = """
 import os, sys
-from trainer import user_code
-from trainer.code import bundle
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.code import bundle
 bundle.enter(sys.argv[1])
 module = user_code.import_module("blocks")
 print(module.A, user_code.folder(), os.getcwd())

@@ -2,9 +2,9 @@
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.code import bundle
 from tests.trainer.code.referred import referred
-from trainer import storage
-from trainer.code import bundle
 
 
 @pytest.fixture

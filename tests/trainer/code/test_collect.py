@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from trainer.code import collect
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer.code import collect
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The key `data.gate`: every rule has an action, every limit a default within its bounds."""
 
-from trainer.config.data_gate import ACTIONS, LIMITS, RULES, DataGateConfig
+from flotilla.trainer.config.data_gate import ACTIONS, LIMITS, RULES, DataGateConfig
 
 
 def test_every_rule_and_limit_has_a_default():

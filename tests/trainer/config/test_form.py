@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import ROOT
-from trainer.config.form import (
+from flotilla.trainer.config.form import (
     FIELDS,
     SETTINGS,
     WHOLE,
@@ -19,9 +18,10 @@ from trainer.config.form import (
     to_local_form,
     tree_of,
 )
-from trainer.config.load import load_config, parse_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.trainer.config.load import load_config, parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
+from tests.conftest import ROOT
 
 BY_NAME = {each.name: each for each in FIELDS}
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import load, old_parameters
-from trainer.config.load import REMOVED, load_config, parse_config, parse_value
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.trainer.config import load, old_parameters
+from flotilla.trainer.config.load import REMOVED, load_config, parse_config, parse_value
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = [".".join(key) for key, _ in old_parameters.keys().values()]
 

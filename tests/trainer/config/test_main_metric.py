@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.config.main_metric import MainMetric, main_first
+from flotilla.trainer.config.main_metric import MainMetric, main_first
 
 AUC = MainMetric(name="auc", better="higher")
 ERROR = MainMetric(name="error", better="lower")

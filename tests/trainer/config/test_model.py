@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.load import load_config, parse_config
-from trainer.config.model import InitialWeights, initial_weights
-from trainer.errors import ConfigError
+from flotilla.trainer.config.load import load_config, parse_config
+from flotilla.trainer.config.model import InitialWeights, initial_weights
+from flotilla.trainer.runtime.errors import ConfigError
 
 CLICKS = Path(__file__).parents[3] / "examples/clicks_large/clicks_large.yaml"
 

@@ -4,11 +4,17 @@ import json
 
 import pytest
 
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.old_parameters import (
+    OPTIONS,
+    configuration_of,
+    is_of_before,
+    keys,
+    spelled,
+)
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.conftest import ROOT
-from trainer.config.load import load_config
-from trainer.config.old_parameters import OPTIONS, configuration_of, is_of_before, keys, spelled
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
 
 
 def flat(config):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.config import pod_fields
+from flotilla.trainer.config import pod_fields
 
 
 @pytest.mark.parametrize(

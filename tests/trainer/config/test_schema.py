@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import old_parameters
-from trainer.config import schema as module
-from trainer.config.load import load_config, parse_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from flotilla.trainer.config import old_parameters
+from flotilla.trainer.config import schema as module
+from flotilla.trainer.config.load import load_config, parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
 
 ROOT = Path(module.__file__).parents[2]
 KEYS = [".".join(key) for key, _ in old_parameters.keys().values()]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.config.load import parse_config
-from trainer.config.thresholds import ChampionRule, called_now, split_rule
-from trainer.errors import ConfigError
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.thresholds import ChampionRule, called_now, split_rule
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(

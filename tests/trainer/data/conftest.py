@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.prepare import PreparedDataset, prepare
-from trainer.data.records import encode, parse
-from trainer.data.spec import DatasetSpec, FeatureSpec
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.prepare import PreparedDataset, prepare
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
 
 ROOT = Path(__file__).parents[3]
 Prepare = Callable[..., PreparedDataset]

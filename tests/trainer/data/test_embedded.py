@@ -7,16 +7,16 @@ import hashlib
 import numpy as np
 import pytest
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.config.load import load_config
-from trainer.data import prepare
-from trainer.data.builders import datasets
-from trainer.data.embedded import generated, scikit
-from trainer.data.features import select
-from trainer.data.read import evaluation_batches
-from trainer.data.spec import DatasetSpec
-from trainer.tasks import registry
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.data import prepare
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.embedded import generated, scikit
+from flotilla.trainer.data.features import select
+from flotilla.trainer.data.read import evaluation_batches
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.tasks import registry
 
 # Examples for training and for the test, and the task that each one gets.
 CONTENT = {

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.features import select
+from flotilla.trainer.data.roles import find
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data import made_builders as builders
-from trainer.config.data import DataConfig
-from trainer.data.features import select
-from trainer.data.roles import find
-from trainer.data.spec import FeatureSpec
-from trainer.errors import ConfigError, UserError
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.files.column_roles import assign
+from flotilla.trainer.data.files.formats.delimited import CsvReader
+from flotilla.trainer.data.files.formats.raw_rows import END, Piece
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, read, sizes, source
-from trainer.config.data import DataConfig
-from trainer.data.files.column_roles import assign
-from trainer.data.files.formats.delimited import CsvReader
-from trainer.data.files.formats.raw_rows import END, Piece
-from trainer.errors import ConfigError, UserError
 
 
 def write(folder: Path, text: str, name: str = "a.csv") -> None:
@@ -515,7 +515,7 @@ def test_compressed_files(tmp_path: Path) -> None:
 def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.files.formats.decompression.FREE_BYTES", 1 << 16)
+    monkeypatch.setattr("flotilla.trainer.data.files.formats.decompression.FREE_BYTES", 1 << 16)
     bomb = file(tmp_path, gzip.compress(b"a,b\n" + b"1,2\n" * 200_000), "a.csv.gz")
     assert "expands to more than 200 times its size" in refusal(bomb)
     whole = gzip.compress(b"a,b\n" + bytes(f"{'1,2' * 999}\n", "ascii"))

@@ -2,14 +2,14 @@ import os
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.listing import Listing, chosen, list_source, publish, published, spans_of
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage import store
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.listing import Listing, chosen, list_source, publish, published, spans_of
-from trainer.errors import ConfigError, UserError
-from trainer.storage import store
 
 NEXT_PAGE = "continuation-token=|pageToken="
 

@@ -25,16 +25,21 @@ import tensorflow_datasets as tfds
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import prepare as module
+from flotilla.trainer.data.builders import builder_source
+from flotilla.trainer.data.prepare import dataset_key, prepare, selected
+from flotilla.trainer.data.read import (
+    evaluation_batches,
+    labelled_columns,
+    stage_shards,
+    training_batches,
+)
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data import made_builders as builders
 from tests.trainer.works import works
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data import prepare as module
-from trainer.data.builders import builder_source
-from trainer.data.prepare import dataset_key, prepare, selected
-from trainer.data.read import evaluation_batches, labelled_columns, stage_shards, training_batches
-from trainer.data.spec import DatasetSpec
-from trainer.errors import ConfigError, UserError
 
 
 @pytest.fixture
@@ -671,7 +676,10 @@ def test_processes_that_prepare_count_too(tmp_path):
         columns = {"a": np.arange(ROWS) * 0.5, "label": np.arange(ROWS) % 2}
         pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
     config = DataConfig(source=str(tmp_path), runner={"processes": 2})
-    with mock.patch("trainer.data.files.file_pieces.PART_BYTES", 10_000), works() as (last, _):
+    with (
+        mock.patch("flotilla.trainer.data.files.file_pieces.PART_BYTES", 10_000),
+        works() as (last, _),
+    ):
         prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
     assert last["encoding the examples"].done == 2 * ROWS
 

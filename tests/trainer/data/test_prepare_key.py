@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.config.load import parse_config
-from trainer.data.prepare import dataset_key
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.prepare import dataset_key
 
 SECTIONS = [
     {},
@@ -50,12 +50,19 @@ def loaded_by(code):
 
 @pytest.mark.slow
 def test_reading_needs_no_tfds():
-    loaded = loaded_by("import trainer.data.read")
+    loaded = loaded_by("import flotilla.trainer.data.read")
     assert "tensorflow" in loaded
     assert "tensorflow_datasets" not in loaded
 
 
-@pytest.mark.parametrize("module", ["trainer.data", "trainer.data.spec", "trainer.data.listing"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "flotilla.trainer.data",
+        "flotilla.trainer.features.dataset_spec",
+        "flotilla.trainer.data.listing",
+    ],
+)
 def test_what_a_launcher_may_ask_needs_nothing(module):
     loaded = loaded_by(f"import {module}")
     assert not {"tensorflow", "tensorflow_datasets", "sklearn", "keras"} & loaded
@@ -65,8 +72,8 @@ def test_a_dataset_that_is_reused_needs_no_tensorflow(digits, tmp_path):
     root = storage.uri_of(storage.local_path(digits.uri).parents[1])
     loaded = loaded_by(
         "from pathlib import Path\n"
-        "from trainer.config.data import DataConfig\n"
-        "from trainer.data.prepare import prepare\n"
+        "from flotilla.trainer.config.data import DataConfig\n"
+        "from flotilla.trainer.data.prepare import prepare\n"
         f"found = prepare(DataConfig(), {root!r}, Path({str(tmp_path / 'scratch')!r}))\n"
         f"assert found.reused and found.uri == {digits.uri!r}"
     )

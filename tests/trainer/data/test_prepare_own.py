@@ -10,13 +10,13 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.builders import batches, builder_source
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.builders import batches, builder_source
-from trainer.data.prepare import prepare
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
 
 # TFDS reads a dataset's description with a method that protobuf has deprecated.
 READS_AGAIN = pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")

@@ -7,8 +7,8 @@ import random
 import pytest
 import tensorflow as tf
 
-from trainer.data.random_access import RUN, by_number, write_index
-from trainer.data.read import evaluation_batches
+from flotilla.trainer.data.random_access import RUN, by_number, write_index
+from flotilla.trainer.data.read import evaluation_batches
 
 
 @pytest.fixture

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.data import read
+from flotilla.trainer.data.read import (
+    evaluation_batches,
+    labelled_columns,
+    stage_shards,
+    training_batches,
+)
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
-from trainer import storage
-from trainer.data import read
-from trainer.data.read import evaluation_batches, labelled_columns, stage_shards, training_batches
-from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import UserError
 
 # Held in memory as a whole; streamed through a small buffer; streamed without any shuffling.
 BUFFERS = {"memory": None, "stream": 7, "one": 1}

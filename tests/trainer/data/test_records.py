@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.data.features import stored_form
-from trainer.data.records import encode, parse
-from trainer.data.spec import FeatureSpec
+from flotilla.trainer.data.features import stored_form
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 NUMBERS = [
     "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",

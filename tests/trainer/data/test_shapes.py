@@ -7,12 +7,12 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.builders.batches import fitted
+from flotilla.trainer.data.features import select
+from flotilla.trainer.data.shapes import Fit
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
-from trainer.config.data import DataConfig
-from trainer.data.builders.batches import fitted
-from trainer.data.features import select
-from trainer.data.shapes import Fit
-from trainer.errors import ConfigError
 
 # Every feature of `Ragged` in one shape; the sets of tags become one bool a class.
 SHAPES = {

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.splits import TEST, TRAIN, VALIDATION, plan, shard_counts
-from trainer.errors import UserError
+from flotilla.trainer.data.splits import TEST, TRAIN, VALIDATION, plan, shard_counts
+from flotilla.trainer.runtime.errors import UserError
 
 
 def drawn(sizes, *, validation=0.1, seed=0):

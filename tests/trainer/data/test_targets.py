@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.data.targets import Target
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
-from trainer import storage
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.data.targets import Target
-from trainer.errors import UserError
 
 
 def target(dtype, shape=(), num_classes=0):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.config.data_gate import DataGateConfig
-from trainer.config.thresholds import GateConfig
-from trainer.data.spec import FeatureSpec
-from trainer.data_gate.findings import Question
-from trainer.data_gate.profile import DatasetProfile, split_profile
-from trainer.data_gate.validate import findings_of
-from trainer.statistics.accumulator import Accumulator
+from flotilla.trainer.config.data_gate import DataGateConfig
+from flotilla.trainer.config.thresholds import GateConfig
+from flotilla.trainer.data_gate.findings import Question
+from flotilla.trainer.data_gate.profile import DatasetProfile, split_profile
+from flotilla.trainer.data_gate.validate import findings_of
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.statistics.accumulator import Accumulator
 
 SHARES = (("train", 0.7), ("validation", 0.1), ("test", 0.2))
 CLASSES = ("no", "yes")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import yaml
 
+from flotilla.trainer.data_gate import expected, validate
+from flotilla.trainer.data_gate.findings import Question
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
-from trainer.data_gate import expected, validate
-from trainer.data_gate.findings import Question
-from trainer.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

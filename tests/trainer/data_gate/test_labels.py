@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flotilla.trainer.config.thresholds import GateConfig
+from flotilla.trainer.data_gate import labels
+from flotilla.trainer.data_gate.validate import findings_of
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
-from trainer.config.thresholds import GateConfig
-from trainer.data_gate import labels
-from trainer.data_gate.validate import findings_of
 
 
 def counted(train, test):

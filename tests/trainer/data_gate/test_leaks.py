@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from sklearn import datasets
 
+from flotilla.trainer.data_gate import leaks
 from tests.trainer.data_gate.tables import profile, question, split_of
-from trainer.data_gate import leaks
 
 ROWS = 900
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.prepare import prepare
-from trainer.data_gate.profile import profile_of
-from trainer.errors import UserError
-from trainer.statistics import statistics
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.data_gate.profile import profile_of
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.runtime.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from flotilla.trainer.config.data import SplitsConfig
+from flotilla.trainer.data_gate import drift, examples, structure, two_samples, values
+from flotilla.trainer.data_gate.profile import FeatureProfile, SplitProfile
+from flotilla.trainer.data_gate.validate import findings_of
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
-from trainer.config.data import SplitsConfig
-from trainer.data_gate import drift, examples, structure, two_samples, values
-from trainer.data_gate.profile import FeatureProfile, SplitProfile
-from trainer.data_gate.validate import findings_of
 
 
 def made(**columns):

@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from flotilla.trainer.data_gate.validate import findings_of
 from tests.trainer.data_gate.skews import SKEWS, table
 from tests.trainer.data_gate.tables import profile, question, split_of
-from trainer.data_gate.validate import findings_of
 
 
 def clean(seed, size, width):

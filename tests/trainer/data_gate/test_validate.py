@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data_gate import RULES
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.thresholds import GateConfig
+from flotilla.trainer.data_gate import page, validate
+from flotilla.trainer.data_gate.findings import Finding
 from tests.trainer.data_gate.skews import SKEWS, table
 from tests.trainer.data_gate.tables import profile, question, rules_of, split_of
-from trainer import storage
-from trainer.config.data_gate import RULES
-from trainer.config.schema import Config
-from trainer.config.thresholds import GateConfig
-from trainer.data_gate import page, validate
-from trainer.data_gate.findings import Finding
 
 
 def clean(seed=0, size=1000):

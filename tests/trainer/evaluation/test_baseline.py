@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from flotilla.trainer.baselines.baselines import Answers, Baseline
+from flotilla.trainer.evaluation import baseline
+from flotilla.trainer.report import headline, report
+from flotilla.trainer.tasks.binary_classification import BinaryClassification, Threshold
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.objective import Objective
 from tests.trainer.tasks.measuring import InParts, target
-from trainer.baselines.baselines import Answers, Baseline
-from trainer.evaluation import baseline
-from trainer.report import headline, report
-from trainer.tasks.binary_classification import BinaryClassification, Threshold
-from trainer.tasks.classification import Classification
-from trainer.tasks.objective import Objective
 
 COUNT, CLASSES = 150, 3
 RANDOM = np.random.default_rng(3)

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.evaluation.champion import champion_of
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.evaluation.signature import described, labels_of
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.report.rules import CLASS_MARGIN, MARGIN
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks import registry as tasks
 from tests.trainer import small_run
 from tests.trainer.tasks.test_multi_output import created
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.data.spec import DatasetSpec
-from trainer.errors import UserError
-from trainer.evaluation.champion import champion_of
-from trainer.evaluation.evaluate import evaluate
-from trainer.evaluation.signature import described, labels_of
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.promotion import gate
-from trainer.report.rules import CLASS_MARGIN, MARGIN
-from trainer.tasks import registry as tasks
 
 GATE = parse_config({"gate": {"champion": {"margin": 0.07}}}).gate
 

@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import pytest
 
+from flotilla.trainer.config.thresholds import ChampionRule
+from flotilla.trainer.evaluation import estimates, predictions
+from flotilla.trainer.evaluation.comparison import Opponents, compare
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.regression import Regression
 from tests.trainer.tasks.measuring import InParts, target
-from trainer.config.thresholds import ChampionRule
-from trainer.errors import ConfigError
-from trainer.evaluation import estimates, predictions
-from trainer.evaluation.comparison import Opponents, compare
-from trainer.tasks.classification import Classification
-from trainer.tasks.objective import Objective
-from trainer.tasks.regression import Regression
 
 COUNT, CLASSES = 120, 3
 RANDOM = np.random.default_rng(11)

@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
+from flotilla.trainer.evaluation import constant
+from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.tasks.base import Part, Whole
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.exact.areas import areas
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.ranking import Ranking
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
+from flotilla.trainer.tasks.sequences import SequenceLabelling
 from tests.trainer.tasks.measuring import target
-from trainer.evaluation import constant
-from trainer.evaluation.predictions import measured
-from trainer.tasks.base import Part, Whole
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.exact.areas import areas
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.objective import Objective
-from trainer.tasks.ranking import Ranking
-from trainer.tasks.regression import Regression
-from trainer.tasks.retrieval.recommendation import Recommendation
-from trainer.tasks.sequences import SequenceLabelling
 
 COUNT = 600
 DRAW = np.random.default_rng(5)

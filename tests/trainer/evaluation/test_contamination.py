@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from trainer import storage
-from trainer.config.data_gate import DataGateConfig
-from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.data.splits import by_share
-from trainer.evaluation.contamination import Judges
-from trainer.statistics import statistics
-from trainer.statistics.accumulator import Accumulator
-from trainer.statistics.hashing import hashes
-from trainer.statistics.statistics import Statistics
+from flotilla.trainer import storage
+from flotilla.trainer.config.data_gate import DataGateConfig
+from flotilla.trainer.data.splits import by_share
+from flotilla.trainer.evaluation.contamination import Judges
+from flotilla.trainer.features.dataset_spec import SCHEMA, FeatureSpec
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.accumulator import Accumulator
+from flotilla.trainer.features.statistics.hashing import hashes
+from flotilla.trainer.features.statistics.statistics import Statistics
 
 FEATURES = {
     "spent": FeatureSpec(shape=(), dtype="float32", stored="float"),
@@ -199,7 +199,7 @@ def test_a_model_that_was_trained_on_its_own_test_examples_is_named(tmp_path):
 
 
 def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.statistics.sampling.MOST_HASHES", 500)
+    monkeypatch.setattr("flotilla.trainer.features.statistics.sampling.MOST_HASHES", 500)
     rows = customers(20_000)
     ours, theirs = drawn(rows), drawn(rows, seed=1)
     before = dataset(tmp_path / "before", rows, theirs)

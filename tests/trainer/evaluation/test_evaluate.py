@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.evaluation import evaluate as evaluation
+from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.metrics import losses
 from tests.trainer import small_run
 from tests.trainer.objectives import NO_ROLES, of_classes
 from tests.trainer.small_run import CLASSES, publish_checkpoint
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.records import encode
-from trainer.data.spec import SCHEMA, DatasetSpec, FeatureSpec
-from trainer.errors import UserError
-from trainer.evaluation import evaluate as evaluation
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.tasks import registry as tasks
-from trainer.tasks.metrics import losses
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,9 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, value, monkeypat
     bias[3] = value
     model.variables[1].assign(bias)
     # A checkpoint refuses such weights; they may come from elsewhere.
-    monkeypatch.setattr("trainer.checkpoints.tensor_bundle._is_finite", lambda _: tf.constant(True))
+    monkeypatch.setattr(
+        "flotilla.trainer.checkpoints.tensor_bundle._is_finite", lambda _: tf.constant(True)
+    )
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     assert _refusal(run, tmp_path, checkpoint=checkpoint) == (
         f"the model of {checkpoint} gives no finite numbers for 97 of 97 test examples: training "
@@ -301,8 +303,8 @@ SLACK = 60 << 20
 PEAK = """
 import re, sys
 from pathlib import Path
-from trainer.config.load import parse_config
-from trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.evaluation.evaluate import evaluate
 dataset, checkpoint, output, scratch = sys.argv[1:]
 evaluation = {"batch_size": 200, "baseline": "none"}
 config = parse_config({"model": {"name": "softmax"}, "evaluation": evaluation})

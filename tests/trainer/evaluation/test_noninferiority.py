@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from trainer.evaluation import noninferiority
-from trainer.evaluation.noninferiority import Estimate, Pairs, mean, paired
+from flotilla.trainer.evaluation import noninferiority
+from flotilla.trainer.evaluation.noninferiority import Estimate, Pairs, mean, paired
 
 Z = stats.norm.ppf(0.95)
 

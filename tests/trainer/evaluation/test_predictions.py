@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.tasks.measuring import InParts, target
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.evaluation import predictions, slices
-from trainer.evaluation.predictions import (
+from flotilla.trainer.evaluation import predictions, slices
+from flotilla.trainer.evaluation.predictions import (
     MOST_WORST,
     OTHER,
     Column,
@@ -22,19 +20,21 @@ from trainer.evaluation.predictions import (
     measured,
     predict,
 )
-from trainer.evaluation.slices import sliced
-from trainer.tasks import base
-from trainer.tasks.base import Part, SplitError, Target
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.exact import areas
-from trainer.tasks.metrics import losses
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.objective import Objective
-from trainer.tasks.ranking import Ranking
-from trainer.tasks.regression import Regression
-from trainer.tasks.sequences import SequenceLabelling
+from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.tasks import base
+from flotilla.trainer.tasks.base import Part, SplitError, Target
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.exact import areas
+from flotilla.trainer.tasks.metrics import losses
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.ranking import Ranking
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.sequences import SequenceLabelling
+from tests.trainer.tasks.measuring import InParts, target
 
 COUNT, CLASSES = 40, 3
 RANDOM = np.random.default_rng(5)

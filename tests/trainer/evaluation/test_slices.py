@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from flotilla.trainer.evaluation.slices import MOST_VALUES, OTHER, sliced
+from flotilla.trainer.tasks.base import Target
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.objective import Objective
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts
-from trainer.evaluation.slices import MOST_VALUES, OTHER, sliced
-from trainer.tasks.base import Target
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.objective import Objective
 
 
 def cut(values, labels, logits, names=()):

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as scores
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import TaskConfig
+from flotilla.trainer.evaluation.threshold import best, of_manifest
+from flotilla.trainer.prediction.answers import columns_of as answers_columns
+from flotilla.trainer.prediction.exported_model import fetched
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.evaluation.two_classes import TwoClasses, source
 from tests.trainer.small_run import publish_checkpoint
-from trainer import storage
-from trainer.config.schema import TaskConfig
-from trainer.errors import UserError
-from trainer.evaluation.threshold import best, of_manifest
-from trainer.prediction.answers import columns_of as answers_columns
-from trainer.prediction.exported_model import fetched
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

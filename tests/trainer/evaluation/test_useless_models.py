@@ -8,27 +8,27 @@ import json
 import numpy as np
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.evaluation import constant
+from flotilla.trainer.evaluation.champion import Champion, compared
+from flotilla.trainer.evaluation.evaluate import evaluate, summarized
+from flotilla.trainer.evaluation.predictions import Predictions, unsound
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks.base import Part, Task, Whole
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.ranking import Ranking
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
+from flotilla.trainer.tasks.sequences import SequenceLabelling
 from tests.trainer import small_run
 from tests.trainer.tasks.measuring import target
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.errors import UserError
-from trainer.evaluation import constant
-from trainer.evaluation.champion import Champion, compared
-from trainer.evaluation.evaluate import evaluate, summarized
-from trainer.evaluation.predictions import Predictions, unsound
-from trainer.promotion import gate
-from trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
-from trainer.tasks.base import Part, Task, Whole
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.objective import Objective
-from trainer.tasks.ranking import Ranking
-from trainer.tasks.regression import Regression
-from trainer.tasks.retrieval.recommendation import Recommendation
-from trainer.tasks.sequences import SequenceLabelling
 
 DRAW = np.random.default_rng(17)
 COUNT, RARE_COUNT = 1200, 5600

@@ -11,20 +11,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import index
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.evaluation.evaluate import build_model, evaluate
+from flotilla.trainer.evaluation.signature import described
+from flotilla.trainer.export.export import export
+from flotilla.trainer.export.formats import FORMATS, Subject
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.tasks import registry as tasks
+from flotilla.trainer.tasks.objective import Objective
 from tests.trainer.small_run import publish_checkpoint
-from trainer import storage
-from trainer.checkpoints import index
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.data.prepare import prepare
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation.evaluate import build_model, evaluate
-from trainer.evaluation.signature import described
-from trainer.export.export import export
-from trainer.export.formats import FORMATS, Subject
-from trainer.promotion import gate
-from trainer.tasks import registry as tasks
-from trainer.tasks.objective import Objective
 
 ROWS = 600
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.export import model_card
 from tests.trainer import small_run
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.export import model_card
 
 # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -13,28 +13,28 @@ import pytest
 import tensorflow as tf
 import yaml
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import ModelConfig
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
+from flotilla.trainer.export.formats import FORMATS, Subject, called
+from flotilla.trainer.export.parity import SMOKE_EXAMPLES, Original, answered, fresh_process, prove
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.names import argument_names
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.promotion import kserve
+from flotilla.trainer.report.wording import interval_text, rounded
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.multi_output import MultiOutput, by_output
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.regression import Regression
 from tests.trainer import small_run
 from tests.trainer.objectives import of_classes
 from tests.trainer.odd_names import ODD
 from tests.trainer.tasks.measuring import target
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.config.schema import ModelConfig
-from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import ConfigError, UserError
-from trainer.evaluation.signature import SERIALIZED, SERVING
-from trainer.export.formats import FORMATS, Subject, called
-from trainer.export.parity import SMOKE_EXAMPLES, Original, answered, fresh_process, prove
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.names import argument_names
-from trainer.promotion import kserve
-from trainer.report.wording import interval_text, rounded
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.multi_output import MultiOutput, by_output
-from trainer.tasks.objective import Objective
-from trainer.tasks.regression import Regression
 
 # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

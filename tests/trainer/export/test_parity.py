@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from trainer.errors import UserError
-from trainer.export.parity import _environment, fresh_process, largest_difference
+from flotilla.trainer.export.parity import _environment, fresh_process, largest_difference
+from flotilla.trainer.runtime.errors import UserError
 
 
 def test_it_ends_with_an_export_that_fails(tmp_path):
@@ -45,7 +45,7 @@ def test_it_loads_no_keras():
 @pytest.mark.slow
 def test_it_ends_when_nobody_is_left_to_ask_it(tmp_path):
     program = (
-        "import pathlib, sys, time; from trainer.export import parity\n"
+        "import pathlib, sys, time; from flotilla.trainer.export import parity\n"
         "with parity.fresh_process(pathlib.Path(sys.argv[1])) as process:\n"
         "    print(process.pid, flush=True)\n"
         "    sys.stdin.read()\n"

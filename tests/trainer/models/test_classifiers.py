@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.config.model import MODELS, ModelConfig
-from trainer.errors import ConfigError
-from trainer.models import registry
-from trainer.models.spec import InputSpec
+from flotilla.trainer.config.model import MODELS, ModelConfig
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import ConfigError
 
 # The models of one tensor of any kind; those of ids and of tokens have tests of their own.
 OF_NAMED_INPUTS = {"two_tower", "two_tower_ranker", "gru", "tabular"}

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config.schema import ModelConfig
-from trainer.errors import ConfigError
-from trainer.models import registry
-from trainer.models.embedding_table import EmbeddingTable, growing, shrink
-from trainer.models.spec import InputSpec
-from trainer.models.table_shard import GIVEN
-from trainer.strategies import table_state
+from flotilla.trainer.config.schema import ModelConfig
+from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings.table_shard import GIVEN
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.embedding_table import EmbeddingTable, growing, shrink
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import ConfigError
 
 DIMENSION = 3
 UNIFORM = keras.initializers.RandomUniform(seed=1)
@@ -113,7 +113,7 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 
 
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
-    monkeypatch.setattr("trainer.models.sieve.FEWEST_BLOCKS", 1)
+    monkeypatch.setattr("flotilla.trainer.embeddings.count_min_sketch.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
     # Of one block: all cells are halved when it holds more than 4 ids.
     for each in (1, 1, 1, 2, 3, 4, 5):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.models import registry
-from trainer.models.normalization import Normalization
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.normalization import Normalization
+from flotilla.trainer.runtime.errors import ConfigError
 
 STEPS = np.array([-2, -1, 0, 1, 2])
 

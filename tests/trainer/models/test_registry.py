@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.schema import ModelConfig
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.registry import freeze
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.objectives import of_classes
-from trainer.config.schema import ModelConfig
-from trainer.errors import ConfigError
-from trainer.models import registry
-from trainer.models.registry import freeze
-from trainer.models.spec import InputSpec
 
 SPEC = InputSpec(shape=(4,), dtype="float32", output_shape=(3,))
 BATCH = np.ones((2, 4), np.float32)

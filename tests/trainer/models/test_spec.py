@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.errors import ConfigError
-from trainer.models.spec import InputSpec
-from trainer.statistics import statistics
-from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import (
+    FeatureStatistics,
+    Learnt,
+    SplitStatistics,
+    Statistics,
+)
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.schema import ModelConfig
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import (
+    FeatureStatistics,
+    Learnt,
+    SplitStatistics,
+    Statistics,
+)
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.odd_names import ODD
-from trainer.config.schema import ModelConfig
-from trainer.data.spec import FeatureSpec
-from trainer.errors import ConfigError
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.statistics import statistics
-from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
 
 COLUMNS = {
     "age": FeatureSpec(shape=(), dtype="float32", stored="float"),

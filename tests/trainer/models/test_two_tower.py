@@ -6,17 +6,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.model import ModelConfig
+from flotilla.trainer.data.embedded import generated as clicks
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import (
+    FeatureStatistics,
+    Learnt,
+    SplitStatistics,
+    Statistics,
+)
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.strategy import step_of
 from tests.trainer.objectives import cross_entropy
-from trainer.config.load import parse_config
-from trainer.config.model import ModelConfig
-from trainer.data.embedded import generated as clicks
-from trainer.errors import ConfigError
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.statistics import statistics
-from trainer.statistics.statistics import FeatureStatistics, Learnt, SplitStatistics, Statistics
-from trainer.strategies.strategy import step_of
-from trainer.training.optimizers import build_optimizer
 
 PAIRS = InputSpec(
     shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)

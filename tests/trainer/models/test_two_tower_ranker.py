@@ -8,17 +8,17 @@ import pytest
 import tensorflow as tf
 from clicks_large import Clickstream
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.model import ModelConfig
+from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.strategy import step_of
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 from tests.trainer.tasks.measuring import InParts, target
-from trainer.config.load import parse_config
-from trainer.config.model import ModelConfig
-from trainer.errors import ConfigError
-from trainer.evaluation.predictions import measured
-from trainer.models import registry
-from trainer.models.spec import InputSpec
-from trainer.strategies.strategy import step_of
-from trainer.tasks.objective import Objective
-from trainer.tasks.retrieval.recommendation import Recommendation
-from trainer.training.optimizers import build_optimizer
 
 IDS = ("user", "item", "shown")
 TABLES = {"user": {"capacity": 8}, "item": {"capacity": 8}}

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 import tensorflow as tf
 
-from trainer.models.vocabulary import Vocabulary, Words, stripped
+from flotilla.trainer.models.vocabulary import Vocabulary, Words, stripped
 
 CITIES = ["Rome", "Köln", "São Paulo", "x\ny"]
 

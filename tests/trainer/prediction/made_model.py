@@ -6,10 +6,10 @@ import json
 
 import tensorflow as tf
 
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.data.spec import FeatureSpec
-from trainer.names import argument_names
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.names import argument_names
 
 AGE = FeatureSpec(shape=(), dtype="float32", stored="float")
 COUNT = FeatureSpec(shape=(), dtype="int64", stored="int")

@@ -12,9 +12,9 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.errors import UserError
-from trainer.prediction.answers import columns_of, unsound
-from trainer.prediction.output import WRITERS
+from flotilla.trainer.prediction.answers import columns_of, unsound
+from flotilla.trainer.prediction.output import WRITERS
+from flotilla.trainer.runtime.errors import UserError
 
 LABELS = ["cat", "dog"]
 BOTH = np.array([[0.25, 0.75], [0.9, 0.1]], np.float32)

@@ -10,14 +10,14 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from flotilla.trainer import storage
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.prediction.predict import predict
+from flotilla.trainer.prediction.request import Request
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer import small_run
 from tests.trainer.prediction import made_model
 from tests.trainer.prediction.test_predict import asked, read
-from trainer import storage
-from trainer.data.spec import FeatureSpec
-from trainer.errors import ConfigError, UserError
-from trainer.prediction.predict import predict
-from trainer.prediction.request import Request
 
 SIZED = {"photo": FeatureSpec(shape=(4, 6, 3), dtype="uint8", stored="image")}
 RAW = {"image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw")}

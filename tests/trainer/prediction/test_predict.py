@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.events import DataNote, heard_by
+from flotilla.trainer.prediction.predict import predict
+from flotilla.trainer.prediction.request import Request
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
 from tests.stores.fixtures import bucket_name
 from tests.trainer.prediction import made_model
 from tests.trainer.signing.test_signing import key_pair
-from trainer import storage
-from trainer.errors import ConfigError, UserError
-from trainer.events import DataNote, heard_by
-from trainer.prediction.predict import predict
-from trainer.prediction.request import Request
-from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
 
 ROWS = [
     {"id": "a", "age": 1.5, "count": 2, "city": "Rome"},

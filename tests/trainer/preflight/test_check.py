@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster import fitting
-from trainer.config.data import DataConfig
-from trainer.config.schema import Config
-from trainer.data import listing
-from trainer.errors import ConfigError, TransientError, UserError
-from trainer.preflight.check import check, require_source
+from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data import listing
+from flotilla.trainer.preflight.check import check, require_source
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.data import DataConfig
-from trainer.data import listing
-from trainer.data.files import file_pieces
-from trainer.data.files.formats.delimited import CsvReader
-from trainer.data.files.formats.raw_rows import Piece
-from trainer.errors import UserError
-from trainer.preflight import head
-from trainer.preflight.head import few_files
-from trainer.preflight.sample import sampled
-from trainer.storage.uri import local_path
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import listing
+from flotilla.trainer.data.files import file_pieces
+from flotilla.trainer.data.files.formats.delimited import CsvReader
+from flotilla.trainer.data.files.formats.raw_rows import Piece
+from flotilla.trainer.preflight import head
+from flotilla.trainer.preflight.head import few_files
+from flotilla.trainer.preflight.sample import sampled
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.uri import local_path
 
 
 @pytest.fixture(autouse=True)

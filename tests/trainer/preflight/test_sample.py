@@ -9,12 +9,12 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.spec import DatasetSpec
-from trainer.errors import ConfigError, UserError
-from trainer.preflight import head, sample
-from trainer.preflight.sample import sampled
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.preflight import head, sample
+from flotilla.trainer.preflight.sample import sampled
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 # More than a sample has.
 MANY = 3 * sample.ROWS

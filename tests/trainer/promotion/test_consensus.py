@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainer import storage
-from trainer.promotion import consensus
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import consensus
 
 URI = "file:///question"
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, UserError
-from trainer.evaluation import noninferiority
-from trainer.promotion import gate
-from trainer.promotion.gate import Rule
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.evaluation import noninferiority
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.promotion.gate import Rule
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 MEASURED = {"loss": 0.21, "accuracy": 0.953125, "macro_precision": 0.95, "macro_f1": 0.9}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.promotion import lineage
+from flotilla.trainer.promotion import lineage
 
 ROOT = Path(__file__).parents[3]
 

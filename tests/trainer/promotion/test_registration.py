@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.errors import UserError
-from trainer.promotion import registration, registry
-from trainer.promotion.gate import Decision, Rule
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.promotion import registration, registry
+from flotilla.trainer.promotion.gate import Decision, Rule
+from flotilla.trainer.runtime.errors import UserError
 
 INPUTS = [{"feature": "image", "name": "image", "shape": [8, 8, 1], "dtype": "uint8"}]
 PARITY = {

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import kserve, registry
+from flotilla.trainer.promotion.registry import opponent
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.manifest import MANIFEST
 from tests.stores.faults import Plan
 from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.errors import UserError
-from trainer.promotion import kserve, registry
-from trainer.promotion.registry import opponent
-from trainer.storage.manifest import MANIFEST
 
 NAME = "digits"
 

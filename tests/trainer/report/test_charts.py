@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.report.charts import (
+from flotilla.trainer.report.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,

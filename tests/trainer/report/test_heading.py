@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.report import heading, report
 from tests.trainer.page import Page
-from trainer.config.schema import Config
-from trainer.report import heading, report
 
 TRACEBACK = """Traceback (most recent call last):
   File "/src/trainer/models/registry.py", line 67, in build

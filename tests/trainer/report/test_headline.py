@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report import headline
-from trainer.report.rules import CONSTANT, MARGIN
+from flotilla.trainer.report import headline
+from flotilla.trainer.report.rules import CONSTANT, MARGIN
 
 CHURN = {
     "metric": "average_precision", "value": 0.4123, "interval": [0.29, 0.53], "better": "higher",

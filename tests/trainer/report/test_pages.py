@@ -5,7 +5,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from trainer.report.pages import environment
+from flotilla.trainer.report.pages import environment
 
 
 def test_a_template_of_another_room_has_the_style_the_words_and_the_escaping(

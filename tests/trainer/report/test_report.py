@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.report import report
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.browser import Browser, browser, found
 from tests.trainer.page import Page
 from tests.trainer.report.test_views import CHAMPION, evaluation_of, pictures_of
-from trainer.config.schema import Config
-from trainer.errors import UserError
-from trainer.report import report
 
 EVIL = """<script>alert(1)</script>"'&<img src=x onerror=alert(1)>{{ 7 * 7 }}"""
 

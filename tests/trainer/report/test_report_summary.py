@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.report.report import as_markdown
+from flotilla.trainer.report.report import as_markdown
 
 RULE = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": 0.97, "passed": True}
 FACTS = {

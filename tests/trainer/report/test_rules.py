@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report import rules
-from trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
+from flotilla.trainer.report import rules
+from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
 
 RULE = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0.95}
 MARGINAL = {"metric": "accuracy_difference", "key": MARGIN, "bound": "min", "threshold": -0.02}

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flotilla.trainer.evaluation.evaluate import summarized
+from flotilla.trainer.evaluation.predictions import Predictions, Worst
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.report import report, views
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.registry import target_of
 from tests.trainer.page import Page
 from tests.trainer.tasks.measuring import InParts
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.evaluation.evaluate import summarized
-from trainer.evaluation.predictions import Predictions, Worst
-from trainer.report import report, views
-from trainer.tasks.classification import Classification
-from trainer.tasks.objective import Objective
-from trainer.tasks.registry import target_of
 
 EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("zero", EVIL, "two")

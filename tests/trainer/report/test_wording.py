@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report import wording
+from flotilla.trainer.report import wording
 
 
 @pytest.mark.parametrize(

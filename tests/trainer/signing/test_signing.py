@@ -9,14 +9,14 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from pipelines.doctor.storage import signatures
+from flotilla.pipelines.doctor.storage import signatures
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.signing import signing
+from flotilla.trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
+from flotilla.trainer.storage.publishing import store_for
 from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.errors import ConfigError, UserError
-from trainer.promotion import registry
-from trainer.signing import signing
-from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
-from trainer.storage.publishing import store_for
 
 NONE = serialization.NoEncryption()
 

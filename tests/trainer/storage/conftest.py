@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.trainer import storage
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace, FilePlace, Place
-from trainer import storage
 
 WARNINGS = ("-W", "error", "-W", "ignore:Please install grpcio-status:ImportWarning")
 REPOSITORY = Path(__file__).parents[3]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from flotilla.trainer import storage
+from flotilla.trainer.storage.uri import locate
 from tests.stores.faults import Plan
 from tests.stores.gcs_server import GcsServer
 from tests.stores.s3_server import S3Server
-from trainer import storage
-from trainer.storage.uri import locate
 
 # As awkward as paths get.
 AWKWARD = "the röot #1 100%25 ?x"

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from botocore import exceptions as boto
 
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import gcs, object_store, retry, s3
+from flotilla.trainer.storage.errors import StoreUnavailable
+from flotilla.trainer.storage.s3_endpoint import Endpoint, endpoint_of
+from flotilla.trainer.storage.store import ChangedError, DamagedInTransitError, paged
+from flotilla.trainer.storage.uri import locate
 from tests.clocks import Clock
 from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.errors import UserError
-from trainer.storage import gcs, object_store, retry, s3
-from trainer.storage.errors import StoreUnavailable
-from trainer.storage.s3_endpoint import Endpoint, endpoint_of
-from trainer.storage.store import ChangedError, DamagedInTransitError, paged
-from trainer.storage.uri import locate
 
 from .conftest import Make
 from .places import BucketPlace

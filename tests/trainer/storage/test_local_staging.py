@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.local import is_staging, locked, staging
 from tests.clocks import Clock
-from trainer import storage
-from trainer.errors import UserError
-from trainer.storage.local import is_staging, locked, staging
 
 from .conftest import Make, left_over, start
 
 HOLD = """
 import sys
 from pathlib import Path
-from trainer.storage.local import staging
+from flotilla.trainer.storage.local import staging
 with staging(Path(sys.argv[1]), "held") as stage:
     (stage / "half").write_bytes(b"1")
     print(stage, flush=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.storage import Corrupt, Manifest, UnknownSchema
-from trainer.storage.manifest import RESERVED, FileEntry
+from flotilla.trainer.storage import Corrupt, Manifest, UnknownSchema
+from flotilla.trainer.storage.manifest import RESERVED, FileEntry
 
 ENTRY = FileEntry("a", 1, "00000000")
 

@@ -15,15 +15,15 @@ import pytest
 import requests
 from botocore import exceptions as boto
 
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage import gcs, publishing, retry, s3
+from flotilla.trainer.storage.s3_endpoint import Endpoint
+from flotilla.trainer.storage.store import PART_BYTES, Trouble
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.stores.link import FAULTS, PARTIAL, Link, link
 from tests.stores.s3_server import S3Server
-from trainer import storage
-from trainer.errors import ConfigError, UserError
-from trainer.storage import gcs, publishing, retry, s3
-from trainer.storage.s3_endpoint import Endpoint
-from trainer.storage.store import PART_BYTES, Trouble
 
 from .conftest import FILES, Make, content, left_over, path_of, start
 from .places import BucketPlace, Place, fetched
@@ -203,7 +203,7 @@ def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
 PUBLISH_AT_A_LINE = """
 import sys
 from pathlib import Path
-from trainer import storage
+from flotilla.trainer import storage
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -468,7 +468,7 @@ def test_each_retry_is_a_line_of_log(
     bucket: BucketPlace, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.plan.add(Fault(503, times=2))
-    with caplog.at_level(logging.WARNING, logger="trainer.storage"):
+    with caplog.at_level(logging.WARNING, logger="flotilla.trainer.storage"):
         storage.write_bytes(uri, b"1")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer import storage
-from trainer.errors import ConfigError
-from trainer.storage import patterns
-from trainer.storage.uri import local_path
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.storage import patterns
+from flotilla.trainer.storage.uri import local_path
 
 
 def matched(text, path, root="gs://bucket"):

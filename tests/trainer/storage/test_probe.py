@@ -5,16 +5,16 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.storage import retry
+from flotilla.trainer.storage.probe import Probe, Unfit
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
-from trainer import storage
-from trainer.storage import retry
-from trainer.storage.probe import Probe, Unfit
 
 
 @pytest.fixture
 def without_retries(monkeypatch):
-    monkeypatch.setattr("trainer.storage.probe.SECONDS", 0.3)
+    monkeypatch.setattr("flotilla.trainer.storage.probe.SECONDS", 0.3)
 
 
 def unfit(probe):

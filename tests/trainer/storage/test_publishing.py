@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer import storage
-from trainer.errors import UserError
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
 
 from .conftest import FILES, Make, content, path_of
 from .places import Place, fetched, fill

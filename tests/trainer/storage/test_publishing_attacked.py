@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import storage
+from flotilla.trainer import storage
 
 from .conftest import FILES, REPOSITORY, WARNINGS, Make, content, left_over, path_of, start
 from .places import BucketPlace, Place, fetched, fill
@@ -18,7 +18,7 @@ from .places import BucketPlace, Place, fetched, fill
 PUBLISH = """
 import sys
 from pathlib import Path
-from trainer import storage
+from flotilla.trainer import storage
 storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x", fields={"n": sys.argv[3]})
 """
 
@@ -27,7 +27,7 @@ storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x", fields={"n": sys.argv[
 WITHIN_MEMORY = """
 import re, sys
 from pathlib import Path
-from trainer import storage
+from flotilla.trainer import storage
 def most():
     return re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
 storage.is_published(sys.argv[2])
@@ -248,7 +248,7 @@ def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Pat
 DIE_AT_EVERY_TOUCH = """
 import os, signal, sys
 from pathlib import Path
-from trainer import storage
+from flotilla.trainer import storage
 
 action, source, root = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 TOUCHES = ("open", "os.", "shutil.", "fcntl.")
@@ -289,7 +289,7 @@ else:
 PUBLISH_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
-from trainer import storage
+from flotilla.trainer import storage
 for number in itertools.count():
     uri = f"{sys.argv[2]}/step-{number:05d}"
     print(uri, flush=True)
@@ -297,7 +297,7 @@ for number in itertools.count():
 """
 REWRITE_FOR_EVER = """
 import itertools, sys
-from trainer import storage
+from flotilla.trainer import storage
 print("ready", flush=True)
 for number in itertools.count():
     storage.write_bytes(sys.argv[1], b"%07d\\n" % number * 50_000)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer import storage
-from trainer.errors import UserError
-from trainer.storage.local import FileStore
-from trainer.storage.object_store import ObjectStore
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.local import FileStore
+from flotilla.trainer.storage.object_store import ObjectStore
 
 from .conftest import FILES, Make, content, left_over
 from .places import BucketPlace, FilePlace, Place

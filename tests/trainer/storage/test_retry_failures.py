@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 
 import pytest
 
-from trainer import storage
-from trainer.errors import UserError
-from trainer.storage.errors import reported
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.errors import reported
 
 from .conftest import FILES, Make, content, left_over, path_of, start
 
 PUBLISH_WITHIN_A_LIMIT = """
 import resource, sys
 from pathlib import Path
-from trainer import storage
-from trainer.errors import UserError
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
 source, uri, limit = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 try:

@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import s3
+from flotilla.trainer.storage.manifest import MANIFEST
+from flotilla.trainer.storage.s3 import client
+from flotilla.trainer.storage.s3_endpoint import (
+    KFP_ENDPOINT,
+    Endpoint,
+    endpoint_of,
+    plain_http_remark,
+)
+from flotilla.trainer.storage.uri import locate
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import S3Server
-from trainer import storage
-from trainer.errors import UserError
-from trainer.storage import s3
-from trainer.storage.manifest import MANIFEST
-from trainer.storage.s3 import client
-from trainer.storage.s3_endpoint import KFP_ENDPOINT, Endpoint, endpoint_of, plain_http_remark
-from trainer.storage.uri import locate
 
 from .conftest import FILES, Make
 from .places import BucketPlace, fetched
@@ -204,7 +209,7 @@ def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     real = builtins.__import__
 
     def absent(name: str, *rest: Any) -> Any:
-        if name == "trainer.storage.s3":
+        if name == "flotilla.trainer.storage.s3":
             raise ModuleNotFoundError("No module named 'boto3'", name="boto3")
         return real(name, *rest)
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError, UserError
-from trainer.storage.uri import FORMS, SCHEMES, check_path, is_uri, scheme_of, speaks_s3
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.uri import FORMS, SCHEMES, check_path, is_uri, scheme_of, speaks_s3
 
 _names = st.text(
     st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 
-from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.turns import TURN, Seen
-from trainer.strategies.visits import Tally
+from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.input_position import Tally
+from flotilla.trainer.strategies.self_scheduling import TURN, Seen
 
 LOSS = 2.0
 

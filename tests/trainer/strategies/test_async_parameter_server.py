@@ -7,11 +7,10 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.strategies.fleet import LOSS, Fleet, Led
-from trainer.strategies import async_parameter_server
-from trainer.strategies.async_parameter_server import LOOK_SECONDS
-from trainer.strategies.parameter_server import NUMBER_FILE
-from trainer.strategies.turns import (
+from flotilla.trainer.strategies import async_parameter_server
+from flotilla.trainer.strategies.async_parameter_server import LOOK_SECONDS
+from flotilla.trainer.strategies.parameter_server import NUMBER_FILE
+from flotilla.trainer.strategies.self_scheduling import (
     LONG_RUN,
     MAX_PORTION,
     TURN,
@@ -21,6 +20,7 @@ from trainer.strategies.turns import (
     unit_of,
     unit_of_speed,
 )
+from tests.trainer.strategies.fleet import LOSS, Fleet, Led
 
 steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])
 

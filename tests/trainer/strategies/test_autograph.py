@@ -9,12 +9,12 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.self_scheduling import Turns
+from flotilla.trainer.strategies.strategy import create, gradient_of
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
-from trainer.config.load import parse_config
-from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.strategy import create, gradient_of
-from trainer.strategies.turns import Turns
 
 NUMBERS = tf.data.Dataset.counter()
 

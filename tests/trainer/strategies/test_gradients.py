@@ -7,27 +7,33 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, examples, problem_of
-from tests.trainer.strategies.traced import ancestors
-from trainer.config.load import parse_config
-from trainer.config.optimizer import OptimizerConfig
-from trainer.config.schema import TrainingConfig
-from trainer.errors import ConfigError
-from trainer.models.registry import reset_uids
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies.async_parameter_server import local_steps_of
-from trainer.strategies.gradients import (
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.optimizer import OptimizerConfig
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.models.registry import reset_uids
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.async_parameter_server import local_steps_of
+from flotilla.trainer.strategies.gradients import (
     Messages,
     apply_and_count,
     pull,
     pulled_gradient_of,
     push_state,
 )
-from trainer.strategies.parameter_server import looks_up
-from trainer.strategies.placement import build_slots
-from trainer.strategies.strategy import create, exact_counter, gradient_of, require_updates, step_of
-from trainer.training.optimizers import build_optimizer
+from flotilla.trainer.strategies.parameter_server import looks_up
+from flotilla.trainer.strategies.placement import build_slots
+from flotilla.trainer.strategies.strategy import (
+    create,
+    exact_counter,
+    gradient_of,
+    require_updates,
+    step_of,
+)
+from tests.trainer.objectives import cross_entropy
+from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, examples, problem_of
+from tests.trainer.strategies.traced import ancestors
 
 RATE = 0.1
 

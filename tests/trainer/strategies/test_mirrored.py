@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.models.registry import freeze
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.strategy import create
 from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, problem_of
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
-from trainer.models.registry import freeze
-from trainer.strategies.strategy import create
-from trainer.topology import Cluster, Task
 
 
 def single(**training):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
-from trainer.strategies import parameter_server, placement
-from trainer.strategies.parameter_server import Served
-from trainer.strategies.strategy import Problem
-from trainer.topology import Cluster, Task
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies import parameter_server, placement
+from flotilla.trainer.strategies.parameter_server import Served
+from flotilla.trainer.strategies.strategy import Problem
 
 ROWS, HERE = 40, "/device:CPU:0"
 

@@ -12,12 +12,14 @@ from tensorflow.core.protobuf.config_pb2 import ConfigProto
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.eager import context
 
-from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
-from trainer.config.schema import TrainingConfig
-from trainer.errors import ConfigError
-from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies import placement
-from trainer.strategies.placement import (
+from flotilla.trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.embeddings.table_state import BEGINS
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies import placement
+from flotilla.trainer.strategies.placement import (
     KeptValues,
     Place,
     Sized,
@@ -28,8 +30,6 @@ from trainer.strategies.placement import (
     places_of,
     server_device,
 )
-from trainer.strategies.table_state import BEGINS
-from trainer.training.optimizers import build_optimizer
 
 LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
 LAYERS += [Sized(path="b/kernel", bytes=50), Sized(path="b/bias", bytes=0)]

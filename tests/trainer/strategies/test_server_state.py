@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
-from trainer.models.embedding_table import EmbeddingTable
-from trainer.strategies import server_state
-from trainer.strategies.parameter_server import Served
-from trainer.strategies.placement import KeptValues
-from trainer.strategies.server_state import STEP, MisfitError, ServerState
-from trainer.strategies.turns import Turns
-from trainer.topology import Cluster, Task, topology_of
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task, topology_of
+from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies import server_state
+from flotilla.trainer.strategies.parameter_server import Served
+from flotilla.trainer.strategies.placement import KeptValues
+from flotilla.trainer.strategies.self_scheduling import Turns
+from flotilla.trainer.strategies.server_state import STEP, MisfitError, ServerState
 
 ROWS = 6
 SERVERS = range(2)

@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
-from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import Plain, dense, examples, problem_of
-from trainer import storage
-from trainer.checkpoints.remote import checkpoints_of
-from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
-from trainer.config.schema import STRATEGIES, Config, TrainingConfig
-from trainer.errors import ConfigError
-from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.strategy import (
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.remote import checkpoints_of
+from flotilla.trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from flotilla.trainer.config.schema import STRATEGIES, Config, TrainingConfig
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.strategy import (
     Strategy,
     checkpoint_variables,
     create,
     exact_counter,
     step_of,
 )
-from trainer.topology import Cluster, Task
-from trainer.training.optimizers import build_optimizer
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.trainer.objectives import cross_entropy
+from tests.trainer.plain import Plain, dense, examples, problem_of
 
 
 def built(optimizer="adam", model=dense, **args):
@@ -207,7 +207,7 @@ CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3"
 CHIEF = Task(role="chief", index=0)
 OWN = """
 from tests.trainer.plain import Plain
-from trainer.strategies.strategy import Strategy
+from flotilla.trainer.strategies.strategy import Strategy
 
 class Good(Plain): ...
 

@@ -7,17 +7,17 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.trainer.strategies.traced import ancestors
-from trainer.strategies import sync_parameter_server
-from trainer.strategies.gradients import over, plus, pulled_gradient_of
-from trainer.strategies.strategy import gradient_of
-from trainer.strategies.sync_parameter_server import (
+from flotilla.trainer.strategies import sync_parameter_server
+from flotilla.trainer.strategies.gradients import over, plus, pulled_gradient_of
+from flotilla.trainer.strategies.strategy import gradient_of
+from flotilla.trainer.strategies.sync_parameter_server import (
     TURN,
     NamedQueue,
     Staging,
     SyncParameterServer,
 )
-from trainer.strategies.towers import ONE
+from flotilla.trainer.strategies.towers import ONE
+from tests.trainer.strategies.traced import ancestors
 
 STEP = 7
 

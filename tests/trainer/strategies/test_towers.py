@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.optimizers.loss_scale import FIRST, LossScale
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.strategies.async_parameter_server import local_steps_of
+from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.strategy import gradient_of
+from flotilla.trainer.strategies.towers import ONE, Towers, towers_of
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
-from trainer.errors import UserError
-from trainer.strategies.async_parameter_server import local_steps_of
-from trainer.strategies.gradients import pulled_gradient_of
-from trainer.strategies.strategy import gradient_of
-from trainer.strategies.towers import ONE, Towers, towers_of
-from trainer.strategies.updates.loss_scale import FIRST, LossScale
 
 # A device that this process has not is played by the one that it has.
 TWO = Towers(devices=("/device:CPU:0", "/device:CPU:1"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.sweeps.space import config_of, corners, drawn, grid, space_of
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.sweeps.space import config_of, corners, drawn, grid, space_of
 
 RATE = "training.optimizer.learning_rate"
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.config.load import parse_config
-from trainer.config.main_metric import BY_LOSS, MainMetric
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
-from trainer.sweeps.sweep import (
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.main_metric import BY_LOSS, MainMetric
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.sweeps.sweep import (
     DONE,
     FAILED,
     Objective,

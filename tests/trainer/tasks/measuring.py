@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.evaluation import predictions
-from trainer.tasks.base import Part, Target
-from trainer.tasks.objective import Objective
+from flotilla.trainer.evaluation import predictions
+from flotilla.trainer.tasks.base import Part, Target
+from flotilla.trainer.tasks.objective import Objective
 
 
 class InParts:

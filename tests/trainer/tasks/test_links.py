@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.base import Target
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.links import Sigmoid, Softmax
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.sequences import SequenceLabelling
 from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
-from trainer.errors import ConfigError
-from trainer.tasks.base import Target
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.links import Sigmoid, Softmax
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.sequences import SequenceLabelling
 
 COUNT, CLASSES = 60, 4
 NAMES = ("a", "b", "c", "d")

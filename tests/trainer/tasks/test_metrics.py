@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
+from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.tasks import metrics
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts
-from trainer.evaluation.predictions import measured
-from trainer.tasks import metrics
 
 NAMES = list("abcdef")
 
@@ -24,8 +24,8 @@ NAMES = list("abcdef")
 def test_training_does_not_load_scikit_learn():
     # Keras's own import of it is let go.
     script = (
-        "import sys; from trainer import tensorflow_import; tensorflow_import.prepare();"
-        "import trainer.tasks.metrics;"
+        "import sys; from flotilla.trainer import tensorflow_import; tensorflow_import.prepare();"
+        "import flotilla.trainer.tasks.metrics;"
         "print(sorted({'sklearn', 'pandas'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.schema import Config, TaskConfig
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import registry
+from flotilla.trainer.tasks.objective import Objective
 from tests.trainer.tasks.measuring import InParts, evaluated, measured
 from tests.trainer.tasks.test_registry import dataset, feature
-from trainer.config.schema import Config, TaskConfig
-from trainer.errors import ConfigError
-from trainer.tasks import registry
-from trainer.tasks.objective import Objective
 
 COUNT = 30
 RANDOM = np.random.default_rng(0)

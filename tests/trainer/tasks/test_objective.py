@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import named
+from flotilla.trainer.tasks.base import Part, Target
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.compiled import compiled_of
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.task_loss import class_weights, weights_by_class
 from tests.trainer.tasks.measuring import InParts, target
-from trainer.errors import ConfigError
-from trainer.tasks import named
-from trainer.tasks.base import Part, Target
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.compiled import compiled_of
-from trainer.tasks.objective import Objective
-from trainer.tasks.regression import Regression
-from trainer.tasks.task_loss import class_weights, weights_by_class
 
 CLASSES = 3
 INPUTS = np.array([[0.1, 2.0], [1.0, -1.0], [0.5, 0.5], [-2.0, 0.3]], np.float32)

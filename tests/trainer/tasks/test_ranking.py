@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
+from flotilla.trainer.config.schema import TaskConfig
+from flotilla.trainer.tasks import registry
+from flotilla.trainer.tasks.ranking import Ranking, by_query
 from tests.trainer.tasks.measuring import InParts, evaluated, target
 from tests.trainer.tasks.test_registry import dataset, feature
-from trainer.config.schema import TaskConfig
-from trainer.tasks import registry
-from trainer.tasks.ranking import Ranking, by_query
 
 RANDOM = np.random.default_rng(0)
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.config.load import parse_config
-from trainer.config.schema import TaskConfig
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import ConfigError
-from trainer.tasks import registry
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import TaskConfig
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import registry
 
 
 def feature(dtype="int64", shape=(), classes=0):

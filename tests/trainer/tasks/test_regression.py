@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.regression import Regression
 from tests.trainer.tasks.measuring import InParts, measured, target
-from trainer.errors import ConfigError
-from trainer.tasks.regression import Regression
 
 COUNT = 40
 RANDOM = np.random.default_rng(0)

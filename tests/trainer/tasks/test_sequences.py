@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 from sklearn import metrics as scores
 
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.base import Target
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.sequences import SequenceLabelling, SequenceToLabel
 from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
-from trainer.errors import ConfigError
-from trainer.tasks.base import Target
-from trainer.tasks.objective import Objective
-from trainer.tasks.sequences import SequenceLabelling, SequenceToLabel
 
 COUNT, PLACES, CLASSES = 20, 6, 3
 

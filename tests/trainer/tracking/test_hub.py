@@ -13,9 +13,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from trainer.errors import UserError
-from trainer.tracking import hub
-from trainer.tracking.hub import TOKEN_FILE, Hub, PromotedModel
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tracking import hub
+from flotilla.trainer.tracking.hub import TOKEN_FILE, Hub, PromotedModel
 
 PATH = "/api/model_registry/v1alpha3"
 _RESOURCE = {"name", "description", "externalId", "customProperties", "state"}

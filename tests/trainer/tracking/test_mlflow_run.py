@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.events import AttemptBegin, StepEnd, Validation
+from flotilla.trainer.tracking import addresses, mlflow_run, promotions, tracker
+from flotilla.trainer.tracking.hub import PromotedModel
+from flotilla.trainer.tracking.tracker import LocalRun
 from tests.ports import held_port
 from tests.trainer.tracking.test_tracker import progress
-from trainer import events, storage
-from trainer.config.load import parse_config
-from trainer.events import AttemptBegin, StepEnd, Validation
-from trainer.tracking import addresses, mlflow_run, promotions, tracker
-from trainer.tracking.hub import PromotedModel
-from trainer.tracking.tracker import LocalRun
 
 _READY = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 

@@ -6,14 +6,21 @@ from collections import deque
 
 import pytest
 
-from trainer import events
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.events import AttemptBegin, Progress, Restart, RunBegin, StepEnd, Validation
-from trainer.tracking import addresses, tracker
-from trainer.tracking.mlflow_run import MOST_WAITING, Pending, Point
-from trainer.tracking.tracker import MISSING, MOST_POINTS, Reader, Tracker, ended, status_of
+from flotilla.trainer import events
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.events import AttemptBegin, Progress, Restart, RunBegin, StepEnd, Validation
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
+from flotilla.trainer.tracking import addresses, tracker
+from flotilla.trainer.tracking.mlflow_run import MOST_WAITING, Pending, Point
+from flotilla.trainer.tracking.tracker import (
+    MISSING,
+    MOST_POINTS,
+    Reader,
+    Tracker,
+    ended,
+    status_of,
+)
 
 
 def progress(step, *, steps=100, **fields):

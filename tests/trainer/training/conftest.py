@@ -2,8 +2,8 @@
 
 import pytest
 
+from flotilla.trainer import events
 from tests.trainer.counting import Run
-from trainer import events
 
 
 @pytest.fixture

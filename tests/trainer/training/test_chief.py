@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.cluster.lease import LeaseLostError, NoLease
+from flotilla.trainer.cluster.process import MODULES
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, FeatureSpec
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import Manifest
+from flotilla.trainer.strategies.server_state import is_lost
+from flotilla.trainer.strategies.strategy import Strategy
+from flotilla.trainer.training import chief
+from flotilla.trainer.training.chief import _lost_cluster, await_validation, hooks_of
+from flotilla.trainer.training.server import NUMBER_FILE, SHARDS
+from flotilla.trainer.training.stall import StallWatch
 from tests.trainer.objectives import NO_ROLES
-from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.cluster.lease import LeaseLostError, NoLease
-from trainer.cluster.process import MODULES
-from trainer.config.load import parse_config
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.records import encode
-from trainer.data.spec import KIND, SCHEMA, FeatureSpec
-from trainer.errors import UserError
-from trainer.storage import Manifest
-from trainer.strategies.server_state import is_lost
-from trainer.strategies.strategy import Strategy
-from trainer.training import chief
-from trainer.training.chief import _lost_cluster, await_validation, hooks_of
-from trainer.training.server import NUMBER_FILE, SHARDS
-from trainer.training.stall import StallWatch
 
 MANGLED = (
     "Unable to parse request\nAdditional GRPC error information from remote target "

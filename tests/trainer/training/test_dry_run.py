@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.evaluation import evaluate
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import registry
+from flotilla.trainer.training import dry_run
 from tests.trainer.objectives import of_classes
 from tests.trainer.small_run import digits, publish_dataset
-from trainer.config.load import parse_config
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import ConfigError
-from trainer.evaluation import evaluate
-from trainer.models.spec import InputSpec
-from trainer.tasks import registry
-from trainer.training import dry_run
 
 SPEC = DatasetSpec(
     features={
@@ -34,7 +34,7 @@ SPEC = DatasetSpec(
 )
 MODULE = """
 import keras
-from trainer.models.spec import scaled_input
+from flotilla.trainer.models.spec import scaled_input
 
 def net(spec, end=lambda x: x, kind=keras.Model, **compiled):
     given, x = scaled_input(spec)
@@ -129,7 +129,7 @@ class Chance(keras.layers.Layer):
 def chance(spec):
     return seven(spec, 1, Chance())
 
-from trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
 
 class Failing(BinaryClassification):
     def loss(self):

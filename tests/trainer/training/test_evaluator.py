@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from tests.trainer.tensorboard.test_scalars import scalars
-from trainer import storage
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.errors import UserError
-from trainer.training import evaluator
-from trainer.training.evaluator import metrics_of
+from flotilla.trainer import storage
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.training import evaluator
+from flotilla.trainer.training.evaluator import metrics_of
+from tests.trainer.telemetry.test_scalars import scalars
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.training.journal import MAX_ROWS, Journal, UnpublishedJournal
 from tests.trainer.counting import config_of
-from tests.trainer.tensorboard.test_scalars import hyperparameters, scalars
-from trainer import events, storage
-from trainer.checkpoints.checkpoints import Checkpoints
-from trainer.training.journal import MAX_ROWS, Journal, UnpublishedJournal
+from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Progress
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
+from flotilla.trainer.strategies.strategy import Report
+from flotilla.trainer.training import recovery
+from flotilla.trainer.training.loop import Hooks, Pace
 from tests.trainer.counting import Counting, config_of, nothing
-from trainer.config.schema import TrainingConfig
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.events import AttemptBegin, CheckpointPublished, Progress
-from trainer.strategies.strategy import Report
-from trainer.training import recovery
-from trainer.training.loop import Hooks, Pace
 
 METRICS = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
 

@@ -5,13 +5,13 @@ from unittest.mock import create_autospec
 
 import pytest
 
+from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.config.topology import Capabilities
+from flotilla.trainer.events import AttemptBegin, CheckpointPassedOver
+from flotilla.trainer.optimizers import averaging
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
+from flotilla.trainer.strategies.server_state import ServerState
 from tests.trainer.counting import Counting, nothing, stop_after
-from trainer.checkpoints.index import index_of
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.events import AttemptBegin, CheckpointPassedOver
-from trainer.strategies.server_state import ServerState
-from trainer.strategies.updates import averaging
-from trainer.topology import Capabilities
 
 
 def lost_at(step):

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
+from flotilla.trainer.training.loop import DIVERGED
 from tests.trainer.counting import CHANCE_LOSS, Counting
-from trainer.errors import RunInterruptedError, UserError
-from trainer.training.loop import DIVERGED
 
 MOST = DIVERGED * CHANCE_LOSS
 

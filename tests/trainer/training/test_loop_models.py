@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.checkpoints import restore_model
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.models.registry import freeze
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
+from flotilla.trainer.strategies.strategy import create
 from tests.trainer.counting import Run, stop_after
 from tests.trainer.objectives import of_classes
 from tests.trainer.plain import CHIEF, CLASSES, NOBODY, Plain, dense, examples, problem_of
-from trainer import storage
-from trainer.checkpoints.checkpoints import restore_model
-from trainer.config.load import parse_config
-from trainer.errors import RunInterruptedError, UserError
-from trainer.models.registry import freeze
-from trainer.strategies.strategy import create
 
 
 def measured_by_objective(strategy):

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from flotilla.trainer.checkpoints.history import read_history
+from flotilla.trainer.events import AttemptBegin, CheckpointPublished
+from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
 from tests.trainer.counting import Counting
-from trainer.checkpoints.history import read_history
-from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.events import AttemptBegin, CheckpointPublished
 
 SECONDS = 60
 

@@ -7,15 +7,15 @@ from unittest.mock import create_autospec
 import pytest
 import tensorflow as tf
 
-from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from trainer.config.load import parse_config
-from trainer.errors import ClusterLostError, UserError
-from trainer.events import ServersLost, heard_by
-from trainer.strategies.server_state import STEP, ServerState
-from trainer.strategies.strategy import Strategy
-from trainer.topology import topology_of
-from trainer.training import recovery
-from trainer.training.recovery import Recovery
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.events import ServersLost, heard_by
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError
+from flotilla.trainer.strategies.server_state import STEP, ServerState
+from flotilla.trainer.strategies.strategy import Strategy
+from flotilla.trainer.training import recovery
+from flotilla.trainer.training.recovery import Recovery
 
 FOUND = RestoredCheckpoint(uri="file:///step-400", global_step=400, folder=Path(), fields={})
 #: The servers of the variables.

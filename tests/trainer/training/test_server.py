@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints import part_server
+from flotilla.trainer.checkpoints.part_server import READY, REQUESTS, PartServer
+from flotilla.trainer.cluster import loopback
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.strategies import parameter_server
+from flotilla.trainer.training import server
+from flotilla.trainer.training.server import NUMBER_FILE, stage_input
 from tests.trainer.objectives import NO_ROLES
-from trainer import storage
-from trainer.checkpoints import part_server
-from trainer.checkpoints.part_server import READY, REQUESTS, PartServer
-from trainer.cluster import loopback
-from trainer.cluster.launcher import Job
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
-from trainer.data.spec import KIND, SCHEMA, DatasetSpec, FeatureSpec
-from trainer.strategies import parameter_server
-from trainer.topology import Cluster, Task
-from trainer.training import server
-from trainer.training.server import NUMBER_FILE, stage_input
 
 
 class Serves(Exception):  # noqa: N818

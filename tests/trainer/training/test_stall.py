@@ -2,11 +2,11 @@
 
 import pytest
 
+from flotilla.trainer import events
+from flotilla.trainer.cluster.liveness import Peers
+from flotilla.trainer.config.topology import Capabilities, Task
+from flotilla.trainer.training.stall import StallWatch
 from tests.trainer.counting import Counting, config_of
-from trainer import events
-from trainer.cluster.liveness import Peers
-from trainer.topology import Capabilities, Task
-from trainer.training.stall import StallWatch
 
 PS, ONE, TWO = (
     Task(role=role, index=index) for role, index in (("ps", 0), ("worker", 1), ("worker", 2))
@@ -27,7 +27,7 @@ def judged(tmp_path, monkeypatch):
         assert code == 138
         raise EndedError
 
-    monkeypatch.setattr("trainer.training.stall.os._exit", end)
+    monkeypatch.setattr("flotilla.trainer.training.stall.os._exit", end)
 
     def judge(peers, *, spares=False, state="steps", moved=False, waits=2):
         strategy = Counting()

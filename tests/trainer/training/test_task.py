@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from trainer.topology import Cluster, from_tf_config
-from trainer.training import task
-from trainer.training.task import CHIEF, FIRST_WORKER, start_first_worker, with_chief
+from flotilla.trainer.config.topology import Cluster, from_tf_config
+from flotilla.trainer.training import task
+from flotilla.trainer.training.task import CHIEF, FIRST_WORKER, start_first_worker, with_chief
 
 ADDRESSES = {"ps": ("ps-0.ns:2222",), "worker": ("w-0.ns:2222", "w-1.ns:2222")}
 

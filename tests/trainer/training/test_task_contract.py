@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config.load import parse_config
-from trainer.config.schema import TASKS
-from trainer.errors import ConfigError
-from trainer.tasks import registry
-from trainer.tasks.base import Tally, Target, Task
-from trainer.tasks.multi_output import MultiOutput
-from trainer.tasks.regression import Regression
-from trainer.training import dry_run, task_contract
-from trainer.training.task_contract import require_contract, require_task
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import TASKS
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks import registry
+from flotilla.trainer.tasks.base import Tally, Target, Task
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.training import dry_run, task_contract
+from flotilla.trainer.training.task_contract import require_contract, require_task
 
 NUMBER = Target(name="price", shape=(), dtype="float32")
 TARGETS = {

@@ -1,6 +1,6 @@
 """The fork server of a run: a process that has loaded TensorFlow once, and is forked for each task.
 
-`python -m trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are
+`python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are
 the descriptors of two listening sockets. It loads the modules AT_ONCE, forks a second server, which
 goes on to load the modules LATER, and serves requests for processes that need the first ones; the
 second server serves the others, each as soon as its module is loaded. Both end with standard input.
@@ -32,10 +32,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import cores, tensorflow_import
-from trainer.cluster import signals
-from trainer.cluster.forks import fork_request
-from trainer.cluster.forks.fork_request import Arriving, Request
+from flotilla.trainer.cluster.forks import fork_request
+from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
+from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
 # Above what libraries open.
 _HIGH = 400

@@ -11,8 +11,8 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
-from trainer.cluster.forks import fork_request
-from trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster.forks import fork_request
+from flotilla.trainer.cluster.forks.fork_request import Request
 
 # Its address; processes below have it in their environment.
 VARIABLE = "FLOTILLA_FORK_SERVER"

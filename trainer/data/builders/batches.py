@@ -10,14 +10,14 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from trainer.data.builders import datasets
-from trainer.data.examples.images import UndecodableError, resized, stored_image
-from trainer.data.examples.lengths import with_lengths
-from trainer.data.features import Selection
-from trainer.data.shapes import Fit
-from trainer.data.spec import FeatureSpec
-from trainer.errors import UserError
-from trainer.names import length_name
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.examples.images import UndecodableError, resized, stored_image
+from flotilla.trainer.data.examples.lengths import with_lengths
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.shapes import Fit
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.runtime.errors import UserError
 
 BATCH = 1024
 _ROWS = 64

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.data import DataConfig
-from trainer.data import features
-from trainer.data.builders import datasets
-from trainer.data.builders.download import download
-from trainer.data.builders.png import quicken
-from trainer.data.features import Selection
-from trainer.data.preparation.beam import pipeline_options
-from trainer.data.source import Batch, Part, Source
-from trainer.data.splits import plan
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import features
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.builders.download import download
+from flotilla.trainer.data.builders.png import quicken
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.preparation.beam import pipeline_options
+from flotilla.trainer.data.source import Batch, Part, Source
+from flotilla.trainer.data.splits import plan
 
 # Of a part in memory, as far as that is known.
 PART_BYTES = 64 << 20
@@ -96,7 +96,7 @@ class BuilderSource(Source):
                 yield {name: columns[name] for name in selection.specs}
             return
         # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
-        from trainer.data.builders.batches import batches  # noqa: PLC0415
+        from flotilla.trainer.data.builders.batches import batches  # noqa: PLC0415
 
         yield from batches(self.name, self._builder, selection, split, first, end)
 

@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.dataset_builder import FileReaderBuilder
 
-from trainer import user_code
-from trainer.config.data import DataConfig
-from trainer.errors import ConfigError, nearest
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 # By name, so that a builder's packages are loaded only when it is used.
-_HERE = "trainer.data.embedded"
+_HERE = "flotilla.trainer.data.embedded"
 EMBEDDED = {
     "brackets": f"{_HERE}.generated:Brackets",
     "breast_cancer": f"{_HERE}.scikit:BreastCancer",

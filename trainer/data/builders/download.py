@@ -22,9 +22,9 @@ import requests
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils import tqdm_utils
 
-from trainer.errors import ConfigError, TransientError, UserError
-from trainer.progress.work import Work
-from trainer.user_code import line_of, message_of, place_of
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
+from flotilla.trainer.runtime.user_code import line_of, message_of, place_of
 
 SECONDS = 8.0
 # TFDS takes these as a reason to try again, ten times.

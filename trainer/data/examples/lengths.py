@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.names import length_name
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.names import length_name
 
 _AT_ONCE = 1024
 # Decoding that pads knows few types: by the size of one value in bytes.

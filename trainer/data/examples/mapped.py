@@ -19,17 +19,17 @@ import numpy as np
 import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
-from trainer import user_code
-from trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
-from trainer.data.examples import images
-from trainer.data.examples.lengths import with_lengths
-from trainer.data.features import DEFAULT_LABEL, Selection, choose
-from trainer.data.shapes import Fit, Leaf
-from trainer.data.source import Batch, Part, Source
-from trainer.data.spec import FeatureSpec
-from trainer.errors import ConfigError, UserError
-from trainer.names import length_name
-from trainer.progress.work import Work
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
+from flotilla.trainer.data.examples import images
+from flotilla.trainer.data.examples.lengths import with_lengths
+from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
+from flotilla.trainer.data.shapes import Fit, Leaf
+from flotilla.trainer.data.source import Batch, Part, Source
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 # By which the features of the result are inferred.
 FIRST = 256

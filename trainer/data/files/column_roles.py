@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.config.data import DataConfig
-from trainer.data.roles import Roles, find, find_one, named, require_apart
-from trainer.errors import ConfigError
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.roles import Roles, find, find_one, named, require_apart
+from flotilla.trainer.runtime.errors import ConfigError
 
 LABELS = ("label", "target")
 

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainer.data.files import text_values, written_numbers
-from trainer.data.files.written_lists import LIST, numbers_in
+from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files.written_lists import LIST, numbers_in
 
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
-from trainer.data.files import text_values, written_numbers
-from trainer.data.files.column_scan import EXACT, ColumnScan
-from trainer.data.files.file_pieces import FilePieces
-from trainer.data.files.labels import Label, classes_in, read_label, rows_without_class
-from trainer.data.files.pictures import spec_for
-from trainer.data.files.written_numbers import NEARLY_ALL
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
+from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files.column_scan import EXACT, ColumnScan
+from flotilla.trainer.data.files.file_pieces import FilePieces
+from flotilla.trainer.data.files.labels import Label, classes_in, read_label, rows_without_class
+from flotilla.trainer.data.files.pictures import spec_for
+from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 # So many classes with a mark between parts, which come again, are hardly names.
 _FEWEST_SETS = 2
@@ -30,7 +30,7 @@ class Column:
     """One column of files, as it is read.
 
     Attributes:
-        type: one of `trainer.config.data.TYPES`, or `tensor`.
+        type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`.
         why: how that is known.
         gaps: whether values are missing.
         shape: of one value; empty for a scalar, with a first size of None for lists of any length.

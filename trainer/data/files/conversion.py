@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from trainer.config.data import NUMBERS_IN_WRITING
-from trainer.data.files import text_values, written_numbers
-from trainer.data.files.column_scan import EXACT, is_list
-from trainer.data.files.columns import Column
-from trainer.data.files.labels import class_ids
-from trainer.data.files.written_lists import numbers_in
-from trainer.data.spec import FeatureSpec
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING
+from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files.column_scan import EXACT, is_list
+from flotilla.trainer.data.files.columns import Column
+from flotilla.trainer.data.files.labels import class_ids
+from flotilla.trainer.data.files.written_lists import numbers_in
+from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 _DTYPES = {
     "int": ("int64", "int"),

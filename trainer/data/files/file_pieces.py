@@ -16,16 +16,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from trainer import storage
-from trainer.config.data import FORMATS, DataConfig
-from trainer.data.files.column_roles import LABELS, ColumnRoles, assign
-from trainer.data.files.formats.class_folders import ImageFilesReader, mixed, split_folders
-from trainer.data.files.formats.columnar import ParquetReader
-from trainer.data.files.formats.decompression import bare_name
-from trainer.data.files.formats.delimited import CsvReader
-from trainer.data.files.formats.json_lines import JsonReader
-from trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
-from trainer.data.files.table_files import (
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import FORMATS, DataConfig
+from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles, assign
+from flotilla.trainer.data.files.formats.class_folders import ImageFilesReader, mixed, split_folders
+from flotilla.trainer.data.files.formats.columnar import ParquetReader
+from flotilla.trainer.data.files.formats.decompression import bare_name
+from flotilla.trainer.data.files.formats.delimited import CsvReader
+from flotilla.trainer.data.files.formats.json_lines import JsonReader
+from flotilla.trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
+from flotilla.trainer.data.files.table_files import (
     answers_only,
     by_names,
     index_of,
@@ -33,13 +33,13 @@ from trainer.data.files.table_files import (
     partition_of,
     without_documents,
 )
-from trainer.data.listing import Listing, require_listed
-from trainer.data.spec import SPLITS
-from trainer.errors import ConfigError, UserError
-from trainer.storage.errors import reported
-from trainer.storage.local import tag_of
-from trainer.storage.publishing import store_for
-from trainer.storage.uri import local_path
+from flotilla.trainer.data.listing import Listing, require_listed
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.local import tag_of
+from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.uri import local_path
 
 PART_BYTES = 64 << 20
 _IMAGES = 1024
@@ -260,7 +260,7 @@ def by_class(config: DataConfig, images: FilePieces) -> FilePieces:
 def _reader(form: str) -> Reader:
     if form == "tfrecord":
         # It loads TensorFlow.
-        from trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
+        from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
 
         return ExampleReader()
     readers: dict[str, type[Reader]] = {

@@ -12,26 +12,26 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer import cores
-from trainer.config.data import NUMBERS_IN_WRITING, DataConfig
-from trainer.data import splits
-from trainer.data.examples.lengths import with_lengths
-from trainer.data.features import Selection
-from trainer.data.files.column_roles import LABELS, ColumnRoles
-from trainer.data.files.columns import Column, decide, described
-from trainer.data.files.conversion import Values, converted, spec_of
-from trainer.data.files.file_pieces import pieces_of
-from trainer.data.files.formats.class_folders import IMAGE, LABEL
-from trainer.data.files.formats.raw_rows import Piece, Rows, require_few
-from trainer.data.files.pictures import Pictures
-from trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
-from trainer.data.files.table_files import index_of
-from trainer.data.source import Batch, Part, Source
-from trainer.data.spec import SPLITS, FeatureSpec
-from trainer.errors import UserError
-from trainer.names import length_name
-from trainer.progress.work import Work
-from trainer.statistics.hashing import content_of, hashes
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
+from flotilla.trainer.data import splits
+from flotilla.trainer.data.examples.lengths import with_lengths
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles
+from flotilla.trainer.data.files.columns import Column, decide, described
+from flotilla.trainer.data.files.conversion import Values, converted, spec_of
+from flotilla.trainer.data.files.file_pieces import pieces_of
+from flotilla.trainer.data.files.formats.class_folders import IMAGE, LABEL
+from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
+from flotilla.trainer.data.files.pictures import Pictures
+from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
+from flotilla.trainer.data.files.table_files import index_of
+from flotilla.trainer.data.source import Batch, Part, Source
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.dataset_spec import SPLITS, FeatureSpec
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.features.statistics.hashing import content_of, hashes
+from flotilla.trainer.runtime import cores
+from flotilla.trainer.runtime.errors import UserError
 
 _ROWS = 1 << 14
 # Notes on how files are laid out.
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileSource(Source):
-    """Files of one format, as `trainer.data.listing` found them."""
+    """Files of one format, as `flotilla.trainer.data.listing` found them."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
         """Read the files of a listing; copies of remote ones are in `scratch` meanwhile."""

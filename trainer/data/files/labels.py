@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from trainer.class_names import ClassIndex, Spellings, lookalikes
-from trainer.data.files import text_values, written_numbers
-from trainer.data.files.column_scan import ColumnScan
-from trainer.data.files.written_numbers import NEARLY_ALL
-from trainer.errors import UserError
+from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files.column_scan import ColumnScan
+from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
+from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
+from flotilla.trainer.runtime.errors import UserError
 
 #: Whole numbers of a label with at most so many different values are classes.
 FEW_VALUES = 20

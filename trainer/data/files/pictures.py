@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer import storage
-from trainer.config.data import ImageConfig
-from trainer.data.examples.images import (
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import ImageConfig
+from flotilla.trainer.data.examples.images import (
     ORIENTATION,
     UndecodableError,
     as_seen,
     opened,
     stored_image,
 )
-from trainer.data.features import image_spec
-from trainer.data.listing import SourceFile, require_listed
-from trainer.data.spec import FeatureSpec
-from trainer.errors import UserError
-from trainer.storage.errors import PASSING, StoreError, reported
-from trainer.storage.local import NotAFileError
-from trainer.storage.publishing import read_tagged
-from trainer.storage.store import TooLargeError, Trouble
-from trainer.storage.uri import check_path, local_path
+from flotilla.trainer.data.features import image_spec
+from flotilla.trainer.data.listing import SourceFile, require_listed
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.errors import PASSING, StoreError, reported
+from flotilla.trainer.storage.local import NotAFileError
+from flotilla.trainer.storage.publishing import read_tagged
+from flotilla.trainer.storage.store import TooLargeError, Trouble
+from flotilla.trainer.storage.uri import check_path, local_path
 
 _GREY = ("1", "L", "LA")
 # Of the EXIF orientation.

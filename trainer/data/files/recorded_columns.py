@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.data import DataConfig
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.storage import Manifest
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.storage import Manifest
 
 if TYPE_CHECKING:
-    from trainer.data.files.columns import Column
+    from flotilla.trainer.data.files.columns import Column
 
 # Height, width and channels.
 _PICTURE = 3
@@ -59,7 +59,7 @@ def inputs_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]
 
 def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
     # It loads Arrow, which an export does not need.
-    from trainer.data.files.columns import Column  # noqa: PLC0415
+    from flotilla.trainer.data.files.columns import Column  # noqa: PLC0415
 
     kind = said or _type_of(spec)
     return Column(

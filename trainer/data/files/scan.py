@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.examples.images import UndecodableError
-from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, is_list, kind_of
-from trainer.data.files.conversion import times_of
-from trainer.data.files.file_pieces import FilePieces
-from trainer.data.files.formats.raw_rows import Piece, Rows, require_few
-from trainer.data.files.pictures import Pictures
-from trainer.errors import UserError
-from trainer.progress.work import Work
+from flotilla.trainer.data.examples.images import UndecodableError
+from flotilla.trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, is_list, kind_of
+from flotilla.trainer.data.files.conversion import times_of
+from flotilla.trainer.data.files.file_pieces import FilePieces
+from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
+from flotilla.trainer.data.files.pictures import Pictures
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime.errors import UserError
 
 # Beyond it the times by which splits are drawn are thinned out.
 _MOST_TIMES = 1 << 21

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from trainer.config.data import DataConfig, SplitsConfig
-from trainer.data.files.formats.decompression import bare_name
-from trainer.data.splits import split_of_folder
+from flotilla.trainer.config.data import DataConfig, SplitsConfig
+from flotilla.trainer.data.files.formats.decompression import bare_name
+from flotilla.trainer.data.splits import split_of_folder
 
 # What Hive and Spark write for a value that is missing.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from trainer.config.data import NUMBERS_IN_WRITING
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING
 
 #: From this share on a column is what most of its values are.
 NEARLY_ALL = 0.9

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from trainer.config.data import DataConfig
-from trainer.data.preparation.parts import Sums, records_of, sums_of
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.source import Source
-from trainer.data.splits import shard_counts
-from trainer.errors import UserError
-from trainer.progress.work import Work
-from trainer.statistics import statistics
-from trainer.statistics.statistics import Statistics
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.preparation.parts import Sums, records_of, sums_of
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.source import Source
+from flotilla.trainer.data.splits import shard_counts
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import Statistics
+from flotilla.trainer.runtime.errors import UserError
 
 # Records that are counted at a time.
 _COUNTED = 4096

@@ -18,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import storage, user_code
-from trainer.background import Loop
-from trainer.code import bundle
-from trainer.config.data import DataConfig, RunnerConfig
-from trainer.data.source import Part, Source
-from trainer.errors import ConfigError, TransientError, UserError, nearest
-from trainer.progress.work import Work
+from flotilla.trainer import storage
+from flotilla.trainer.code import bundle
+from flotilla.trainer.config.data import DataConfig, RunnerConfig
+from flotilla.trainer.data.source import Part, Source
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"
@@ -109,7 +110,7 @@ class PartMapper:
         Why it is not mapped is published as well: a runner hands on the text of an error alone.
         """
         # TensorFlow takes seconds to load.
-        from trainer.data.preparation.parts import map_part  # noqa: PLC0415
+        from flotilla.trainer.data.preparation.parts import map_part  # noqa: PLC0415
 
         uri = storage.join(self._uri, part.folder)
         with tempfile.TemporaryDirectory(prefix="part-") as name:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.features import Selection
-from trainer.data.records import encode
-from trainer.data.source import Part, Source
-from trainer.data.spec import SPLITS
-from trainer.data.targets import Target, refuse_weight
-from trainer.statistics.accumulator import Accumulator
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.records import encode
+from flotilla.trainer.data.source import Part, Source
+from flotilla.trainer.data.targets import Target, refuse_weight
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.features.statistics.accumulator import Accumulator
 
 _SUMS = "sums.json"
 _READ_BYTES = 1 << 20

@@ -17,12 +17,12 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from trainer import cores
-from trainer.config.data import DataConfig
-from trainer.data.preparation.parts import map_part
-from trainer.data.source import Part, Source
-from trainer.errors import UserError
-from trainer.progress.work import Work
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.preparation.parts import map_part
+from flotilla.trainer.data.source import Part, Source
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime import cores
+from flotilla.trainer.runtime.errors import UserError
 
 # Of parts for each process: fewer are not worth its start.
 _FEWEST = 2

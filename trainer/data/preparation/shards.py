@@ -9,8 +9,8 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from trainer.data.spec import shard_name
-from trainer.data.tfrecords import framed, places
+from flotilla.trainer.data.tfrecords import framed, places
+from flotilla.trainer.features.dataset_spec import shard_name
 
 BUFFER_BYTES = 64 << 20
 

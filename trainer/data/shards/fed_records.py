@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from trainer.data.shards.shard_store import (
+from flotilla.trainer.data.shards.shard_store import (
     ASK,
     FAILED,
     FOLDER,

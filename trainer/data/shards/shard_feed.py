@@ -1,7 +1,7 @@
 """Gives shards to the graphs that run in a worker's process, where none of our Python runs.
 
 A graph can read and write files, and to open a named pipe that nobody writes is to wait. So a
-reader of shards, `trainer.data.shards.fed_records`, does this for each:
+reader of shards, `flotilla.trainer.data.shards.fed_records`, does this for each:
 
 1. It writes `next READER ATTEMPT EPOCH NUMBER SEED` into the pipe `ask`, which never waits.
 2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. That waits until this feed opens
@@ -26,8 +26,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
-from trainer.storage.errors import reported
+from flotilla.trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
+from flotilla.trainer.storage.errors import reported
 
 # The names of an epoch's shards, by seed and number of the epoch.
 Order = Callable[[int, int], Sequence[str]]

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from trainer import storage
-from trainer.config.data import bytes_of
-from trainer.config.schema import Config
-from trainer.data.spec import DatasetSpec
-from trainer.errors import ConfigError
-from trainer.storage import Manifest
-from trainer.storage.errors import reported
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import bytes_of
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.storage import Manifest
+from flotilla.trainer.storage.errors import reported
 
 TRAIN, VALIDATION = "train", "validation"
 # In the working folder of a worker: the shards, and the pipes by which its graphs ask for them.

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.tasks.exact import intervals
-from trainer.tasks.exact.intervals import Interval
+from flotilla.trainer.tasks.exact import intervals
+from flotilla.trainer.tasks.exact.intervals import Interval
 
 # Distinct scores that are left of all columns together where there are too many examples to hold.
 _FEW, _LEAST = 1 << 18, 1 << 10

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from trainer.tasks.exact import intervals
-from trainer.tasks.exact.intervals import Interval
-from trainer.tasks.metrics import BINS, plain
+from flotilla.trainer.tasks.exact import intervals
+from flotilla.trainer.tasks.exact.intervals import Interval
+from flotilla.trainer.tasks.metrics import BINS, plain
 
 _MOST_GROUPS, _FEWEST_GROUPS, _NUMBERS = 100, 20, 100_000
 Floats = npt.NDArray[np.floating[Any]]

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from trainer.tasks import metrics
-from trainer.tasks.base import Array, Floats, Part, Tally, weights_of
-from trainer.tasks.exact import intervals
-from trainer.tasks.exact.areas import Scores
-from trainer.tasks.exact.sums import Calibration, Groups, Moments
+from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks.base import Array, Floats, Part, Tally, weights_of
+from flotilla.trainer.tasks.exact import intervals
+from flotilla.trainer.tasks.exact.areas import Scores
+from flotilla.trainer.tasks.exact.sums import Calibration, Groups, Moments
 
 Doubles = npt.NDArray[np.float64]
 _TWO = 2

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from trainer.tasks.base import Array, Floats
+from flotilla.trainer.tasks.base import Array, Floats
 
 # Scores that are held at once, and about as many bytes more for their order: 64 MiB each.
 _AT_ONCE = 1 << 24

@@ -3,9 +3,9 @@
     label     as of `ranking`: taken or not
     outputs   [n, 1 + 2 size]: the logit of "taken", the vector of the user, the vector of the item
     loss      binary cross entropy of the logit; a model adds that of its vectors, as
-              `trainer.models.two_tower` does
+              `flotilla.trainer.models.two_tower` does
     metrics   those of `ranking`, and in an evaluation `recall_at_<k>`, which
-              `trainer.tasks.retrieval.recall` defines; all of them in slices too
+              `flotilla.trainer.tasks.retrieval.recall` defines; all of them in slices too
     answers   `logit`, `probability`, `user_vector`, `item_vector`: the items of the largest dot
               products with a vector of a user are those that are found for them
 
@@ -22,8 +22,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.errors import ConfigError, UserError
-from trainer.tasks.base import (
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Examples,
@@ -35,9 +35,9 @@ from trainer.tasks.base import (
     Target,
     weights_of,
 )
-from trainer.tasks.objective import at
-from trainer.tasks.ranking import Queries, Ranking
-from trainer.tasks.retrieval.recall import Search
+from flotilla.trainer.tasks.objective import at
+from flotilla.trainer.tasks.ranking import Queries, Ranking
+from flotilla.trainer.tasks.retrieval.recall import Search
 
 NUMBERS = (10, 100)
 

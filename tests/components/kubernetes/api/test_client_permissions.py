@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from components import launchers as engines
-from components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
-from components.kubernetes.launcher import delete_jobs
-from components.launchers import ENGINES
+from flotilla.components import launchers as engines
+from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
+from flotilla.components.kubernetes.launcher import delete_jobs
+from flotilla.components.launchers import ENGINES
+from flotilla.trainer.config.schema import Config
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.server import PATH
-from trainer.config.schema import Config
 
 # What everybody may ask: who they are, and what they may do.
 REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.kubernetes import names
-from components.kubernetes.api.client import Api
-from components.kubernetes.pods.guard import Guard, _grace_seconds
-from components.kubernetes.pods.launcher_watch import Ending, HeartbeatAge, _look
-from components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
-from components.kubernetes.pods.task_process import TaskProcess
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.api.client import Api
+from flotilla.components.kubernetes.pods.guard import Guard, _grace_seconds
+from flotilla.components.kubernetes.pods.launcher_watch import Ending, HeartbeatAge, _look
+from flotilla.components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
+from flotilla.components.kubernetes.pods.task_process import TaskProcess
+from flotilla.trainer import events
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Task
 from tests.components.kubernetes.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
-from trainer import events
-from trainer.cluster import termination
-from trainer.config.load import parse_config
-from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 ENDS_AT_SIGTERM = (
@@ -36,7 +36,7 @@ ENDS_AT_SIGTERM = (
     "raise SystemExit(130)"
 )
 SERVES = "import time; print('ready', flush=True); time.sleep(1000)"
-MODULE = "components.kubernetes.pods.guard"
+MODULE = "flotilla.components.kubernetes.pods.guard"
 CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
 
 
@@ -169,7 +169,7 @@ def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path
 
 
 def test_wrong_usage_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "components.kubernetes.pods.guard", "python"]
+    command = [sys.executable, "-m", "flotilla.components.kubernetes.pods.guard", "python"]
     done = subprocess.run(
         command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300
     )
@@ -217,7 +217,7 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
 # The signal comes at the moment at which the task has begun.
 ASKED_AT_ONCE = """
 import os, signal, subprocess, sys
-from components.kubernetes.pods import guard, task_process
+from flotilla.components.kubernetes.pods import guard, task_process
 begin = subprocess.Popen
 def begin_and_ask(*command, **options):
     process = begin(*command, **options)

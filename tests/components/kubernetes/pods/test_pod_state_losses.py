@@ -2,7 +2,7 @@
 
 import pytest
 
-from components.kubernetes.pods import pod_state
+from flotilla.components.kubernetes.pods import pod_state
 
 NAMES = {"training.kubeflow.org/replica-type": "worker"}
 TEN, ELEVEN = "2026-01-01T00:00:10Z", "2026-01-01T00:00:11Z"

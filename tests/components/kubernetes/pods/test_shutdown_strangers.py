@@ -5,8 +5,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from components.kubernetes.pods.shutdown import SPARE, ShutdownServer
-from trainer.cluster.local import free_port
+from flotilla.components.kubernetes.pods.shutdown import SPARE, ShutdownServer
+from flotilla.trainer.cluster.local import free_port
 
 SERVERS = 2
 LIMIT = SERVERS + SPARE

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from components.kubernetes.pods.task_process import NextAttempt, RestartRule
+from flotilla.components.kubernetes.pods.task_process import NextAttempt, RestartRule
+from flotilla.trainer import events
+from flotilla.trainer.cluster import termination
 from tests.components.kubernetes.attempts import ROOT
-from trainer import events
-from trainer.cluster import termination
 
 # A guard that is nothing but the process of its task, with pauses for tests.
 GUARD = """
 import os, signal, sys, threading
-from components.kubernetes.pods import task_process
-from trainer.output import streams
+from flotilla.components.kubernetes.pods import task_process
+from flotilla.trainer.runtime.output import streams
 task_process.PAUSE_SECONDS = float(sys.argv[1])
 task_process.LONGEST_PAUSE_SECONDS = max(1.0, float(sys.argv[1]))
 task_process.SHORT_ATTEMPT_SECONDS = float(sys.argv[2])
@@ -259,7 +259,7 @@ def test_a_task_that_cannot_be_started_again_ends_with_its_code(tmp_path):
 def test_a_task_does_not_outlive_a_guard_that_is_killed(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        f"from trainer.cluster import signals; signals.end_with_parent()\n{SERVES}"
+        f"from flotilla.trainer.cluster import signals; signals.end_with_parent()\n{SERVES}"
     )
     with guarded(tmp_path, code) as process:
         line_of(process, "ready")

@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from components.jobset.engine import JobSets
-from components.kubernetes import names
-from components.kubernetes.names import NETWORK_POLICIES
-from components.kubernetes.owned_objects import isolate, network_policy
-from components.kubernetes.pods.shutdown import PORT as GUARD_PORT
-from components.kubernetes.pods.template import CONFIG_VARIABLE, PORT, Place
-from components.tfjob.engine import TFJobs
+from flotilla.components.jobset.engine import JobSets
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.names import NETWORK_POLICIES
+from flotilla.components.kubernetes.owned_objects import isolate, network_policy
+from flotilla.components.kubernetes.pods.shutdown import PORT as GUARD_PORT
+from flotilla.components.kubernetes.pods.template import CONFIG_VARIABLE, PORT, Place
+from flotilla.components.tfjob.engine import TFJobs
+from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
+from flotilla.trainer.config.cluster import TASK_PORTS
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.components.kubernetes.attempts import job_of
-from trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
-from trainer.config.cluster import TASK_PORTS
-from trainer.config.load import parse_config
-from trainer.errors import ConfigError
 
 ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob", "jobset"])
 

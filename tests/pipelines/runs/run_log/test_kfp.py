@@ -2,10 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.runs.kfp_client import InstanceError
-from pipelines.runs.run_log import kfp
-from pipelines.runs.run_log.view import LogView
-from trainer.errors import ConfigError, UserError
+from flotilla.pipelines.runs.kfp_client import InstanceError
+from flotilla.pipelines.runs.run_log import kfp
+from flotilla.pipelines.runs.run_log.view import LogView
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 POD = """\
 [KFP Executor 2026-01-02 03:04:06,000 INFO]: Got executor_input:

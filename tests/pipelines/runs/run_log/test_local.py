@@ -2,11 +2,10 @@ import json
 
 import pytest
 
-from pipelines.runs import local_status
-from pipelines.runs.run_log import local
-from pipelines.runs.run_log.view import LogView
-from trainer.errors import ConfigError, UserError
-from trainer.events import (
+from flotilla.pipelines.runs import local_status
+from flotilla.pipelines.runs.run_log import local
+from flotilla.pipelines.runs.run_log.view import LogView
+from flotilla.trainer.events import (
     AttemptBegin,
     RunBegin,
     StepBegin,
@@ -15,6 +14,7 @@ from trainer.events import (
     UserCodeFailed,
     to_tree,
 )
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 TRACE = 'Traceback (most recent call last):\n  File "{file}", line 2, in build\n    return 1 / 0\n'
 

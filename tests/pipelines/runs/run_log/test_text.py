@@ -3,8 +3,8 @@ from datetime import datetime
 
 import pytest
 
-from pipelines.runs.run_log.text import LogText, RunnerText, timed
-from trainer.events import NewestVersion, to_tree
+from flotilla.pipelines.runs.run_log.text import LogText, RunnerText, timed
+from flotilla.trainer.events import NewestVersion, to_tree
 
 BEGIN = datetime(2026, 1, 2, 23, 59, 50).timestamp()
 # As the runner of KFP 2.17 on this machine writes it; a step's own lines are indented.

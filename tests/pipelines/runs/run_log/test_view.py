@@ -1,9 +1,9 @@
 import pytest
 
-from pipelines.runs.run_log.text import LogText
-from pipelines.runs.run_log.view import Line, LogView
-from trainer import events
-from trainer.events import (
+from flotilla.pipelines.runs.run_log.text import LogText
+from flotilla.pipelines.runs.run_log.view import Line, LogView
+from flotilla.trainer import events
+from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPublished,
     HandedOn,

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from trainer.cluster import signals
-from trainer.cluster.forks import fork_request, fork_server, forked
-from trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster.forks import fork_request, fork_server, forked
+from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.runtime import signals
 
 SECONDS = 120
 PROGRAM = "tests.trainer.cluster.forks.program"

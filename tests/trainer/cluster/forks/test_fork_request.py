@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from trainer.cluster.forks import fork_request
-from trainer.cluster.forks.fork_request import Arriving, Request
+from flotilla.trainer.cluster.forks import fork_request
+from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 
 WANTED = Request(
     command=["python", "-m", "json.tool"],

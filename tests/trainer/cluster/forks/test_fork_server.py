@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flotilla.trainer.cluster.forks import fork_request
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
-from trainer.cluster.forks import fork_request
 
 pytestmark = pytest.mark.cluster
 # Less than two callers get for their requests.
@@ -167,9 +167,9 @@ def test_the_second_server_has_loaded_the_rest_and_both_end_with_standard_input(
 @pytest.mark.slow
 def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
     # Else it could not be forked. OpenBLAS, and the allocator of Arrow, see to theirs at a fork.
-    modules = "trainer.training.chief,trainer.evaluation.evaluate,trainer.export.export,csv"
+    modules = "flotilla.trainer.training.chief,flotilla.trainer.evaluation.evaluate,flotilla.trainer.export.export,csv"
     with serving(tmp_path, later=modules, OPENBLAS_NUM_THREADS="1") as server:
-        asked = Asked(folder=tmp_path, loaded="trainer.export.export")
+        asked = Asked(folder=tmp_path, loaded="flotilla.trainer.export.export")
         process = asked.fork(server.second)
         asked.says()
         loaded = psutil.Process(process.pid).parent()
@@ -182,7 +182,7 @@ def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
 
 PROGRAM = """
 import os, sys
-from trainer.cluster.forks import fork_server
+from flotilla.trainer.cluster.forks import fork_server
 fork_server.show_command_line(sys.argv[1:])
 fork_server.show_command_line([*sys.argv[1:], "again"])
 # The heap grows after that.

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
+from flotilla.trainer.cluster.forks import forked
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, serving
-from trainer.cluster.forks import forked
 
 pytestmark = pytest.mark.cluster
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.embedded.generated import Clicks
+from flotilla.trainer.data.embedded.scikit import Digits
+from flotilla.trainer.data.prepare import newest_version, prepare
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.builders import datasets
-from trainer.data.embedded.generated import Clicks
-from trainer.data.embedded.scikit import Digits
-from trainer.data.prepare import newest_version, prepare
-from trainer.errors import ConfigError
 
 OWN = "tests.trainer.data.made_builders"
 

@@ -14,10 +14,10 @@ import pytest
 import requests
 import tensorflow_datasets as tfds
 
+from flotilla.trainer.data.builders import download as module
+from flotilla.trainer.data.builders.download import UnreachableError, download, reach
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
 from tests.trainer.data import made_builders as builders
-from trainer.data.builders import download as module
-from trainer.data.builders.download import UnreachableError, download, reach
-from trainer.errors import ConfigError, TransientError, UserError
 
 MNIST = [
     "train-images-idx3-ubyte.gz",

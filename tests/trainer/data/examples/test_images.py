@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from trainer.data.examples import images
-from trainer.data.records import encode, parse
-from trainer.data.spec import FeatureSpec
+from flotilla.trainer.data.examples import images
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 HEIGHT, WIDTH = 16, 24
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}

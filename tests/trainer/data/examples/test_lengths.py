@@ -5,15 +5,15 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.examples import lengths
+from flotilla.trainer.data.prepare import dataset_key
+from flotilla.trainer.data.read import evaluation_batches, labelled_columns, training_batches
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.examples import lengths
-from trainer.data.prepare import dataset_key
-from trainer.data.read import evaluation_batches, labelled_columns, training_batches
-from trainer.data.records import encode, parse
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import ConfigError
 
 COUNTS = (3, 0, 5, 1)
 NUMBERS = ["uint8", "int32", "uint32", "uint64", "int64", "float16", "float32", "float64", "bool"]

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.data.files.sources import listed
-from trainer.config.data import DataConfig
-from trainer.data.builders import batches, datasets
-from trainer.data.builders.download import download
-from trainer.data.examples.images import encode as png
-from trainer.data.examples.mapped import (
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.builders import batches, datasets
+from flotilla.trainer.data.builders.download import download
+from flotilla.trainer.data.examples.images import encode as png
+from flotilla.trainer.data.examples.mapped import (
     MappedSource,
     UnsuitableError,
     as_said,
@@ -23,13 +22,14 @@ from trainer.data.examples.mapped import (
     stored,
     value_of,
 )
-from trainer.data.features import Selection, select
-from trainer.data.files.file_source import FileSource
-from trainer.data.prepare import dataset_key
-from trainer.data.records import encode, parse
-from trainer.data.source import Batch, Part, Source
-from trainer.data.spec import FeatureSpec
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer.data.features import Selection, select
+from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.data.prepare import dataset_key
+from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.data.source import Batch, Part, Source
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from tests.trainer.data.files.sources import listed
 
 EXAMPLES, PARTS, BATCH = 320, 2, 50
 HERE = "tests.trainer.data.examples.mapping"

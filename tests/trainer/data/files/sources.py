@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.features import Selection
-from trainer.data.files.file_source import FileSource
-from trainer.data.spec import SPLITS
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.features.dataset_spec import SPLITS
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from trainer.data.files.columns import Column
-from trainer.data.files.conversion import converted, times_of
+from flotilla.trainer.data.files.columns import Column
+from flotilla.trainer.data.files.conversion import converted, times_of
 
 LARGE = 2**53 + 1
 

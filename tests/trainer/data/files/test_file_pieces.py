@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import listing
+from flotilla.trainer.data.files.file_pieces import local
+from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.runtime.errors import UserError
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.data.files.sources import read
 from tests.trainer.storage.places import BucketPlace, FilePlace
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data import listing
-from trainer.data.files.file_pieces import local
-from trainer.data.files.file_source import FileSource
-from trainer.data.prepare import prepare
-from trainer.errors import UserError
 
 CHANGED = "has changed since it was listed"
 

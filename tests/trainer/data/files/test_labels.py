@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flotilla.trainer.data.files import labels
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.files.sources import opened, read, source
-from trainer.data.files import labels
-from trainer.errors import UserError
 
 
 def write_csv(folder: Path, labels: list[str], name: str = "a.csv") -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import ImageConfig
+from flotilla.trainer.data.examples.images import UndecodableError
+from flotilla.trainer.data.files import pictures
+from flotilla.trainer.data.files.pictures import Pictures
+from flotilla.trainer.runtime.errors import TransientError
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace
-from trainer import storage
-from trainer.config.data import ImageConfig
-from trainer.data.examples.images import UndecodableError
-from trainer.data.files import pictures
-from trainer.data.files.pictures import Pictures
-from trainer.errors import TransientError
 
 OUTSIDE = "outside the folder of its table"
 

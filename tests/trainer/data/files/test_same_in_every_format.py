@@ -18,23 +18,23 @@ import tensorflow as tf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.files.recorded_columns import inputs_of, recorded
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.data.read import stage_shards, training_batches
+from flotilla.trainer.evaluation.evaluate import build_model
+from flotilla.trainer.evaluation.signature import SERVING
+from flotilla.trainer.export.formats import FORMATS, Subject
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.names import argument_names
+from flotilla.trainer.features.statistics.statistics import Learnt
+from flotilla.trainer.prediction.exported_model import ExportedModel
+from flotilla.trainer.prediction.inputs import FileExamples
+from flotilla.trainer.prediction.predict import predict
+from flotilla.trainer.prediction.request import Request
+from flotilla.trainer.tasks.registry import objective_of
 from tests.trainer.data.files.sources import read, source
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.data.files.recorded_columns import inputs_of, recorded
-from trainer.data.prepare import prepare
-from trainer.data.read import stage_shards, training_batches
-from trainer.data.spec import DatasetSpec
-from trainer.evaluation.evaluate import build_model
-from trainer.evaluation.signature import SERVING
-from trainer.export.formats import FORMATS, Subject
-from trainer.names import argument_names
-from trainer.prediction.exported_model import ExportedModel
-from trainer.prediction.inputs import FileExamples
-from trainer.prediction.predict import predict
-from trainer.prediction.request import Request
-from trainer.statistics.statistics import Learnt
-from trainer.tasks.registry import objective_of
 
 Row = dict[str, Any]
 SPACES = st.sampled_from(["", " ", "\t", "  ", "\u00a0", "\u3000 "])

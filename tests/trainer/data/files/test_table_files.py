@@ -12,8 +12,8 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, sizes, source
-from trainer.errors import ConfigError, UserError
 
 
 def write(folder: Path, **files: str) -> None:
@@ -72,9 +72,9 @@ def test_files_of_a_contest(tmp_path: Path) -> None:
 def listed_as(folder: Path, named: dict[str, str]) -> Any:
     from dataclasses import replace  # noqa: PLC0415
 
+    from flotilla.trainer.config.data import DataConfig  # noqa: PLC0415
+    from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
     from tests.trainer.data.files.sources import listed  # noqa: PLC0415
-    from trainer.config.data import DataConfig  # noqa: PLC0415
-    from trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
     found = listed(folder)
     files = tuple(replace(f, split=named[f.path]) for f in found.files if f.path in named)

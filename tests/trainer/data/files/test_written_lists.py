@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flotilla.trainer.data.files.written_lists import numbers_in
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, source
-from trainer.data.files.written_lists import numbers_in
-from trainer.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING
+from flotilla.trainer.data.files import written_numbers
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.files.sources import opened
-from trainer.config.data import NUMBERS_IN_WRITING
-from trainer.data.files import written_numbers
-from trainer.errors import UserError
 
 NEITHER = "neither"
 

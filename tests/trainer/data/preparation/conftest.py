@@ -3,13 +3,13 @@
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import prepare as module
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.data.records import parse
+from flotilla.trainer.features.dataset_spec import DatasetSpec
 from tests.trainer.data.preparation.numbers import Numbers
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data import prepare as module
-from trainer.data.prepare import prepare
-from trainer.data.records import parse
-from trainer.data.spec import DatasetSpec
 
 
 @pytest.fixture

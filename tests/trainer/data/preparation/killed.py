@@ -4,10 +4,10 @@ import logging
 import sys
 from pathlib import Path
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data import prepare as module
-from trainer.data.files import file_pieces
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import prepare as module
+from flotilla.trainer.data.files import file_pieces
 
 FEW_BYTES = 10_000
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.features import Selection
-from trainer.data.source import Batch, Part, Source
-from trainer.data.spec import FeatureSpec
-from trainer.errors import UserError
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.source import Batch, Part, Source
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import UserError
 
 
 @dataclass

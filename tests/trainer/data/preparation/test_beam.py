@@ -9,11 +9,11 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from trainer import storage
-from trainer.config.data import DataConfig, RunnerConfig
-from trainer.data.preparation.beam import PartMapper, pipeline_options, require_reachable
-from trainer.data.prepare import prepare
-from trainer.errors import ConfigError, UserError
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig, RunnerConfig
+from flotilla.trainer.data.preparation.beam import PartMapper, pipeline_options, require_reachable
+from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 BEAM = {"name": "beam"}
 

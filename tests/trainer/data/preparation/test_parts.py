@@ -7,18 +7,18 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.preparation import shards as write
+from flotilla.trainer.data.preparation.assembly import assemble
+from flotilla.trainer.data.preparation.parts import Sums, map_part, records_of, sums_of
+from flotilla.trainer.data.preparation.processes import map_parts
+from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.source import Batch
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.preparation.numbers import Numbers
-from trainer.config.data import DataConfig
-from trainer.data.features import Selection
-from trainer.data.preparation import shards as write
-from trainer.data.preparation.assembly import assemble
-from trainer.data.preparation.parts import Sums, map_part, records_of, sums_of
-from trainer.data.preparation.processes import map_parts
-from trainer.data.preparation.shards import ShardWriter
-from trainer.data.source import Batch
-from trainer.data.spec import FeatureSpec
-from trainer.errors import UserError
-from trainer.progress.work import Work
 
 
 @pytest.fixture

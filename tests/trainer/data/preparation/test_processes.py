@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data.preparation.processes import map_parts
-from trainer.errors import UserError
-from trainer.progress.work import Work
+from flotilla.trainer import storage
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.preparation.processes import map_parts
+from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.runtime.errors import UserError
 
 
 def reads(source):

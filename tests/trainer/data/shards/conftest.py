@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
-from trainer import storage
-from trainer.data.shards.shard_feed import ShardFeed
-from trainer.data.shards.shard_store import (
+from flotilla.trainer import storage
+from flotilla.trainer.data.shards.shard_feed import ShardFeed
+from flotilla.trainer.data.shards.shard_store import (
     SHARDS,
     TRAIN,
     VALIDATION,
@@ -20,7 +19,8 @@ from trainer.data.shards.shard_store import (
     order_of,
     part_range,
 )
-from trainer.storage.local import FileStore
+from flotilla.trainer.storage.local import FileStore
+from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
 
 
 @pytest.fixture(scope="module")

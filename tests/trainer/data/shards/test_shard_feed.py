@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.data.read import evaluation_batches, training_batches
+from flotilla.trainer.data.shards.fed_records import no_seed_of_the_graph
+from flotilla.trainer.data.shards.shard_feed import ShardFeed
+from flotilla.trainer.data.shards.shard_store import FOLDER, TRAIN, Streaming
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage.local import FileStore
 from tests.trainer.data.shards.numbered import BATCH, EXAMPLES, MEASURED, SPEC, drawn
-from trainer.data.read import evaluation_batches, training_batches
-from trainer.data.shards.fed_records import no_seed_of_the_graph
-from trainer.data.shards.shard_feed import ShardFeed
-from trainer.data.shards.shard_store import FOLDER, TRAIN, Streaming
-from trainer.errors import UserError
-from trainer.storage.local import FileStore
 
 
 def test_another_attempt_begins_anew_where_one_was_left(feed):

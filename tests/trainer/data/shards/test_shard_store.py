@@ -6,15 +6,21 @@ import threading
 
 import pytest
 
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.data.shards.shard_store import (
+    AT_ONCE,
+    ShardStore,
+    order_of,
+    part_range,
+    streaming_of,
+)
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, FeatureSpec, shard_name
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage import Manifest
+from flotilla.trainer.storage.local import FileStore
+from flotilla.trainer.storage.manifest import FileEntry
 from tests.trainer.objectives import NO_ROLES
-from trainer import storage
-from trainer.config.load import parse_config
-from trainer.data.shards.shard_store import AT_ONCE, ShardStore, order_of, part_range, streaming_of
-from trainer.data.spec import KIND, SCHEMA, FeatureSpec, shard_name
-from trainer.errors import ConfigError, UserError
-from trainer.storage import Manifest
-from trainer.storage.local import FileStore
-from trainer.storage.manifest import FileEntry
 
 SIZE = 1000
 NAMES = [f"s{index}.tfrecord" for index in range(6)]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from trainer.tasks.exact import intervals
-from trainer.tasks.exact.areas import Scores
-from trainer.tasks.exact.tallies import intervals_of_averages
+from flotilla.trainer.tasks.exact import intervals
+from flotilla.trainer.tasks.exact.areas import Scores
+from flotilla.trainer.tasks.exact.tallies import intervals_of_averages
 
 SHARES = st.floats(0, 1)
 ERRORS = st.floats(0, 10)

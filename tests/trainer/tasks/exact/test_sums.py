@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.tasks.exact.sums import Calibration, Groups, Moments
+from flotilla.trainer.tasks.exact.sums import Calibration, Groups, Moments
 
 RANDOM = np.random.default_rng(2)
 

@@ -7,16 +7,16 @@ import pytest
 from scipy import special
 from sklearn import metrics as scores
 
+from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.tasks.base import Part
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.regression import Regression
+from flotilla.trainer.tasks.sequences import SequenceLabelling
 from tests.trainer.tasks.measuring import target
-from trainer.evaluation.predictions import measured
-from trainer.evaluation.slices import sliced
-from trainer.tasks.base import Part
-from trainer.tasks.binary_classification import BinaryClassification
-from trainer.tasks.classification import Classification
-from trainer.tasks.multilabel_classification import MultilabelClassification
-from trainer.tasks.objective import Objective
-from trainer.tasks.regression import Regression
-from trainer.tasks.sequences import SequenceLabelling
 
 COUNT, CLASSES = 2000, 5
 RANDOM = np.random.default_rng(11)

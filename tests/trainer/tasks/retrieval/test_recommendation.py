@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.config.schema import TaskConfig
+from flotilla.trainer.config.thresholds import ChampionRule
+from flotilla.trainer.evaluation.comparison import Opponents, compare
+from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.tasks import registry
+from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.ranking import Ranking
+from flotilla.trainer.tasks.retrieval.recall import Search, Vectors
+from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
 from tests.trainer.tasks.test_registry import dataset, feature
-from trainer.config.schema import TaskConfig
-from trainer.config.thresholds import ChampionRule
-from trainer.errors import ConfigError, UserError
-from trainer.evaluation.comparison import Opponents, compare
-from trainer.evaluation.slices import sliced
-from trainer.tasks import registry
-from trainer.tasks.objective import Objective
-from trainer.tasks.ranking import Ranking
-from trainer.tasks.retrieval.recall import Search, Vectors
-from trainer.tasks.retrieval.recommendation import Recommendation
 
 RANDOM = np.random.default_rng(0)
 SIZE = 3

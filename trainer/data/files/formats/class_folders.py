@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
-from trainer.data.listing import SourceFile
-from trainer.data.spec import SPLITS
-from trainer.data.splits import split_of_folder
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from flotilla.trainer.data.listing import SourceFile
+from flotilla.trainer.data.splits import split_of_folder
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.runtime.errors import UserError
 
 IMAGE, LABEL = "image", "label"
 #: The column with the path of an image, as the listing has it.

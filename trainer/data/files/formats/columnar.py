@@ -14,9 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from trainer.data.files.formats.decompression import FREE_BYTES, MOST_RATIO, is_compressed
-from trainer.data.files.formats.raw_rows import BLOCK_BYTES, END, Broken, Piece, Reader, Rows
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats.decompression import FREE_BYTES, MOST_RATIO, is_compressed
+from flotilla.trainer.data.files.formats.raw_rows import (
+    BLOCK_BYTES,
+    END,
+    Broken,
+    Piece,
+    Reader,
+    Rows,
+)
+from flotilla.trainer.runtime.errors import UserError
 
 _BATCH = 1 << 16
 # Rows at once where nothing says how long values are.

@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.data.files import text_values
-from trainer.data.files.formats.decompression import opened_text
-from trainer.data.files.formats.quotes import ESCAPE, QuoteSearch
-from trainer.data.files.text_values import NUMBER
-from trainer.errors import UserError
+from flotilla.trainer.data.files import text_values
+from flotilla.trainer.data.files.formats.decompression import opened_text
+from flotilla.trainer.data.files.formats.quotes import ESCAPE, QuoteSearch
+from flotilla.trainer.data.files.text_values import NUMBER
+from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _DELIMITERS = ",;\t|"

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from trainer.errors import UserError
+from flotilla.trainer.runtime.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
 #: DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.

@@ -17,10 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
-from trainer.data.files.formats.csv_layout import CsvLayout, layout_of
-from trainer.data.files.formats.decompression import expanded, is_whole, opened_text, position
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats.csv_layout import CsvLayout, layout_of
+from flotilla.trainer.data.files.formats.decompression import (
+    expanded,
+    is_whole,
+    opened_text,
+    position,
+)
+from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from flotilla.trainer.runtime.errors import UserError
 
 _HEAD = 1 << 20
 # Pyarrow reads 32 blocks ahead. Only a file with a row that takes more than one is read by more.

@@ -11,10 +11,18 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
-from trainer.data.files.formats.decompression import bytes_read, opened, position
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows, blocks, columns_of
-from trainer.data.tfrecords import DamagedError, records
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats.decompression import bytes_read, opened, position
+from flotilla.trainer.data.files.formats.raw_rows import (
+    END,
+    Broken,
+    Piece,
+    Reader,
+    Rows,
+    blocks,
+    columns_of,
+)
+from flotilla.trainer.data.tfrecords import DamagedError, records
+from flotilla.trainer.runtime.errors import UserError
 
 _AT_ONCE = 2048
 _FIRST = 100

@@ -18,10 +18,23 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.files import text_values
-from trainer.data.files.formats.decompression import bytes_read, is_whole, opened_text, position
-from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows, blocks, columns_of
-from trainer.errors import UserError
+from flotilla.trainer.data.files import text_values
+from flotilla.trainer.data.files.formats.decompression import (
+    bytes_read,
+    is_whole,
+    opened_text,
+    position,
+)
+from flotilla.trainer.data.files.formats.raw_rows import (
+    END,
+    Broken,
+    Piece,
+    Reader,
+    Rows,
+    blocks,
+    columns_of,
+)
+from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _AT_ONCE = 8192

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from trainer.data.files.formats.decompression import opened_text
-from trainer.data.files.text_values import NUMBER
+from flotilla.trainer.data.files.formats.decompression import opened_text
+from flotilla.trainer.data.files.text_values import NUMBER
 
 ESCAPE = "\\"
 _CHUNK = 4 << 20

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
+from flotilla.trainer.runtime.errors import UserError
 
 #: Called with the number of a record and what is wrong with it.
 Broken = Callable[[int, str], None]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, source
-from trainer.errors import ConfigError, UserError
 
 SIZE = (8, 6)
 

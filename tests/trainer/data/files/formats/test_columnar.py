@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data.files.formats import columnar, raw_rows
-from trainer.data.files.formats.columnar import ParquetReader
-from trainer.data.files.formats.raw_rows import Piece
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats import columnar, raw_rows
+from flotilla.trainer.data.files.formats.columnar import ParquetReader
+from flotilla.trainer.data.files.formats.raw_rows import Piece
+from flotilla.trainer.runtime.errors import UserError
 
 LONG = "x" * 100_000
 

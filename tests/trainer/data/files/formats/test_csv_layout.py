@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
-from trainer.data.files.formats import quotes
-from trainer.data.files.formats.csv_layout import _check, layout_of
-from trainer.data.files.formats.delimited import CsvReader
-from trainer.data.files.formats.raw_rows import Piece
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats import quotes
+from flotilla.trainer.data.files.formats.csv_layout import _check, layout_of
+from flotilla.trainer.data.files.formats.delimited import CsvReader
+from flotilla.trainer.data.files.formats.raw_rows import Piece
+from flotilla.trainer.runtime.errors import UserError
 
 READER = CsvReader()
 

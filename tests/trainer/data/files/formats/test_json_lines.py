@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trainer.data.files.formats import raw_rows
-from trainer.data.files.formats.json_lines import JsonReader
-from trainer.data.files.formats.raw_rows import Piece
-from trainer.errors import UserError
+from flotilla.trainer.data.files.formats import raw_rows
+from flotilla.trainer.data.files.formats.json_lines import JsonReader
+from flotilla.trainer.data.files.formats.raw_rows import Piece
+from flotilla.trainer.runtime.errors import UserError
 
 READER = JsonReader()
 ROWS = [{"n": i, "t": f"größe {i}, [{{", "in": {"b": i / 2, "x": None}} for i in range(50)]
@@ -57,7 +57,7 @@ def test_all_forms_are_read(tmp_path: Path, data: str | bytes) -> None:
 
 
 def test_a_list_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.files.formats.json_lines._CHUNK", 7)
+    monkeypatch.setattr("flotilla.trainer.data.files.formats.json_lines._CHUNK", 7)
     rows, broken = table(tmp_path, json.dumps(ROWS, ensure_ascii=False))
     assert len(rows) == 50
     assert rows[7]["t"] == "größe 7, [{"

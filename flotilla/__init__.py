@@ -1,0 +1,1 @@
+"""Flotilla: TensorFlow models trained on parameter servers, as a Kubeflow pipeline."""

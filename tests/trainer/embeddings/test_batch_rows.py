@@ -1,0 +1,308 @@
+"""The rows of a batch, known before the model is computed: the same gradient, each row once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flotilla.trainer.embeddings.batch_rows import RowsOnce, Sent, Unforeseen, lookups_of, tables_of
+from flotilla.trainer.embeddings.row_updates import read_rows
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.models.registry import reset_uids
+from flotilla.trainer.optimizers.optimizers import each_row_once
+from flotilla.trainer.strategies.gradients import rows_gradient_of
+from flotilla.trainer.strategies.strategy import gradient_of
+
+# Ids of several in an example, one beyond the table, and one counted from the end.
+BATCH = (
+    [tf.constant([[1, 2, 3], [50, 2, 7]], tf.int64), tf.constant([2, -1])],
+    tf.constant([1.0, 2.0]),
+)
+
+
+def loss(_model, batch, outputs):
+    return tf.reduce_mean(tf.square(outputs[:, 0] - batch[1]))
+
+
+def model_of():
+    """A table that is used twice, one of Keras, state, and units that are dropped."""
+    reset_uids()
+    keras.utils.set_random_seed(0)
+    several, one = keras.Input((3,), dtype="int64"), keras.Input((), dtype="int32")
+    shared = ShardedEmbedding(50, 4, shards=3, unknown="wrap", name="shared")
+    rows = [
+        keras.layers.Flatten()(shared(several)),
+        keras.layers.BatchNormalization()(shared(one)),
+        keras.layers.Embedding(20, 4, name="own")(one),
+    ]
+    both = keras.layers.Dropout(0.1, seed=1)(keras.layers.Concatenate()(rows))
+    model = keras.Model([several, one], keras.layers.Dense(1)(both))
+    read_rows(model)
+    return model
+
+
+def refused(_batch, why):
+    raise why
+
+
+def of_rows(model, **named):
+    lookups = lookups_of(model)
+    found = rows_gradient_of(model, loss, lookups, otherwise=refused, **named)
+    # Without what makes graphs of Python's branches, which takes most of the time.
+    return tf.function(found, autograph=False)
+
+
+def test_the_gradient_is_that_of_lookups_one_by_one():
+    plain, model = model_of(), model_of()
+    expected_loss, expected = tf.function(gradient_of(plain, loss), autograph=False)(BATCH)
+    value, found = of_rows(model)(BATCH)
+    assert float(value) == pytest.approx(float(expected_loss), rel=1e-6)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            tf.convert_to_tensor(one), tf.convert_to_tensor(other), atol=1e-6
+        )
+    # The moving averages and the seed too.
+    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_gradients_of_an_id_are_summed_before_they_are_sent():
+    model = model_of()
+    found = of_rows(model)(BATCH)[1]
+    by_path = dict(zip([each.path for each in model.trainable_variables], found, strict=True))
+    rows = {path: each.indices.numpy().tolist() for path, each in by_path.items() if "sh" in path}
+    # 50 is wrapped to 0, and -1 to 49; 2 is asked for three times.
+    assert {path: sorted(each) for path, each in rows.items()} == {
+        "shared/shard_0": [0, 1],
+        "shared/shard_1": [0, 2, 16],
+        "shared/shard_2": [0],
+    }
+
+
+def test_rows_that_come_once_are_not_looked_through_again():
+    once = RowsOnce(tf.ones([2, 3]), tf.constant([4, 1]))
+    assert each_row_once(once) is once
+
+
+def test_one_message_holds_all_tables_of_a_server(monkeypatch):
+    tables = tables_of(model_of())
+    sent = []
+    identity = tf.identity
+    monkeypatch.setattr(tf, "identity", lambda each: sent.append(each) or identity(each))
+    asked = Sent(tables, [tf.constant([7, 3, 5], tf.int64), tf.constant([2], tf.int64)])
+    # Four sizes and four ids of four variables, in half of the bytes of an id.
+    assert [(each.dtype, each.shape.as_list()) for each in sent] == [(tf.int32, [8])]
+    rows = asked.rows()
+    assert sent[1].shape.as_list() == [4 * 4]
+    asked.gradients(rows)
+    assert sent[2].shape.as_list() == [4 * 4]
+    assert len(sent) == 3
+    expected = [tables[0].shards[shard].numpy()[row] for shard, row in ((1, 2), (0, 1), (2, 1))]
+    np.testing.assert_array_equal(rows[0], expected)
+
+
+class Turned(keras.layers.Layer):
+    """Turns each example by itself, by a branch over a tensor."""
+
+    def call(self, examples):
+        def turned(example):
+            if example[0] > 0:
+                return example
+            return -example
+
+        return tf.map_fn(turned, examples)
+
+
+def test_rows_are_known_where_the_model_maps_a_function_that_branches():
+    ids = keras.Input((), dtype="int32")
+    rows = keras.layers.Embedding(20, 1, embeddings_initializer=keras.initializers.Constant(-2))
+    model = keras.Model(ids, Turned()(rows(ids)))
+    read_rows(model)
+    value, _ = of_rows(model)((tf.constant([3, 5]), tf.zeros([2])))
+    assert float(value) == 4.0
+
+
+def test_a_table_that_no_batch_asks_has_no_row_in_its_gradient():
+    model = model_of()
+    asked = Sent(tables_of(model), [tf.zeros([0], tf.int64), tf.constant([3], tf.int64)])
+    found = asked.gradients(asked.rows())
+    shapes = [found[id(each)].values.shape.as_list() for each in model.trainable_variables[:3]]
+    assert shapes == [[0, 4]] * 3
+
+
+class Walk(keras.layers.Layer):
+    def call(self, row):
+        return keras.ops.cast(row[:, 0] > 0, "int32")
+
+
+def walking(ids):
+    table = keras.layers.Embedding(20, 4)
+    return table(Walk()(table(ids)))
+
+
+class Tied(keras.layers.Layer):
+    """Multiplies with all rows of a table."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def call(self, x):
+        return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+
+
+def tied(ids):
+    table = keras.layers.Embedding(20, 4)
+    return Tied(table)(table(ids))
+
+
+class Branch(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(20, 4)
+        self.table.build((None,))
+
+    def call(self, ids):
+        return tf.cond(tf.reduce_all(ids > 0), lambda: self.table(ids), lambda: 2 * self.table(ids))
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor((*ids.shape, 4), "float32")
+
+
+def branched(ids):
+    branch = Branch()
+    return branch(ids)
+
+
+class Routed(keras.layers.Layer):
+    """Finds the row by weights of its own."""
+
+    def build(self, _shape):
+        self.weight = self.add_weight(shape=(1, 4), initializer="random_normal")
+
+    def call(self, ids):
+        x = keras.ops.cast(ids[:, None], "float32")
+        return keras.ops.argmax(keras.ops.matmul(x, self.weight), axis=-1)
+
+
+def routed(ids):
+    return keras.layers.Embedding(20, 4)(Routed()(ids))
+
+
+class Drawn(keras.layers.Layer):
+    """Draws ids, by a seed of Keras or of TensorFlow."""
+
+    def __init__(self, seed=None):
+        super().__init__()
+        self.seed = seed
+
+    def call(self, ids):
+        if self.seed:
+            return keras.random.randint(keras.ops.shape(ids), 0, 20, seed=self.seed)
+        return tf.random.uniform(tf.shape(ids), 0, 20, tf.int32)
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor(ids.shape, "int32")
+
+
+def drawn(ids):
+    return keras.layers.Embedding(20, 4)(Drawn()(ids))
+
+
+def drawn_by_keras(ids):
+    return keras.layers.Embedding(20, 4)(Drawn(keras.random.SeedGenerator(1))(ids))
+
+
+class Bag(keras.layers.Layer):
+    """Looks up what it makes of ids, ragged or sparse."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+        self.table = keras.layers.Embedding(20, 4)
+        self.table.build((None,))
+
+    def call(self, ids):
+        return self.table(self.made(ids))
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor((*ids.shape, 4), "float32")
+
+
+def ragged(ids):
+    bag = Bag(lambda each: tf.RaggedTensor.from_row_lengths(each, tf.ones_like(each)))
+    return bag(ids)
+
+
+def sparse(ids):
+    bag = Bag(lambda each: tf.sparse.from_dense(each[:, tf.newaxis]))
+    return bag(ids)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (ragged, "looks up ids of a ragged or sparse tensor"),
+        (sparse, "looks up ids of a ragged or sparse tensor"),
+        (routed, "computes ids from variables"),
+        (drawn, "draws ids at random"),
+        (drawn_by_keras, "computes ids from variables"),
+        (walking, "computes ids from rows"),
+        (tied, "uses a table otherwise than by a lookup"),
+        (branched, "looks up in a branch or a loop"),
+    ],
+)
+def test_rows_that_are_not_known_beforehand_are_looked_up_in_their_place(made, words):
+    given = keras.Input((), dtype="int32")
+    model = keras.Model(given, made(given))
+    read_rows(model)
+    batch = (tf.constant([1, 5]), tf.constant([1.0, 2.0]))
+    with pytest.raises(Unforeseen, match=words):
+        of_rows(model)(batch)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [lambda: tf.ragged.constant([[1], [2, 3]]), lambda: tf.sparse.from_dense([[1, 0], [2, 3]])],
+    ids=["ragged", "sparse"],
+)
+def test_a_batch_that_is_not_dense_is_looked_up_in_its_place(ids):
+    given = keras.Input((None,), dtype="int32")
+    model = keras.Model(given, keras.layers.Embedding(20, 4)(given))
+    with pytest.raises(Unforeseen, match="takes a batch of ragged or sparse tensors"):
+        of_rows(model)((ids(), tf.constant([1.0, 2.0])))
+
+
+@pytest.mark.parametrize("unknown", ["error", "wrap"])
+def test_rows_of_words_are_known_beforehand(unknown):
+    words = keras.Input((), dtype="string")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"])(words)
+    model = keras.Model(words, ShardedEmbedding(3, 4, shards=1, unknown=unknown)(ids))
+    _, found = of_rows(model)((tf.constant(["b", "b"]), tf.constant([1.0, 2.0])))
+    assert found[0].indices.numpy().tolist() == [2]
+
+
+def sub(**named):
+    class Own(ShardedEmbedding):
+        def call(self, ids):
+            return 2 * super().call(ids)
+
+    return Own(9, 2, **named)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        lambda: keras.layers.Embedding(9, 2, embeddings_regularizer="l2"),
+        lambda: keras.layers.Embedding(9, 2, trainable=False),
+        lambda: EmbeddingTable(9, 2),
+        sub,
+    ],
+)
+def test_tables_that_have_to_be_used_in_their_place(table):
+    given = keras.Input((), dtype="int64")
+    plain = keras.layers.Embedding(9, 2)
+    model = keras.Model(given, plain(given) + table()(given))
+    assert tables_of(model) == []
+    assert lookups_of(model) is None

@@ -1,0 +1,221 @@
+"""A branch of a table's graph: traced once, of the resources that it is given."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flotilla.trainer.embeddings.shared_branch import SharedBranch
+from tests.trainer.models.test_embedding_table import known, table
+
+
+class Counter:
+    """A number that its branch adds to, and how often that was traced."""
+
+    traced = 0
+
+    def __init__(self, start):
+        self.number = tf.Variable(start, dtype=tf.int64)
+
+    def add(self, given, factor):
+        Counter.traced += 1
+        with tf.control_dependencies([self.number.assign_add(factor * tf.reduce_sum(given))]):
+            return tf.fill(tf.shape(given), self.number.read_value())
+
+    def run(self, branch, is_needed, given, factor, device="/device:CPU:0"):
+        given = (given, tf.constant(factor, tf.int64))
+        return branch.run(is_needed, self.add, given, [self.number.handle], device)
+
+
+@pytest.fixture(autouse=True)
+def untraced():
+    Counter.traced = 0
+
+
+@pytest.mark.parametrize("device", ["/device:CPU:0", "/device:GPU:0"])
+def test_each_owner_changes_its_own_resources_by_one_trace(device):
+    branch, counters = SharedBranch(), [Counter(start) for start in (100, 200, 300)]
+
+    @tf.function(autograph=False)
+    def step(is_needed, given):
+        return [
+            each.run(branch, is_needed, given, factor, device)
+            for factor, each in enumerate(counters, start=1)
+        ]
+
+    given = tf.constant([1, 2], tf.int64)
+    assert [each.numpy().tolist() for each in step(tf.constant(False), given)] == [[1, 2]] * 3
+    assert [each.numpy().tolist() for each in step(tf.constant(True), given)] == [
+        [103, 103],
+        [206, 206],
+        [309, 309],
+    ]
+    assert [each.number.numpy() for each in counters] == [103, 206, 309]
+    assert Counter.traced == 1
+
+
+@pytest.mark.parametrize("device", ["/device:CPU:0", "/device:GPU:0"])
+def test_without_a_graph_it_is_run_by_python(device):
+    branch, counter = SharedBranch(), Counter(5)
+    given = tf.constant([1, 2], tf.int64)
+    for is_needed, found in ((False, [1, 2]), (True, [11, 11]), (True, [17, 17])):
+        got = counter.run(branch, tf.constant(is_needed), given, 2, device)
+        assert got.numpy().tolist() == found
+    assert Counter.traced == 2
+
+
+def test_other_types_or_another_number_of_resources_are_another_branch():
+    branch, counter, other = SharedBranch(), Counter(1), Counter(2)
+
+    def both(given):
+        with tf.control_dependencies([other.number.assign(7)]):
+            return counter.add(given, tf.constant(1, tf.int64))
+
+    @tf.function(autograph=False)
+    def step(given):
+        one = counter.run(branch, tf.constant(True), given, 1)
+        with tf.control_dependencies([one]):
+            handles = [counter.number.handle, other.number.handle]
+            return branch.run(tf.constant(True), both, [given], handles, "/device:CPU:0")
+
+    assert step(tf.constant([2], tf.int64)).numpy().tolist() == [5]
+    assert other.number.numpy() == 7
+    assert Counter.traced == 2
+
+
+def test_work_of_another_kind_is_another_branch():
+    branch, counters = SharedBranch(), [Counter(1), Counter(2)]
+    given = (tf.constant([2], tf.int64), tf.constant(1, tf.int64))
+
+    @tf.function(autograph=False)
+    def step(kinds):
+        return [
+            branch.run(
+                tf.constant(True), each.add, given, [each.number.handle], "/device:CPU:0", kind
+            )
+            for kind, each in zip(kinds, counters, strict=True)
+        ]
+
+    for kinds, traced in (("aa", 1), ("ab", 2)):
+        step(kinds)
+        assert Counter.traced == traced
+    assert [each.number.numpy() for each in counters] == [5, 6]
+
+
+def grown(*tables):
+    """Return how many functions insert ids where each of some tables looks up the same ones."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+    def step(ids):
+        return [layer(ids, training=True) for layer in tables]
+
+    step(np.arange(30))
+    functions = step.get_concrete_function().graph.as_graph_def().library.function
+    return sum(any(n.op == "LookupTableInsertV2" for n in each.node_def) for each in functions)
+
+
+def connected(*tables, slot=0.5):
+    """Connect tables as a strategy does, each with a slot of its own."""
+    steps = tf.Variable(0, dtype=tf.int64)
+    for layer in tables:
+        layer.connect(
+            steps, lambda rows: [(tf.Variable(tf.zeros(rows.shape)), slot)], alike=tables[0]
+        )
+    return tables
+
+
+def seeded(seed, capacity=64, **named):
+    return table(
+        capacity, initializer=keras.initializers.RandomUniform(seed=seed), shards=2, **named
+    )
+
+
+def test_tables_that_differ_by_their_seeds_share_one():
+    one, other, alone = seeded(1), seeded(2), seeded(2)
+    assert grown(*connected(one, other)) == 1
+    assert grown(*connected(alone)) == 1
+    rows = [layer(tf.range(30, dtype=tf.int64), training=False).numpy() for layer in (one, other)]
+    assert not (rows[0] == rows[1]).any()
+    # Its rows are those that it has without another one alike it.
+    np.testing.assert_array_equal(rows[1], alone(tf.range(30, dtype=tf.int64)).numpy())
+    for layer in (one, other):
+        assert layer.metrics()["rows"] == 30
+        for shard in layer.parts():
+            there = shard.noted.used.numpy()[: shard.capacity] >= 0
+            slot, _ = shard.slots[0]
+            assert (slot.numpy()[: shard.capacity][there] == 0.5).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "named", [{"capacity": 62}, {"min_count": 2}, {"min_age": 5}, {"max_age": 9}]
+)
+def test_tables_that_differ_otherwise_share_none(named):
+    assert grown(*connected(seeded(1), seeded(1, **named))) == 2
+
+
+@pytest.mark.slow
+def test_nor_do_those_of_other_initializers_or_slots():
+    zeros = table(64, initializer="zeros", shards=2)
+    assert grown(*connected(seeded(1), zeros)) == 2
+    one, other = seeded(1), seeded(1)
+    connected(one)
+    other.connect(
+        tf.Variable(0, dtype=tf.int64),
+        lambda rows: [(tf.Variable(tf.zeros(rows.shape)), 0.25)],
+        alike=one,
+    )
+    assert grown(one, other) == 2
+
+
+class Unnamed(keras.initializers.Initializer):
+    """One whose configuration says nothing of it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, shape, dtype=None):
+        return tf.fill(shape, tf.cast(self.value, dtype))
+
+
+class Wide(Unnamed):
+    """One whose configuration has what no text has."""
+
+    def get_config(self):
+        return {"value": np.float32(self.value)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drawn", [Unnamed, Wide, lambda value: lambda *_, **__: tf.fill((30, 3), value)]
+)
+def test_those_of_initializers_of_the_user_share_none(drawn):
+    tables = connected(*(table(64, initializer=drawn(value)) for value in (1.0, 5.0)))
+    assert grown(*tables) == 2
+    for layer, value in zip(tables, (1.0, 5.0), strict=True):
+        rows = layer(tf.range(30, dtype=tf.int64), training=False).numpy()
+        assert (rows == value).all()
+
+
+def test_the_graph_of_a_step_has_no_operation_of_it():
+    layer = table(64, shards=3)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+    def step(ids):
+        return layer(ids, training=True)
+
+    kinds = [each.type for each in step.get_concrete_function().graph.get_operations()]
+    assert kinds.count("If") == 3
+    assert "LookupTableInsertV2" not in kinds
+    functions = step.get_concrete_function().graph.as_graph_def().library.function
+    inserts = [
+        each.signature.name
+        for each in functions
+        if any(node.op == "LookupTableInsertV2" for node in each.node_def)
+    ]
+    assert len(inserts) == 1
+    step(np.arange(30))
+    assert all(known(layer, np.arange(30)))
+    assert all((shard.noted.used.numpy() >= 0).any() for shard in layer.parts())

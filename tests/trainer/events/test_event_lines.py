@@ -1,0 +1,123 @@
+"""Events as lines of a log: enough to follow a training by, and not more."""
+
+import pytest
+
+from flotilla.trainer.events import (
+    AttemptBegin,
+    CheckpointPublished,
+    Progress,
+    Saved,
+    ServersLost,
+    UploadFailed,
+    Validation,
+)
+from flotilla.trainer.events.event_lines import LogLines, TimeLeft, line_of
+
+
+def progress(step, time, **fields):
+    known = {"steps": 300, "loss": 0.25, "steps_per_second": 100.0, "seconds_left": 12.0}
+    return Progress(**{"time": time, "global_step": step, **known, **fields})
+
+
+def test_progress_is_a_line_every_few_seconds():
+    lines = LogLines()
+    times = {20: 1000.0, 40: 1004.9, 60: 1005.0, 80: 1009.9, 100: 1010.1}
+    taken = [lines.take(progress(step, time)) for step, time in times.items()]
+    assert [line.partition("  ")[0] for line in taken] == [
+        "global step 20/300", "", "global step 60/300", "", "global step 100/300",
+    ]  # fmt: skip
+    # The speed of the first stretch, which builds the functions, says nothing of the rest.
+    assert taken[0] == "global step 20/300  loss 0.25  100 steps/s"
+    assert taken[2] == "global step 60/300  loss 0.25  100 steps/s  12 s left"
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            CheckpointPublished(uri="gs://b/c", global_step=7),
+            "checkpoint of global step 7: gs://b/c",
+        ),
+        (UploadFailed(reason="no answer"), "a checkpoint is not uploaded yet: no answer"),
+        (
+            Validation(global_step=7, metrics={"loss": 0.5, "accuracy": 0.25}),
+            "validation of global step 7: loss 0.5  accuracy 0.25",
+        ),
+    ],
+)
+def test_what_a_log_shows_and_a_progress_bar_does_not(event, line):
+    assert LogLines().take(event) == line
+    assert line_of(event) == ""
+
+
+def test_what_both_show_and_what_neither_does():
+    resumed = AttemptBegin(global_step=9, steps=20, resumed=True)
+    assert LogLines().take(resumed) == line_of(resumed) == "training resumes from global step 9"
+    of_snapshots = AttemptBegin(global_step=9, steps=20, resumed=True, checkpoint=5)
+    assert line_of(of_snapshots) == (
+        "training resumes from global step 9, with what is on the servers; the newest checkpoint "
+        "is of 5"
+    )
+    assert LogLines().take(Saved(uri="u", global_step=1, seconds=0.1)) == ""
+
+
+@pytest.mark.parametrize(
+    ("servers", "recovery", "back_to", "line"),
+    [
+        (
+            ("ps-1",),
+            "partial",
+            400,
+            "ps-1 lost at global step 510: partial recovery: its variables alone go 110 steps back "
+            "to 400; the others stay",
+        ),
+        (
+            ("ps-0", "ps-2"),
+            "partial",
+            400,
+            "ps-0, ps-2 lost at global step 510: partial recovery: their variables alone go 110 "
+            "steps back to 400; the others stay",
+        ),
+        (
+            ("ps-0",),
+            "full",
+            400,
+            "ps-0 lost at global step 510: full recovery: all variables go 110 steps back to 400 "
+            "(why)",
+        ),
+        (
+            ("ps-0",),
+            "full",
+            -1,
+            "ps-0 lost at global step 510: full recovery: all variables go to the newest "
+            "checkpoint (why)",
+        ),
+    ],
+)
+def test_it_is_said_what_goes_back_as_servers_are_lost(servers, recovery, back_to, line):
+    event = ServersLost(
+        servers=servers, recovery=recovery, global_step=510, back_to=back_to, reason="why"
+    )
+    assert LogLines().take(event) == line_of(event) == line
+
+
+class TestTimeLeft:
+    def test_it_is_smoothed_and_counts_down(self):
+        left = TimeLeft()
+        assert left.seconds(0.0) is None
+        left.take(progress(50, 5.0, steps_per_second=1.0, steps=1100))
+        # The first stretch builds the functions.
+        assert left.seconds(5.0) is None
+        left.take(progress(100, 10.0, steps_per_second=100.0, steps=1100))
+        assert left.seconds(10.0) == 10
+        # One slow stretch does not double it.
+        left.take(progress(200, 11.0, steps_per_second=50.0, steps=1100))
+        assert left.seconds(11.0) == 10
+        assert left.seconds(15.0) == 6
+        assert left.seconds(1e6) == 0
+
+    @pytest.mark.parametrize("speed", [0.0, float("nan"), -1.0])
+    def test_without_a_speed_it_is_not_known(self, speed):
+        left = TimeLeft()
+        left.take(progress(1, 1.0, steps_per_second=speed))
+        assert left.seconds(1.0) is None

@@ -1,0 +1,151 @@
+"""The statistics of a split, whichever parts and batches its examples came in."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.statistics.accumulator import Accumulator
+
+SPECS = {
+    "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
+    "city": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+    "review": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+    "pixels": FeatureSpec(shape=(4, 2), dtype="uint8", stored="raw"),
+    "row": FeatureSpec(shape=(2,), dtype="float32", stored="raw"),
+    "label": FeatureSpec(
+        shape=(), dtype="int64", stored="int", num_classes=2, labels=("no", "yes")
+    ),
+}
+INPUTS = ("age", "city", "review", "pixels", "row")
+
+
+def examples(count, seed=0):
+    random = np.random.default_rng(seed)
+    label = random.integers(0, 2, count)
+    age = random.normal(30 + 10 * label, 5).astype(np.float32)
+    age[::10] = np.nan
+    cities = np.array([b"Rome", b"Oslo", b""], object)[random.integers(0, 3, count)]
+    reviews = np.array([b"Good, good film!", b"bad film"], object)[1 - label]
+    pixels = random.integers(0, 256, (count, 4, 2)).astype(np.uint8)
+    row = np.stack([age, 1e6 + age * 1e3], axis=1).astype(np.float32)
+    texts = {"city": cities, "review": reviews}
+    return {"age": age, **texts, "pixels": pixels, "row": row, "label": label}
+
+
+def accumulated(columns, cuts=(), seed=0):
+    found = Accumulator(SPECS, INPUTS, ("label",), vocabulary=100, seed=seed)
+    size = len(columns["label"])
+    for start, end in zip((0, *cuts), (*cuts, size), strict=True):
+        found.add({name: values[start:end] for name, values in columns.items()})
+    return found
+
+
+def test_numbers():
+    columns = examples(2000)
+    age = accumulated(columns).result().features["age"]
+    there = columns["age"][np.isfinite(columns["age"])].astype(np.float64)
+    assert (age.kind, age.examples, age.missing) == ("number", 2000, 200)
+    assert age.mean == pytest.approx(there.mean())
+    assert age.std == pytest.approx(there.std())
+    assert (age.least, age.most) == (there.min(), there.max())
+    assert age.quantiles[500] == pytest.approx(np.median(there))
+    assert age.association["label"] == pytest.approx(0.7, abs=0.05)
+    assert age.distinct == len(np.unique(there))
+
+
+def test_texts():
+    columns = examples(2000)
+    found = accumulated(columns).result().features
+    cities = columns["city"].tolist()
+    city, review = found["city"], found["review"]
+    assert city.counts == {
+        name: cities.count(name.encode())
+        for name in sorted(("Rome", "Oslo"), key=lambda each: -cities.count(each.encode()))
+    }
+    assert (city.kind, city.missing, city.distinct) == ("text", cities.count(b""), 2)
+    # How many texts have a word, not how often they have it.
+    assert review.words["film"] == 2000
+    assert review.words["good"] == review.counts["Good, good film!"]
+    assert city.words == {name.lower(): count for name, count in city.counts.items()}
+    assert review.association["label"] == pytest.approx(1, abs=1e-3)
+
+
+def test_tensors_and_classes():
+    columns = examples(500)
+    found = accumulated(columns).result().features
+    pixels, label = found["pixels"], found["label"]
+    assert pixels.kind == "tensor"
+    assert pixels.mean == pytest.approx(columns["pixels"].mean())
+    assert pixels.std == pytest.approx(columns["pixels"].std())
+    means = columns["pixels"].reshape(500, -1).mean(1)
+    assert (pixels.quantiles[0], pixels.quantiles[-1]) == (means.min(), means.max())
+    assert pixels.means == ()
+    row = columns["row"][np.isfinite(columns["row"][:, 0])].astype(np.float64)
+    assert found["row"].missing == 50
+    np.testing.assert_allclose(found["row"].means, row.mean(0))
+    np.testing.assert_allclose(found["row"].stds, row.std(0))
+    ones = int(columns["label"].sum())
+    assert label.counts == {"yes": ones, "no": 500 - ones}
+
+
+@pytest.mark.parametrize("cuts", [(100,), (1, 2, 1999), tuple(range(7, 2000, 7))])
+def test_batches_change_nothing(cuts):
+    columns = examples(2000)
+    assert_same(accumulated(columns, cuts).result(), accumulated(columns).result())
+
+
+def test_parts_change_nothing_but_the_draw():
+    columns = examples(2000)
+    merged = Accumulator(SPECS, INPUTS, ("label",), vocabulary=100)
+    for part, places in enumerate(np.array_split(np.arange(2000), 3)):
+        one = accumulated({name: each[places] for name, each in columns.items()}, seed=(part, 0))
+        again = Accumulator(SPECS, INPUTS, ("label",), vocabulary=100)
+        again.restore(one.arrays())
+        merged.merge(again)
+    whole = accumulated(columns)
+    assert_same(merged.result(), whole.result())
+    one, two = merged.sketch(), whole.sketch()
+    assert one.hashes.tolist() == two.hashes.tolist()
+    assert one.copies.tolist() == two.copies.tolist()
+    assert one.is_whole
+    assert sorted(one.sample["pixels"]) == sorted(two.sample["pixels"])
+
+
+def assert_same(first, second):
+    assert first.examples == second.examples
+    for name, one in first.features.items():
+        found, expected = dataclasses.asdict(one), dataclasses.asdict(second.features[name])
+        for floats in ("mean", "std", "means", "stds", "quantiles", "association"):
+            assert found.pop(floats) == pytest.approx(expected.pop(floats)), (name, floats)
+        assert found == expected
+
+
+def test_no_example_has_no_number():
+    found = accumulated(examples(0)).result()
+    assert found.examples == 0
+    assert found.features["age"].mean is None
+    assert found.features["age"].quantiles == ()
+
+
+def test_a_column_of_gaps_alone():
+    columns = examples(50)
+    columns["age"][:] = np.nan
+    age = accumulated(columns).result().features["age"]
+    assert (age.missing, age.mean, age.quantiles, age.association["label"]) == (50, None, (), 0)
+    assert age.distinct == 0
+
+
+def test_sequences_of_any_length():
+    specs = {
+        "steps": FeatureSpec(shape=(None, 2), dtype="float32", stored="raw"),
+        "label": SPECS["label"],
+    }
+    rows = np.empty(3, object)
+    rows[:] = [np.ones((each, 2), np.float32) * each for each in (1, 2, 0)]
+    found = Accumulator(specs, ("steps",), ("label",), vocabulary=10)
+    found.add({"steps": rows, "label": np.array([0, 1, 1])})
+    steps = found.result().features["steps"]
+    assert (steps.kind, steps.mean) == ("tensor", pytest.approx(10 / 6))
+    assert (steps.least, steps.most) == (1, 2)

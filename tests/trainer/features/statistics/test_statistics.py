@@ -1,0 +1,103 @@
+"""What is written is read again, once and where a model asks; damage is named."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.features.statistics.statistics import (
+    NOTHING,
+    ExampleSketch,
+    FeatureStatistics,
+    Learnt,
+    SplitStatistics,
+    Statistics,
+)
+from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.odd_names import ODD
+
+FOUND = Statistics(
+    splits={
+        "train": SplitStatistics(
+            examples=3,
+            features={
+                "city": FeatureStatistics(kind="text", examples=3, counts={"Köln": 2, "": 1}),
+                "age": FeatureStatistics(
+                    kind="number", examples=3, mean=0.1, std=2.0, quantiles=(1.0, 2.0)
+                ),
+            },
+        )
+    }
+)
+SKETCH = ExampleSketch(
+    hashes=np.array([1, 2**64 - 1], np.uint64),
+    copies=np.array([1, 2]),
+    is_whole=True,
+    sample={"age": np.array([1.0, np.nan]), "image/std": np.array([0.5, 0.25])},
+)
+
+
+def test_statistics_survive_their_file():
+    assert statistics.from_bytes(statistics.to_bytes(FOUND), "file:///d") == FOUND
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"schema": 99, "splits": {}}', b"\xff"])
+def test_what_is_none_is_named(data):
+    with pytest.raises(UserError, match=r"file:///d/statistics\.json has no statistics"):
+        statistics.from_bytes(data, "file:///d")
+
+
+def test_sketches_survive_their_file():
+    data = statistics.sketches_to_bytes({"train": SKETCH, "test": SKETCH})
+    found = statistics.sketches_from_bytes(data, "file:///d")
+    assert list(found) == ["train", "test"]
+    for each in found.values():
+        assert each.hashes.tolist() == SKETCH.hashes.tolist()
+        assert each.copies.tolist() == SKETCH.copies.tolist()
+        assert each.is_whole
+        assert list(each.sample) == ["age", "image/std"]
+        np.testing.assert_array_equal(each.sample["age"], SKETCH.sample["age"])
+
+
+def test_a_sample_is_found_by_its_column_whatever_that_is_called():
+    sample = {name: np.array([float(number)]) for number, name in enumerate((*ODD, "x.npy"))}
+    data = statistics.sketches_to_bytes({"train": dataclasses.replace(SKETCH, sample=sample)})
+    assert statistics.sketches_from_bytes(data, "file:///d")["train"].sample == sample
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 400])
+def test_a_damaged_file_is_named(length):
+    data = statistics.sketches_to_bytes({"train": SKETCH})
+    with pytest.raises(UserError, match=r"file:///d/examples\.npz is damaged"):
+        statistics.sketches_from_bytes(data[:length], "file:///d")
+
+
+def test_the_same_sketches_are_the_same_bytes():
+    first, second = (statistics.sketches_to_bytes({"train": SKETCH}) for _ in range(2))
+    assert first == second
+
+
+AGE = FeatureStatistics(kind="number", examples=1, mean=1.0)
+DATA = statistics.to_bytes(
+    Statistics(splits={"train": SplitStatistics(examples=1, features={"age": AGE})})
+)
+
+
+def test_nothing_is_read_before_it_is_asked_for():
+    read = []
+    learnt = Learnt(lambda: read.append(1) or (DATA, "file:///d"))
+    assert not learnt.data
+    assert not read
+    assert learnt.features == learnt.features == {"age": AGE}
+    assert learnt.data == DATA
+    assert len(read) == 1
+
+
+def test_a_file_of_another_version_is_named():
+    with pytest.raises(UserError, match=r"file:///d/statistics\.json"):
+        _ = Learnt(lambda: (b"{}x", "file:///d")).features
+
+
+def test_without_a_dataset_nothing_is_known():
+    assert NOTHING.features == {}

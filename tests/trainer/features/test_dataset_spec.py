@@ -1,0 +1,171 @@
+"""What a reader takes from the manifest, and what it refuses."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.features.dataset_spec import (
+    SCHEMA,
+    DatasetSpec,
+    FeatureSpec,
+    require_slices,
+    shard_name,
+    slice_features,
+)
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage import Manifest
+
+FIELDS = {
+    "dataset_schema": SCHEMA,
+    "dataset": "some",
+    "splits": {
+        "train": {"examples": 5, "shards": [3, 2]},
+        "test": {"examples": 4, "shards": [4]},
+    },
+    "features": {
+        "image": FeatureSpec(shape=(2, 2, 1), dtype="uint8", stored="raw").to_json(),
+        "label": FeatureSpec(
+            shape=(), dtype="int64", stored="int", num_classes=2, labels=("a", "b")
+        ).to_json(),
+    },
+    "inputs": ["image"],
+    "targets": ["label"],
+    "weight": "",
+    "group": "",
+    "target_counts": {"label": {"train": [3, 2], "test": [1, 3]}},
+    "target_moments": {"label": {"mean": 0.4, "std": 0.5, "min": 0.0, "max": 1.0}},
+}
+
+
+def read(**changes):
+    return DatasetSpec.from_manifest(Manifest("dataset", (), {**FIELDS, **changes}))
+
+
+def test_the_manifest_tells_all():
+    spec = read()
+    assert spec.features["image"] == FeatureSpec(shape=(2, 2, 1), dtype="uint8", stored="raw")
+    assert (spec.inputs, spec.targets, spec.weight, spec.group) == (("image",), ("label",), "", "")
+    assert (spec.features["label"].num_classes, spec.features["label"].labels) == (2, ("a", "b"))
+    assert spec.target_counts["label"]["train"] == [3, 2]
+    assert spec.target_moments["label"]["max"] == 1.0
+
+
+def test_a_feature_goes_to_json_and_back():
+    feature = FeatureSpec(shape=(3, 4), dtype="float32", stored="raw")
+    assert read(features={"x": feature.to_json()}).features["x"] == feature
+
+
+def test_the_spec_is_the_same_after_the_manifest_was_written():
+    manifest = Manifest("dataset", (), FIELDS)
+    assert DatasetSpec.from_manifest(Manifest.from_json(manifest.to_json())) == read()
+
+
+def test_examples_of_a_split():
+    spec = read()
+    assert [spec.examples(split) for split in ("train", "test", "validation")] == [5, 4, 0]
+
+
+def test_files_of_a_split():
+    assert read().files("train") == [
+        "train-00000-of-00002.tfrecord",
+        "train-00001-of-00002.tfrecord",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("split", "hint"), [("tests", "did you mean 'test'"), ("validation", "it has train, test")]
+)
+def test_a_split_that_is_not_there(split, hint):
+    with pytest.raises(UserError, match=f"no split '{split}'.*{hint}"):
+        read().files(split)
+
+
+def test_another_kind_is_refused():
+    with pytest.raises(UserError, match="a checkpoint is published there and not a dataset"):
+        DatasetSpec.from_manifest(Manifest("checkpoint", (), {}))
+
+
+@pytest.mark.parametrize("schema", [SCHEMA + 1, None, "1"])
+def test_another_schema_is_refused(schema):
+    with pytest.raises(UserError, match=f"schema {schema} and this version reads {SCHEMA}"):
+        read(dataset_schema=schema)
+
+
+def test_names_of_shards_sort_in_order():
+    names = [shard_name("train", index, 12) for index in range(12)]
+    assert names == sorted(names)
+    assert names[3] == "train-00003-of-00012.tfrecord"
+
+
+def test_a_spec_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        read().weight = "other"
+
+
+def test_it_is_in_a_module_without_tensorflow():
+    source = sys.modules[DatasetSpec.__module__].__file__
+    with open(source, encoding="utf-8") as file:
+        assert "import tensorflow" not in file.read()
+
+
+SLICED = {
+    "image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw"),
+    "digit": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=10),
+    "writer": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+}
+
+
+def test_an_evaluation_is_sliced_by_the_label_first_and_once():
+    assert slice_features(SLICED, ["digit"], ()) == ["digit"]
+    assert slice_features(SLICED, ["digit"], ("writer", "digit")) == ["digit", "writer"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"evaluation": {"slices": ["writr"]}},
+            "evaluation.slices: 'writr' is no feature of the dataset; did you mean 'writer'?",
+        ),
+        (
+            {"evaluation": {"slices": ["image"]}},
+            "evaluation.slices: 'image' is more than one value an example of the dataset (one of "
+            "digit, writer)",
+        ),
+        (
+            {"gate": {"min": {"accuracy@writer=a": 0.5}}},
+            "gate.min.accuracy@writer=a: there is no slice by 'writer' (sliced by: digit); name it "
+            "in evaluation.slices",
+        ),
+        (
+            {"gate": {"max": {"loss@digt": 0.5}}},
+            "gate.max.loss@digt: there is no slice by 'digt'; did you mean 'digit'? (sliced by: "
+            "digit); name it in evaluation.slices",
+        ),
+    ],
+)
+def test_a_slice_that_there_cannot_be_is_named(tree, message):
+    with pytest.raises(ConfigError) as error:
+        require_slices(parse_config(tree), SLICED, ["digit"])
+    assert str(error.value) == message
+
+
+def test_a_slice_by_a_class_that_the_label_has_not_is_named():
+    named = {"digit": replace(SLICED["digit"], num_classes=2, labels=("even", "odd"))}
+    for rule in ("accuracy@digit=odd", "accuracy@digit"):
+        require_slices(parse_config({"gate": {"min": {rule: 0.1}}}), named, ["digit"])
+    with pytest.raises(ConfigError) as error:
+        require_slices(parse_config({"gate": {"max": {"loss@digit=od": 0.1}}}), named, ["digit"])
+    assert str(error.value) == (
+        "gate.max.loss@digit=od: 'digit' has no class 'od'; did you mean 'odd'?"
+    )
+
+
+def test_slices_of_label_and_features_are_allowed():
+    tree = {
+        "evaluation": {"slices": ["writer"]},
+        "gate": {"min": {"accuracy": 0.5, "accuracy@digit": 0.1, "accuracy@writer=a": 0.1}},
+    }
+    require_slices(parse_config(tree), SLICED, ["digit"])

@@ -1,0 +1,181 @@
+"""What champions were trained on: nights with data that comes, comes late, comes twice, changes."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.trainer import storage
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.listing import Listing, SourceFile, chosen
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.promotion import training_data as trained
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.storage import Corrupt
+from tests.trainer.promotion.test_registry import exported
+
+NIGHTS, KEPT = 1000, 60
+
+
+def as_listing(content: dict[int, int]) -> Listing:
+    return Listing(
+        "gs://b",
+        tuple(
+            SourceFile("gs://b", f"s-{span}.csv", 9, f"{span}/{tag}", span=str(span))
+            for span, tag in sorted(content.items())
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed: int) -> None:
+    draw = random.Random(seed)
+    content: dict[int, int] = {}
+    pending, late = set[int](), dict[int, int]()
+    finished, lineages, words = set[str](), list[dict[str, Any]](), Counter[str]()
+    contents, promoted = set[tuple[int, int]](), Counter[tuple[int, int]]()
+    for night in range(NIGHTS):
+        arrived = {span for span, at in late.items() if at <= night}
+        if draw.random() < 0.6:
+            (late.__setitem__(night, night + draw.randrange(1, 9)) if draw.random() < 0.2
+             else arrived.add(night))  # fmt: skip
+        changed = {span for span in content if draw.random() < 0.3 / KEPT}
+        for span in arrived | changed:
+            late.pop(span, None)
+            content[span] = content.get(span, 0) + 1
+        pending |= arrived | changed
+        last = night == NIGHTS - 1
+        for span in [each for each in sorted(content)[:-KEPT] if each not in pending]:
+            del content[span]
+        before = trained.of_lineages(reversed(lineages))
+        taken = chosen(as_listing(content), "since_champion", before.spans) if content else None
+        if taken is None:
+            continue
+        version = taken.digest if taken.spans else before.version
+        assert {int(span) for span in taken.spans} == pending
+        if version in finished:
+            # Nothing came since: a stored file that is stored again is no news.
+            words["unchanged"] += 1
+            assert not (arrived | changed)
+            continue
+        word = "promoted" if last else draw.choices(["promoted", "refused", "killed"], [8, 1, 1])[0]
+        words[word] += 1
+        if word != "killed":
+            finished.add(version)
+        if word == "promoted":
+            lineages.append({"data_version": version, "spans": dict(taken.spans)})
+            promoted.update((span, content[span]) for span in pending)
+            contents |= {(span, content[span]) for span in pending}
+            pending.clear()
+    assert not pending
+    assert set(promoted.values()) == {1}
+    assert {span for span, _ in promoted} >= set(content)
+    assert all((span, tag) in promoted for span, tag in content.items())
+    assert min(words[each] for each in ("unchanged", "promoted", "refused", "killed")) > 20
+
+
+NAME = "things"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return storage.uri_of(tmp_path / "root")
+
+
+def crown(root: str, folder: Path, version: str, spans: dict[str, str]) -> None:
+    made = registry.register(
+        root,
+        NAME,
+        exported(folder, version),
+        lineage={"data_version": version, "spans": spans},
+        scratch=folder,
+    )
+    registry.promote(root, NAME, made.number, after=registry.newest(root, NAME), by="me")
+
+
+def test_a_champion_that_was_rolled_back_was_trained_on_nothing(root: str, tmp_path: Path) -> None:
+    assert trained.of_champion(root, NAME) == trained.TrainedData(spans={})
+    crown(root, tmp_path, "a", {"1": "x", "2": "x"})
+    crown(root, tmp_path, "b", {"2": "y"})
+    assert trained.of_champion(root, NAME).spans == {"1": "x", "2": "y"}
+    registry.rollback(root, NAME, by="me")
+    before = trained.of_champion(root, NAME)
+    assert (before.version, before.spans) == ("a", {"1": "x", "2": "x"})
+    crown(root, tmp_path, "c", {"3": "z"})
+    assert trained.of_champion(root, NAME).spans == {"1": "x", "2": "x", "3": "z"}
+
+
+def configured(**training: Any) -> Config:
+    return parse_config(
+        {
+            "name": NAME,
+            "data": {"source": "s-{SPAN}.csv", "version": "0" * 32},
+            "training": {"warm_start": "champion", **training},
+        }
+    )
+
+
+def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
+    config = configured()
+    trained.begin(config, root, "first")
+    # A run that was killed has decided nothing.
+    assert trained.finished(config, root) == ""
+    trained.end(root, "first", "refused")
+    assert trained.finished(config, root) == "first"
+    assert trained.finished(configured(when_unchanged="train"), root) == "first"
+    assert trained.finished(configured(steps=7), root) == ""
+    # One that was not begun with files leaves no mark.
+    trained.end(root, "second", "refused")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model": {"name": "mine:it"}},
+        {"training": {"strategy": "mine:it"}},
+        {"task": {"name": "mine:it"}},
+        {"task": {"loss": "mine:it"}},
+        {"task": {"metrics": ["mine:it"]}},
+        {"task": {"outputs": {"y": {"loss": "mine:it"}}}},
+        {"task": {"outputs": {"y": {"name": "mine:it"}}}},
+        {"task": {"outputs": {"y": {"metrics": ["mine:it"]}}}},
+    ],
+)
+def test_own_code_that_was_written_again_is_news(
+    named: dict[str, Any], root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
+    (tmp_path / "mine.py").write_text("def it(): return 1\n")
+    data = {"source": "s.csv", "version": "0" * 32}
+    config = parse_config({"name": NAME, "data": data, **named})
+    trained.begin(config, root, "first")
+    trained.end(root, "first", "refused")
+    assert trained.finished(config, root) == "first"
+    (tmp_path / "mine.py").write_text("def it(): return 2\n")
+    assert trained.finished(config, root) == ""
+
+
+def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:
+    config = configured()
+    trained.begin(config, root, "first")
+    trained.end(root, "first", "promoted")
+    (mark,) = (storage.local_path(root) or Path()).rglob("finished/*.json")
+    mark.write_text("[")
+    with pytest.raises(Corrupt, match="is damaged: delete it, and the run trains again"):
+        trained.finished(config, root)
+
+
+def test_the_source_of_a_function_of_the_users_is_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_USER_FOLDER", str(tmp_path))
+    module = tmp_path / "nightly_rows.py"
+    config = parse_config({"data": {"source": "a.csv", "map": "nightly_rows:f"}})
+    digests = []
+    for text in ("def f(row):\n    return row\n", "def f(row):\n    return dict(row)\n"):
+        module.write_text(text)
+        digests.append(trained.digest(config))
+    assert len(set(digests)) == len(digests)

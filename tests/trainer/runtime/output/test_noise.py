@@ -1,0 +1,82 @@
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flotilla.trainer.runtime.output import noise
+
+# As TensorFlow 2.21 and Keras write them.
+START = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795902305.459360   27264 port.cc:153] oneDNN custom operations are on.
+I0000 00:00:1795902305.460269   27264 cudart_stub.cc:31] Could not find cuda drivers on your machine
+To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with flags.
+E0000 00:00:1795902307.721074   27273 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA
+2024-05-01 10:00:00.123456: I tensorflow/core/util/port.cc:113] oneDNN custom operations are on.
+2024-05-01 10:00:00.123456: E external/local_xla/xla/cuda_dnn.cc:9] Unable to register cuDNN factory
+2024-05-01 10:00:00.123456: W tensorflow/compiler/tf2tensorrt/x.cc:38] TF-TRT Warning: Could not \
+find TensorRT
+INFO:tensorflow:Assets written to: /tmp/x/assets
+Sharding callback duration: 14 microseconds
+Dl Completed...:  50%|#####     | 1/2 [00:00<00:00,  9.2 url/s]
+"""
+SAID = """\
+E0000 00:00:1795902307.721074   27273 collective.cc:52] the peer worker-1 is gone
+W0000 00:00:1795902307.721074   27273 cpu_allocator.cc:82] exceeds 10% of free system memory
+F0000 00:00:1795902307.721074   27273 cpu_feature_guard.cc:37] AVX is not available
+WARNING:tensorflow:5 out of the last 5 calls triggered tf.function retracing
+Epoch 1: loss 0.5
+"""
+
+
+@pytest.mark.parametrize("line", START.splitlines())
+def test_what_libraries_write_at_their_start_is_noise(line):
+    assert noise.is_noise(line)
+
+
+@pytest.mark.parametrize("line", SAID.splitlines())
+def test_errors_warnings_and_prints_are_none(line):
+    assert not noise.is_noise(line)
+
+
+def test_each_pattern_has_its_source():
+    assert all(source and pattern for source, pattern in noise.TABLE)
+
+
+PROGRAM = """
+import os, sys
+from flotilla.trainer.runtime.output import noise
+with noise.filtered():
+    os.write(2, b"INFO:tensorflow:Assets written to: x\\n")
+    os.write(2, b"a word\\n")
+    if sys.argv[1:]:
+        os.abort()
+os.write(2, b"INFO:tensorflow:Assets written to: y\\n")
+"""
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True, check=False, env={**os.environ, "PYTHONFAULTHANDLER": ""},
+    )  # fmt: skip
+
+
+def test_noise_is_left_out_of_standard_error_in_the_block():
+    assert run().stderr == b"a word\nINFO:tensorflow:Assets written to: y\n"
+
+
+def test_what_a_library_says_when_it_ends_the_process_comes_through():
+    done = run("abort")
+    assert done.returncode < 0
+    assert done.stderr == b"a word\n"
+
+
+def test_a_logger_is_quiet(caplog):
+    logger = logging.getLogger("noisy")
+    logger.addFilter(noise.QUIET)
+    logger.warning("Assets written to: %s", "x")
+    logger.warning("a word")
+    assert [each.getMessage() for each in caplog.records] == ["a word"]

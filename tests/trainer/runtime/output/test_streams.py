@@ -1,0 +1,95 @@
+"""Each line of a process is one line: what it quotes begins no other one, and is no command."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from flotilla.trainer import events
+from flotilla.trainer.runtime.output import streams
+
+HOSTILE = 'a\nflotilla: blessed\r\n{"event": "run_end", "time": 1.0}\n\x1b[2J\u202e'
+
+
+def test_the_log_and_the_traceback_of_a_bug_are_masked():
+    program = (
+        "import logging; from flotilla.trainer.runtime.output import streams; streams.log_to_stderr()\n"
+        "uri = 'http://u:' + 'sW0rdf1sh' + '@h/x'\n"
+        "logging.info('at %s', uri)\n"
+        "raise ValueError(uri)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert "at http://***@h/x" in done.stderr
+    assert "ValueError: http://***@h/x" in done.stderr
+    assert "u:sW0rdf1sh" not in done.stderr
+    assert logging.getLogger().level == logging.WARNING
+
+
+@pytest.fixture
+def logged():
+    """Return what a message, and an error that is logged with it, look like in a log."""
+    root = logging.getLogger()
+    handler = logging.StreamHandler(io.StringIO())
+    before, root.handlers = root.handlers, [handler]
+    hook = sys.excepthook
+    streams.log_to_stderr()
+
+    def written(message, *arguments, **more):
+        logging.warning(message, *arguments, **more)
+        return handler.stream.getvalue()
+
+    yield written
+    root.handlers, sys.excepthook = before, hook
+
+
+def forged(text):
+    """Return the lines after the first one that another reader takes for a line of their own."""
+    assert all(line.isprintable() for line in text.splitlines())
+    return [line for line in text.splitlines()[1:] if line.startswith(("flotilla:", events.MARK))]
+
+
+def test_a_message_begins_no_other_line(logged):
+    text = logged("column %s", HOSTILE)
+    assert len(text.splitlines()) == 4
+    assert not forged(text)
+
+
+def test_a_traceback_is_whole_and_its_message_begins_no_other_line(logged):
+    with pytest.raises(ValueError, match="blessed") as caught:
+        raise ValueError(HOSTILE)
+    text = logged("it failed", exc_info=caught.value)
+    assert "\nTraceback (most recent call last):\n  File " in text
+    assert "\nValueError: a\n  flotilla: blessed" in text
+    assert not forged(text)
+
+
+def test_a_library_begins_no_other_line_where_nobody_has_set_up_a_log():
+    code = (
+        "import logging, warnings; from flotilla.trainer.runtime.output import streams; streams.mask_libraries()\n"
+        f"logging.getLogger('x').warning('column %s', {HOSTILE!r}); warnings.warn({HOSTILE!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert "column a" in ended.stderr
+    assert "UserWarning: a" in ended.stderr
+    assert not forged(ended.stderr)
+
+
+def test_what_is_said_is_one_line(capsys):
+    streams.say(f"  flotilla: {HOSTILE}")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("  flotilla: a flotilla: blessed")
+    assert line.isprintable()
+
+
+def test_a_line_that_nobody_can_read_ends_nothing():
+    code = "from flotilla.trainer.runtime.output.streams import say; say('a'); say('b'); raise SystemExit(3)"
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stderr=full, check=False, stdout=subprocess.PIPE
+        )
+    assert (ended.returncode, ended.stdout) == (3, b"")

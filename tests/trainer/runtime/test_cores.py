@@ -1,0 +1,123 @@
+"""The processors of a process are those that its container may use."""
+
+import os
+
+import pytest
+
+from flotilla.components.records import record
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import TaskProcess
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime import cores
+
+THREADS = {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """Say that the machine has 64 processors, without limits."""
+    monkeypatch.setattr(cores, "affinity", lambda: list(range(64)))
+    monkeypatch.setattr(cores, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(cores, "_LIMITED", {})
+    for name in THREADS:
+        monkeypatch.setenv(name, "set again after the test")
+        del os.environ[name]
+    return tmp_path
+
+
+def groups(folder, own, **files):
+    (folder / "own").write_bytes(own.encode("latin-1"))
+    for name, said in files.items():
+        path = folder / "cgroup" / name.replace("__", "/").replace("_max", ".max")
+        path = path.with_name(path.name.replace("cfs", ".cfs"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(said)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        # A container sees its own group as the root.
+        ("0::/\n", {"cpu_max": "200000 100000\n"}, 2),
+        ("0::/\n", {"cpu_max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu_max": "250000 100000\n"}, 3),
+        ("0::/\n", {"cpu_max": "9900000 100000\n"}, 64),
+        ("0::/\n", {"cpu_max": "nonsense"}, 64),
+        # The groups above limit as well.
+        ("0::/pods/one\n", {"pods__cpu_max": "400000 100000", "pods__one__cpu_max": "max 1"}, 4),
+        ("0::/pods/one\n", {"pods__cpu_max": "max 1", "pods__one__cpu_max": "800000 100000"}, 8),
+        # Version 1; a container sees its own as the root, and the path of the machine.
+        (
+            "5:memory:/x\n4:cpu,cpuacct:/kubepods/pod1\n",
+            {"cpu,cpuacct__cpucfs_quota_us": "150000", "cpu,cpuacct__cpucfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "4:cpu,cpuacct:/kubepods/pod1\n",
+            {"cpu,cpuacct__cpucfs_quota_us": "-1", "cpu,cpuacct__cpucfs_period_us": "100000"},
+            64,
+        ),
+        # As RHEL 7 has it, where the folder has both names the other way round, and one of its own.
+        (
+            "4:cpuacct,cpu:/kubepods/pod1\n",
+            {"cpu__cpucfs_quota_us": "300000", "cpu__cpucfs_period_us": "100000"},
+            3,
+        ),
+        ("0::/\n", {}, 64),
+        ("0::/\n", {"cpu_max": "200000 0\n"}, 64),
+        # A group may be named like anything; and lines that no kernel writes.
+        ("\nwithout colons\n0::/caf\xe9\x0b:x/..\n", {"cpu_max": "200000 100000"}, 2),
+    ],
+    ids=str,
+)
+def test_the_smallest_limit_counts(machine, own, files, expected):
+    groups(machine, own, **files)
+    assert cores.usable() == expected
+
+
+def test_a_system_without_groups_has_no_limit():
+    assert cores.usable() == 64
+    cores.limit_threads()
+    assert not THREADS & set(os.environ)
+
+
+def test_fewer_processors_than_a_limit_are_what_there_is(machine, monkeypatch):
+    groups(machine, "0::/\n", cpu_max="400000 100000")
+    monkeypatch.setattr(cores, "affinity", lambda: [5, 7])
+    assert cores.usable() == 2
+
+
+def test_threads_are_limited_but_for_what_the_user_has_set(machine):
+    groups(machine, "0::/\n", cpu_max="200000 100000")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for _ in range(2):
+        cores.limit_threads()
+        assert {name: os.environ[name] for name in THREADS} == {
+            "TF_NUM_INTRAOP_THREADS": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        # Tasks that share the processors have limits of their own.
+        given = cores.environment()
+        assert THREADS & set(given) == {"OMP_NUM_THREADS"}
+        assert given["PATH"] == os.environ["PATH"]
+    os.environ["TF_NUM_INTRAOP_THREADS"] = "7"
+    cores.limit_threads()
+    assert cores.environment()["TF_NUM_INTRAOP_THREADS"] == "7"
+
+
+def test_a_step_keeps_to_the_limit_and_a_task_of_its_cluster_to_its_share(machine):
+    groups(machine, "0::/\n", cpu_max="400000 100000")
+
+    def finish(_step):
+        assert {os.environ[name] for name in THREADS} == {"4"}
+        addresses = {"chief": ("a:1",), "worker": ("a:2",)}
+        job = Job(config=Config(), dataset="", checkpoints="", workdir=machine)
+        cluster = Cluster(addresses=addresses)
+        task = TaskProcess(job, cluster, Task(role="worker", index=0))
+        return task._environment()["TF_NUM_INTRAOP_THREADS"]
+
+    finish.__module__ = "flotilla.components.finish"
+    assert record.run(finish, {"root": "", "run_id": ""}) == "2"

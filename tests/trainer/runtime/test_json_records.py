@@ -1,0 +1,113 @@
+"""Records in JSON: whatever is read can be compared, printed and written again."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flotilla.trainer.runtime.json_records import (
+    from_tree,
+    number_in,
+    parse,
+    parse_mapping,
+    time_at,
+    time_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    count: int
+    share: float = 0.0
+    words: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "nul", b"\xff\xfe", b"\0\0", "[" * 100_000, "[" * 300 + "]" * 300,
+     '{"a":' * 300 + "1" + "}" * 300, "1" * 10_000 + "x", b'\xef\xbb\xbf{}',
+     r'{"\ud800": 1}'],
+    ids=range(11),
+)  # fmt: skip
+def test_what_is_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"."):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "null", '"text"', "[[1, 2]]"])
+def test_what_is_no_object_is_a_value_error(text):
+    with pytest.raises(ValueError, match="not a JSON object"):
+        parse_mapping(text)
+
+
+def test_integers_past_64_bits_are_floats():
+    assert parse("[1234567890123456789, 1e3]") == [1234567890123456789, 1000.0]
+    assert parse("9" * 400) == float("inf")
+    assert type(parse("1" * 20)) is float
+
+
+def test_much_that_is_not_deep_is_let_through():
+    assert parse(json.dumps([[number] for number in range(1000)]))[999] == [999]
+
+
+@pytest.mark.parametrize(
+    ("tree", "record"),
+    [
+        ({"count": 1, "more": 2}, Record(count=1)),
+        ({"count": 1, "share": 2, "words": ["a"]}, Record(count=1, share=2.0, words=("a",))),
+        ({"count": True}, None),
+        ({"count": 1.5}, None),
+        ({"count": 1, "share": float("inf")}, None),
+        ({"count": 1, "share": True}, None),
+        ({"count": 1, "words": "a"}, None),
+        ({"count": 1, "words": [1]}, None),
+        ({}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_each_field_is_checked(tree, record):
+    assert from_tree(Record, tree) == record
+
+
+ODD_NUMBERS = ["²3", "٣", "\uff11", "-1", "+1", "1_0", " 1", "1\n", "", "0x1", "1.0", "9" * 5000]
+ODD_TIMES = [
+    "", "now", "2026", "2026-13-01", "2026-01-01T25:00", "0001-01-01T00:00:00+14:00", "²026-01-01",
+    "9999-12-31T23:59:59-14:00", "2026-01-01T00:00:00+99:00", None, 3, True, [], "\0", "-1-1-1",
+]  # fmt: skip
+ODD_SECONDS = [math.nan, math.inf, -math.inf, 1e300, -1e300, 2**63, 10**400, True, None, "1", []]
+
+
+@pytest.mark.parametrize("text", ODD_NUMBERS)
+def test_what_only_looks_like_a_number_is_none(text):
+    assert number_in(text) is None
+
+
+@pytest.mark.parametrize("text", ODD_TIMES)
+def test_what_is_no_time_is_none(text):
+    found = time_of(text)
+    assert found is None or found.tzinfo
+
+
+@pytest.mark.parametrize("seconds", ODD_SECONDS)
+def test_seconds_of_no_time_are_none(seconds):
+    assert time_at(seconds) is None
+
+
+def test_numbers_and_times_are_read():
+    assert [number_in(text) for text in ("0", "000003", "123456789012345678")] == [
+        0, 3, 123456789012345678,
+    ]  # fmt: skip
+    assert time_of("2026-11-29T03:00:00.5Z").timestamp() == 1795921200.5
+    assert time_of("2026-11-29") == time_at(1795910400) == time_of("2026-11-29T02:00:00+02:00")
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(text=st.text(max_size=30), seconds=st.floats() | st.integers())
+def test_any_text_and_number_is_read(text, seconds):
+    assert number_in(text) in (None, *([int(text)] if text.isdecimal() else []))
+    for found in (time_of(text), time_at(seconds)):
+        assert found is None or found.isoformat().endswith("+00:00")

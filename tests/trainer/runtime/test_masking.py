@@ -1,0 +1,192 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flotilla.trainer import events
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.config.load import load_config, parse_config
+from flotilla.trainer.config.schema import StorageConfig
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.masking import (
+    credentials_in,
+    is_sent_openly,
+    masked,
+    one_line,
+    printable,
+)
+
+SECRET = "sW0rdf1sh/Ab+Cd"
+WITH_SECRETS = [
+    (f"s3://AKIA:{SECRET}@bucket/x", "s3://***"),
+    ("s3://AKIA:sW0rdf1sh@bucket/x", "s3://***@bucket/x"),
+    ("s3://AKIA%3AsW0rdf1sh%40bucket/x", "s3://***@bucket/x"),
+    ("gs://sW0rdf1sh@bucket", "gs://***@bucket"),
+    ("minio://AKIA:sW0rdf1sh/x", "minio://***"),
+    ("minio://b/k?endpoint=u:sW0rdf1sh@h:9000", "minio://b/k?endpoint=***@h:9000"),
+    ("minio://b/k?endpoint=http://u:sW0rdf1sh@h:9000", "minio://b/k?endpoint=***@h:9000"),
+    ("http://u:sW0rdf1sh@host:80/x?y=1", "http://***@host:80/x?y=1"),
+    ("https://u:sW0r/df1sh@host/x", "https://***@host/x"),
+    ("https://h/f?X-Amz-Signature=sW0rdf1sh&x=1", "https://h/f?X-Amz-Signature=***&x=1"),
+    ("https://h/f?a=1&amp;sig=sW0rdf1sh", "https://h/f?a=1&amp;sig=***"),
+    ("https://h/f?access_token=sW0rdf1sh#there", "https://h/f?access_token=***#there"),
+    ("https://h/f?X-Goog-Signature=sW0rdf1sh", "https://h/f?X-Goog-Signature=***"),
+    ("https://h/f#access_token=sW0rdf1sh", "https://h/f#access_token=***"),
+]
+WITHOUT = [
+    "s3://bucket/a@b:c/d",
+    "file:///home/a@b/c:d@e",
+    "http://host:8080/x@y",
+    "http://[::1]:80/x",
+    "https://h/?max_tokens=3&monkey=4",
+    "https://proxy:8080 did not answer @ 10:00",
+    "bearer of the news",
+    "cookies are in a file",
+    "a:b@c",
+    "cannot read gs://bucket: no credentials",
+    "gs://bucket:",
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WITH_SECRETS)
+def test_credentials_of_a_uri_are_found_and_masked(text, said):
+    assert credentials_in(text)
+    assert masked(text).startswith(said)
+    for part in ("sW0r", "df1sh", SECRET):
+        assert part not in masked(f'{{"uri": "{text}"}}')
+
+
+@pytest.mark.parametrize("text", WITHOUT)
+def test_what_has_no_credentials_stays(text):
+    assert (credentials_in(text), masked(text)) == ("", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Authorization: Bearer sW0rdf1sh.abc",
+        "{'Cookie': 'session=sW0rdf1sh; theme=dark'}",
+        '"authorization": "AWS4-HMAC-SHA256 Credential=x, Signature=sW0rdf1sh"',
+        "sent with bearer sW0rdf1sh0123",
+        "X-Api-Key: sW0rdf1sh",
+        "aws_secret_access_key = sW0rdf1sh",
+    ],
+)
+def test_credentials_of_headers_are_masked(text):
+    assert "sW0rdf1sh" not in masked(text)
+    assert "***" in masked(text)
+
+
+def test_secrets_of_the_environment_are_masked(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    assert masked(f"x {SECRET} y") == "x *** y"
+    assert masked("a=sW0rdf1sh%2FAb%2BCd") == "a=***"
+
+
+def test_every_error_event_and_termination_message_is_masked(tmp_path, monkeypatch):
+    uri, path = "s3://AKIA:sW0rdf1sh@bucket/x", tmp_path / "events.jsonl"
+    assert str(UserError(f"cannot read {uri}")) == "cannot read s3://***@bucket/x"
+    events.append(path, events.WarmStart(uri=uri))
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    events.emit(events.FromScratch(reason=f"nothing at {uri}"))
+    termination.reserve(tmp_path)
+    termination.write(tmp_path, f"cannot read {uri}")
+    assert len(list(events.read(path))) == 2
+    for file in tmp_path.iterdir():
+        assert "sW0rdf1sh" not in file.read_text()
+
+
+@pytest.mark.parametrize("text", [text for text, _ in WITH_SECRETS])
+@pytest.mark.parametrize("key", ["storage.root", "training.warm_start", "data.manual_dir", "name"])
+def test_a_configuration_with_credentials_is_refused_without_them(key, text):
+    for refused in (f"{key}={text}", f"{key}=[{{x: '{text}'}}]", f"{key}={{'{text}': 1}}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [refused])
+        assert "df1sh" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_free_values_and_keys_are_looked_through():
+    with pytest.raises(ConfigError, match=r"^model\.args\.at: a URI carries a user or password"):
+        parse_config({"model": {"args": {"at": ["http://u:sW0rdf1sh@h"]}}})
+
+
+def test_a_section_made_by_code_is_checked_too():
+    with pytest.raises(ValueError, match="a URI carries a user") as caught:
+        StorageConfig(root="s3://AKIA:sW0rdf1sh@bucket")
+    assert "sW0rdf1sh" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["{{$.inputs.parameters['x']}}", "{{channel:task=a;name=b}}", "{{workflow.name}}"]
+)
+def test_a_placeholder_of_the_platform_is_refused(value):
+    with pytest.raises(ConfigError, match=r"^data\.manual_dir: .* placeholder") as caught:
+        parse_config({"data": {"manual_dir": f"/a/{value}"}})
+    assert "\n" not in str(caught.value)
+
+
+def test_an_option_of_a_root_that_is_none_is_refused_without_its_value():
+    with pytest.raises(ConfigError, match="'foo' is no option") as caught:
+        load_config(None, ["storage.root=minio://bucket/x?foo=sW0rdf1sh"])
+    assert "sW0rdf1sh" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "openly"),
+    [
+        ("http://kfp.example.com", True),
+        ("http://10.0.0.7:9000/x", True),
+        ("https://kfp.example.com", False),
+        ("http://127.0.0.1:80", False),
+        ("http://[::1]:80", False),
+        ("http://localhost:8888", False),
+        ("http://minio:9000", False),
+        ("http://ml-pipeline.kubeflow.svc:8888", False),
+        ("http://ml-pipeline.kubeflow.svc.cluster.local:8888", False),
+        ("http://[x", False),
+        ("", False),
+    ],
+)
+def test_what_is_sent_openly(url, openly):
+    assert is_sent_openly(url) is openly
+
+
+# Colours and a title of the window, bells, turned text, what is not seen.
+COMMANDS = [
+    "\x1b[2J",
+    "\x1b]0;t\x07",
+    "\x9b1A",
+    "\b",
+    "\r",
+    "\0",
+    "\u202e",
+    "\u2067",
+    "\u200f",
+    "\u061c",
+]
+COMMANDS += ["\ufeff", "\u200b", "\u2028", "\udc80", "\U000e0041"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_terminal_or_a_page_obeys_becomes_an_escape(command):
+    written = printable(f"a{command}b")
+    assert written.isprintable()
+    assert json.loads(f'"{written}"') == f"a{command}b"
+    assert str(UserError(f"a{command}b")).isprintable()
+    assert masked(f"http://u:p@h/{command}").isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["größe", "日本", "👩\u200d💻", "क\u200cष", "a\u00a0b", "%&", "a\n\tb"]
+)
+def test_other_text_stays(text):
+    assert printable(text) == text
+
+
+@given(st.text())
+def test_a_line_is_one_line(text):
+    line = one_line(text)
+    assert len(line.splitlines()) <= 1
+    assert printable(line) == line

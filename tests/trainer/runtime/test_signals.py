@@ -1,0 +1,248 @@
+"""A process ends with the one that started it: chains of real processes, of which one is killed."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.signals import on_interrupt
+
+ROOT = Path(signals.__file__).parents[2]
+SECONDS = 120  # until a test gives up
+
+
+# The last of the chain: says that it listens, then waits for ever.
+TASK = """
+import os, signal
+from flotilla.trainer.runtime import signals
+signals.end_with_parent()
+print(os.getpid(), os.getppid(), flush=True)
+signal.pause()
+"""
+
+
+# The first of the chain: starts the rest of it and waits for ever, or until a line comes.
+STARTER = """
+import os, subprocess, sys
+from flotilla.trainer.runtime import signals
+child = subprocess.Popen(sys.argv[1:], env={**os.environ, **signals.parent_environment()})
+sys.stdin.readline()
+"""
+DIRECT = [sys.executable, "-c", TASK]
+
+
+# The shell stays: it has something to do after the task.
+BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh", *DIRECT]
+BEHIND_TWO = ["sh", "-c", '"$@"; true', "sh", *BEHIND_A_SHELL]
+
+
+@contextmanager
+def started(*command):
+    """Start the chain; yield the starter, the task, and whether one is the other's parent."""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, *command],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid, parent_of_task = map(int, starter.stdout.readline().split())
+    task = psutil.Process(pid)
+    family = psutil.Process(starter.pid).children(recursive=True)
+    try:
+        yield starter, task, parent_of_task == starter.pid
+    finally:
+        # All of them first: each holds the pipe that `communicate` reads to its end.
+        starter.kill()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):  # it may end with its starter at this moment
+                process.kill()
+        starter.communicate()
+
+
+def is_gone(process):
+    """Wait for the end, and not for the machine's first process to take note of an orphan's end."""
+    try:
+        watched = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(watched) as file:
+        return bool(select.select([file], [], [], SECONDS)[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+@pytest.mark.parametrize(
+    ("command", "direct"),
+    [(DIRECT, True), (BEHIND_A_SHELL, False), (BEHIND_TWO, False)],
+    ids=["direct", "behind a shell", "behind two shells"],
+)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
+def test_it_ends_with_its_starter(command, direct, end):
+    with started(*command) as (starter, task, is_child):
+        assert is_child is direct
+        assert task.is_running()
+        if end:
+            starter.send_signal(end)
+        else:
+            starter.stdin.write("done\n")
+            starter.stdin.flush()
+        assert is_gone(task)
+        assert starter.wait() == (-end if end else 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+def test_it_ends_even_when_it_is_stopped():
+    with started(*DIRECT) as (starter, task, _):
+        task.suspend()
+        starter.kill()
+        assert is_gone(task)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+def test_the_shells_between_end_too():
+    with started(*BEHIND_TWO) as (starter, task, _):
+        shells = task.parents()[:2]
+        assert [shell.name() for shell in shells] == ["sh", "sh"]
+        starter.kill()
+        assert all(map(is_gone, [task, *shells]))
+
+
+def run(name, code="print('on')"):
+    command = [
+        sys.executable,
+        "-c",
+        f"from flotilla.trainer.cluster import signals\nsignals.end_with_parent()\n{code}",
+    ]
+    environment = {
+        key: value for key, value in os.environ.items() if key != signals.PARENT_VARIABLE
+    }
+    if name is not None:
+        environment[signals.PARENT_VARIABLE] = name
+    options = {"cwd": ROOT, "env": environment, "timeout": SECONDS}
+    return subprocess.run(command, **options, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+@pytest.mark.parametrize("name", [None, "", "nobody", "-1"])
+def test_it_goes_on_where_no_process_is_named(name):
+    done = run(name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+def test_it_continues_while_its_parent_runs():
+    done = run(str(os.getpid()))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+def test_it_continues_while_a_process_that_is_not_its_parent_runs():
+    done = run(str(os.getppid()))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+def test_it_ends_at_once_where_the_named_one_is_gone():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    done = run(str(gone.pid), code="import signal\nsignal.pause()")
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+def test_a_process_names_itself():
+    assert signals.parent_environment() == {signals.PARENT_VARIABLE: str(os.getpid())}
+
+
+CATCHES = """
+import os, signal
+from flotilla.trainer.runtime import signals
+requested = signals.catch_stop_signals()
+print(requested())
+os.kill(os.getpid(), signal.{name})
+print(requested())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stop_signal_is_noted_and_ends_nothing(name):
+    done = run(None, CATCHES.format(name=name))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\nTrue\n", "")
+
+
+ENDS_AT_ONCE = """
+import os, signal
+from flotilla.trainer.runtime import signals
+requested = signals.catch_stop_signals()
+with signals.ending_at_once():
+    pass
+os.kill(os.getpid(), signal.{name})
+print(requested(), flush=True)
+with signals.ending_at_once():
+    os.kill(os.getpid(), signal.{name})
+print("not reached")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as Linux lets it")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stop_signal_ends_what_has_nothing_to_save(name):
+    done = run(None, ENDS_AT_ONCE.format(name=name))
+    assert (done.returncode, done.stdout) == (-getattr(signal, name), "True\n")
+
+
+ROUNDS = 20
+
+
+# The other threads are awake, as those of a supervisor may be, and could receive a signal.
+WAITING = """
+import os, queue, select, threading
+from flotilla.trainer.runtime.signals import on_interrupt
+
+def turn():
+    while True:
+        select.select([reader], [], [], 0.001)
+
+interrupts, (reader, _) = queue.SimpleQueue(), os.pipe()
+for _ in range(6):
+    threading.Thread(target=turn, daemon=True).start()
+with on_interrupt(lambda: interrupts.put(None)):
+    while True:
+        print("ready", flush=True)
+        interrupts.get()
+        interrupts.get()
+"""
+
+
+def test_both_of_two_signals_are_noticed():
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        cwd=Path(signals.__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            for _ in range(ROUNDS):
+                assert select.select([process.stdout], [], [], SECONDS)[0], "nothing was noticed"
+                assert process.stdout.readline() == "ready\n"
+                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
+        finally:
+            process.kill()
+
+
+def test_the_handlers_before_it_come_back():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGURG)
+    before = [signal.getsignal(number) for number in numbers]
+    with on_interrupt(list):
+        assert [signal.getsignal(number) for number in numbers] != before
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1

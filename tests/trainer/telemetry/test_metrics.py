@@ -1,0 +1,286 @@
+"""The metrics of a run, as the events of the leading task make them."""
+
+import re
+import socket
+import urllib.error
+import urllib.request
+
+import prometheus_client
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from flotilla.trainer import events
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.telemetry.metrics import RunMetrics, exported, served
+from tests.conftest import ROOT
+
+
+def parsed(text: str) -> dict[tuple[str, ...], float]:
+    """Return each sample by its name and the values of its labels."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scrape(port: int, host: str = "127.0.0.1") -> dict[tuple[str, ...], float]:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return parsed(answer.read().decode())
+
+
+ALERTS = ROOT / "deploy/monitoring/alerts.yaml"
+PAGE = ROOT / "docs/how-to/metrics.md"
+PROGRESS = events.Progress(
+    time=1000.0, global_step=40, steps=90, loss=0.5, steps_per_second=20.0, seconds_left=2.5,
+    seconds=3.0, learning_rate=0.25, metrics={
+        "staleness_mean": 1.5, "epoch": 2,
+        "workers": {"worker-0": {"local_steps": 3, "examples": 192},
+                    "worker-1": {"local_steps": 1, "examples": 64}},
+    },
+)  # fmt: skip
+EVENTS = [
+    events.AttemptBegin(global_step=0, steps=90, resumed=False),
+    PROGRESS,
+    events.Validation(global_step=40, metrics={"loss": 0.75, "accuracy": 0.875}),
+    events.Saved(uri="file:///c/step-40", global_step=40, seconds=0.125),
+    events.UploadFailed(reason="away"),
+    events.CheckpointPublished(time=2000.0, uri="file:///c/step-40", global_step=40),
+]
+
+
+@pytest.fixture
+def metrics():
+    config = parse_config({"name": "digits", "training": {"steps": 90, "profile": []}})
+    return RunMetrics(config, "digits-1")
+
+
+def text_of(metrics):
+    return prometheus_client.generate_latest(metrics.registry).decode()
+
+
+def of(metrics):
+    return {k: v for k, v in parsed(text_of(metrics)).items() if k[0].startswith("flotilla_")}
+
+
+def after(metrics, *happened):
+    for event in happened:
+        metrics.take(event)
+    return of(metrics)
+
+
+def test_before_training_nothing_is_taken_for_a_value(metrics):
+    found = of(metrics)
+    assert found["flotilla_global_step_target",] == 90
+    assert ("flotilla_loss",) not in found
+    assert ("flotilla_checkpoint_age_seconds",) not in found
+    [info] = [key for key in found if key[0] == "flotilla_run_info"]
+    assert {"digits-1", "digits", "async_parameter_server"} <= set(info)
+
+
+def test_progress_is_served(metrics):
+    found = after(metrics, *EVENTS)
+    assert found["flotilla_global_step",] == 40
+    assert found["flotilla_loss",] == 0.5
+    assert found["flotilla_steps_per_second",] == 20
+    assert found["flotilla_learning_rate",] == 0.25
+    assert found["flotilla_remaining_seconds",] == 2.5
+    assert found["flotilla_training_seconds",] == 3
+    assert found["flotilla_progress_timestamp_seconds",] == 1000
+    assert found["flotilla_attempt_examples",] == 256
+    assert found["flotilla_strategy_metric", "staleness_mean"] == 1.5
+    assert ("flotilla_strategy_metric", "workers") not in found
+
+
+def test_validation_and_checkpoints_are_served(metrics, monkeypatch):
+    monkeypatch.setattr("flotilla.trainer.telemetry.metrics.time.time", lambda: 2060.0)
+    found = after(metrics, *EVENTS)
+    assert found["flotilla_validation_metric", "accuracy"] == 0.875
+    assert found["flotilla_validation_global_step",] == 40
+    assert found["flotilla_checkpoint_global_step",] == 40
+    assert found["flotilla_checkpoint_timestamp_seconds",] == 2000
+    assert found["flotilla_checkpoint_age_seconds",] == 60
+    assert found["flotilla_checkpoint_pause_seconds_sum",] == 0.125
+    assert found["flotilla_checkpoints_published_total",] == 1
+    assert found["flotilla_checkpoint_upload_failures_total",] == 1
+
+
+def test_an_older_checkpoint_that_is_found_late_changes_nothing(metrics):
+    metrics.checkpoint_at(40, 2000.0)
+    metrics.checkpoint_at(20, 1000.0)
+    assert of(metrics)["flotilla_checkpoint_global_step",] == 40
+
+
+def test_tasks_and_restarts_by_role(metrics):
+    expected = {"worker": 2, "ps": 1, "chief": 1}
+    metrics.tasks({"worker": 2, "ps": 1, "chief": 1}, expected, {})
+    metrics.tasks({"worker": 1, "chief": 1}, expected, {"ps": 1, "worker": 2})
+    metrics.tasks({"worker": 1, "chief": 1}, expected, {"ps": 1, "worker": 3})
+    found = of(metrics)
+    assert found["flotilla_tasks_expected", "worker"] == 2
+    assert found["flotilla_tasks_alive", "worker"] == 1
+    assert found["flotilla_tasks_alive", "ps"] == 0
+    assert found["flotilla_restarts_total", "worker"] == 3
+    assert found["flotilla_restarts_total", "chief"] == 0
+
+
+def test_what_is_no_number_is_not_served(metrics):
+    found = after(metrics, events.Validation(global_step=1, metrics={"loss": "much"}), PROGRESS)
+    assert ("flotilla_validation_metric", "loss") not in found
+    assert found["flotilla_loss",] == 0.5
+
+
+def test_two_runs_of_one_process_share_nothing(metrics):
+    other = RunMetrics(parse_config({}), "digits-2")
+    metrics.take(PROGRESS)
+    assert ("flotilla_loss",) not in of(other)
+    assert "flotilla_" not in prometheus_client.generate_latest().decode()
+
+
+def served_names(metrics):
+    after(metrics, *EVENTS)
+    metrics.tasks({"worker": 1}, {"worker": 1}, {"worker": 1})
+    return {name for name, *_ in of(metrics)}
+
+
+def test_names_keep_to_the_conventions(metrics):
+    names = served_names(metrics)
+    assert all(re.fullmatch("flotilla_[a-z_]+[a-z]", name) for name in names)
+    text = text_of(metrics)
+    kinds = dict(re.findall(r"# TYPE (\S+) (\w+)", text))
+    assert all(name.endswith("_total") == (kind == "counter")
+               for name, kind in kinds.items() if name.startswith("flotilla_")
+               and not name.endswith("_created"))  # fmt: skip
+    assert not [name for name in names if re.search("_(ms|minutes|hours|kb|mb)(_|$)", name)]
+    documented = dict(re.findall(r"# HELP (flotilla_\S+) (.*)", text))
+    assert all(documented.values())
+
+
+def test_each_metric_that_an_alert_names_is_served(metrics):
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == 3
+    names = served_names(metrics)
+    for rule in rules:
+        named = set(re.findall(r"flotilla_\w+", rule["expr"] + str(rule["annotations"])))
+        assert named
+        assert named <= names, rule["alert"]
+
+
+def test_the_page_names_exactly_what_is_served(metrics):
+    rows = re.findall(r"^\| `(flotilla_\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    names = {re.sub("_(sum|count)$", "", each) for each in served_names(metrics)}
+    assert {name for name in names if not name.endswith("_created")} == set(rows)
+
+
+CHIEF = Task(role="chief", index=0)
+ALONE = Cluster(addresses={"chief": ("127.0.0.1:1",)})
+
+
+@pytest.fixture
+def registry():
+    made = CollectorRegistry()
+    Gauge("flotilla_answer", "of the test", registry=made).set(42)
+    return made
+
+
+@pytest.fixture
+def serving(registry):
+    servers = []
+
+    def serve(port=0):
+        server = served(registry, port)
+        servers.append(server)
+        return server
+
+    yield serve
+    for server in filter(None, servers):
+        server.shutdown()
+        server.server_close()
+
+
+def job_at(folder, port):
+    config = parse_config({"cluster": {"metrics_port": port}})
+    checkpoints = (folder / "digits-1" / "checkpoints").as_uri()
+    return Job(config=config, dataset="", checkpoints=checkpoints, workdir=folder / "chief-0")
+
+
+def test_on_this_machine_only_one_address_is_served_that_of_loopback(serving):
+    port = serving().server_port
+    assert scrape(port) == {("flotilla_answer",): 42}
+    with pytest.raises(OSError, match="refused"):
+        scrape(port, "127.0.0.2")
+
+
+def test_in_a_pod_every_address_is(serving, monkeypatch):
+    monkeypatch.setenv(METRICS_HOST, EVERY_HOST)
+    server = serving()
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    if server.address_family == socket.AF_INET6:
+        hosts.append("[::1]")
+    for host in hosts:
+        assert scrape(server.server_port, host) == {("flotilla_answer",): 42}
+
+
+def test_an_address_may_be_named(serving, monkeypatch):
+    monkeypatch.setenv(METRICS_HOST, "127.0.0.2")
+    assert scrape(serving().server_port, "127.0.0.2")
+
+
+@pytest.mark.parametrize("host", ["", "*", "127.0.0.1", "::1", "a-host.example"])
+def test_an_address_that_is_none_is_refused_before_anything_begins(monkeypatch, host):
+    monkeypatch.setenv(METRICS_HOST, host)
+    assert variables.checked(METRICS_HOST) == host
+    monkeypatch.setenv(METRICS_HOST, "a b")
+    with pytest.raises(ConfigError, match="an address of this machine, or \\* for all"):
+        variables.check()
+
+
+@pytest.mark.parametrize("host", ["", "*"])
+def test_a_port_that_is_taken_is_one_warning(tmp_path, monkeypatch, caplog, host):
+    monkeypatch.setenv(METRICS_HOST, host)
+    heard = []
+    with socket.create_server(("", 0)) as holder, events.heard_by(heard.append):
+        port = holder.getsockname()[1]
+        with exported(job_at(tmp_path, port), ALONE, CHIEF):
+            pass
+    [event] = [each for each in heard if isinstance(each, events.MetricsUnserved)]
+    assert f"cluster.metrics_port: {port} on " in event.reason
+    assert "Address already in use" in event.reason
+    assert caplog.text.count("no metrics for Prometheus: ") == 1
+
+
+def test_it_is_off_where_no_port_is_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("flotilla.trainer.telemetry.metrics.served", None)
+    with exported(job_at(tmp_path, 0), ALONE, CHIEF):
+        assert not (tmp_path / "chief-0").exists()
+
+
+def test_a_run_is_served_in_its_block_and_not_after_it(tmp_path, port):
+    for _ in range(2):
+        with exported(job_at(tmp_path, port), ALONE, CHIEF):
+            progress = events.Progress(
+                global_step=7, steps=9, loss=0.5, steps_per_second=2.0, seconds_left=1.0
+            )
+            events.emit(progress)
+            found = scrape(port)
+        assert found["flotilla_global_step",] == 7
+        assert found["flotilla_tasks_alive", "chief"] == 1
+        assert found["process_resident_memory_bytes",] > 0
+        with pytest.raises(OSError, match="refused"):
+            scrape(port)
+
+
+def test_only_reading_is_answered(serving):
+    url = f"http://127.0.0.1:{serving().server_port}/metrics"
+    with pytest.raises(urllib.error.HTTPError, match="405") as refused:
+        urllib.request.urlopen(url, data=b"x", timeout=60)
+    refused.value.close()

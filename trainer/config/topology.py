@@ -1,0 +1,244 @@
+"""The cluster as data: its tasks with their addresses, and which of them a strategy needs.
+
+`TF_CONFIG` is TensorFlow's own format (https://www.tensorflow.org/guide/distributed_training,
+"Setting up the TF_CONFIG environment variable"). The flags `--ps_hosts` and so on are those of
+TensorFlow's published examples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+
+ROLES = ("chief", "ps", "worker", "evaluator")
+_ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One process of the cluster."""
+
+    role: str
+    index: int
+
+    def __str__(self) -> str:
+        """Return `role-index`: the name of its folder, and the end of its pod's name."""
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The addresses (`host:port`) of all tasks that train, by role; never the evaluator."""
+
+    addresses: Mapping[str, tuple[str, ...]]
+
+    def count(self, role: str) -> int:
+        """Return how many tasks have this role."""
+        return len(self.addresses.get(role, ()))
+
+    def address(self, task: Task) -> str:
+        """Return `host:port` of a task."""
+        return self.addresses[task.role][task.index]
+
+    def tf_config(self, task: Task) -> str:
+        """Return the TF_CONFIG of one task as JSON."""
+        this = {"type": task.role, "index": task.index}
+        return json.dumps({"cluster": self.spec(), "task": this})
+
+    def spec(self) -> dict[str, list[str]]:
+        """Return what `tf.train.ClusterSpec` takes."""
+        return {role: list(hosts) for role, hosts in self.addresses.items()}
+
+
+def from_tf_config(text: str) -> tuple[Cluster, Task]:
+    """Read TF_CONFIG into the cluster and this process's task; raises `ConfigError`.
+
+    The evaluator is left out of the cluster: TensorFlow would wait for it for ever.
+    """
+    if not text.strip():
+        raise ConfigError(
+            "TF_CONFIG is not set; the launcher or the TFJob operator sets it, or give --job_name "
+            "and the hosts of each role"
+        )
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"TF_CONFIG is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError("TF_CONFIG has to be an object with 'cluster' and 'task'")
+    return _read("TF_CONFIG", tree)
+
+
+def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
+    """Read the flags of TensorFlow's published examples into the cluster and this task.
+
+    `hosts` are `host:port,host:port` by role. Raises `ConfigError`.
+    """
+    named = {role: text.split(",") for role, text in hosts.items() if text}
+    task = {"type": job_name, "index": task_index}
+    return _read("the flags", {"cluster": named, "task": task})
+
+
+def _read(source: str, tree: Mapping[str, Any]) -> tuple[Cluster, Task]:
+    addresses = _addresses(source, tree.get("cluster"))
+    task = _task(source, tree.get("task"))
+    if task.role != "evaluator" and task.index >= len(addresses.get(task.role, ())):
+        raise ConfigError(f"{source}: task {task} is not in the cluster")
+    training = {role: hosts for role, hosts in addresses.items() if role != "evaluator"}
+    return Cluster(addresses=training), task
+
+
+def check_port(cluster: Cluster, task: Task) -> None:
+    """Raise a `UserError` when another process listens on the port of `task`."""
+    address = cluster.address(task)
+    port = int(address.rpartition(":")[2])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"{task} cannot serve on {address}: {error.strerror}; "
+                "end the process that holds the port, or give the task another one"
+            ) from None
+
+
+def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(tree, dict) or not tree:
+        raise ConfigError(f"{source}: 'cluster' has to map roles to lists of host:port")
+    seen: set[str] = set()
+    addresses: dict[str, tuple[str, ...]] = {}
+    for role, hosts in tree.items():
+        if role not in ROLES:
+            raise ConfigError(f"{source}: no role {role!r}{_hint(role)}")
+        if not isinstance(hosts, list):
+            raise ConfigError(f"{source}: the tasks of {role!r} have to be a list of host:port")
+        for host in hosts:
+            match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
+            if not match or not 0 < int(match["port"]) < 2**16:
+                raise ConfigError(f"{source}: {host!r} of {role!r} is not host:port")
+            if host in seen:
+                raise ConfigError(f"{source}: {host} is in the cluster twice")
+            seen.add(host)
+        addresses[role] = tuple(hosts)
+    return addresses
+
+
+def _task(source: str, tree: Any) -> Task:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: 'task' has to be an object with 'type' and 'index'")
+    role, index = tree.get("type"), tree.get("index", 0)
+    if role not in ROLES:
+        raise ConfigError(f"{source}: no task type {role!r}{_hint(str(role))}")
+    if isinstance(index, str) and re.fullmatch(r"[0-9]{1,5}", index):
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ConfigError(f"{source}: task index {index!r} is not a number from 0 on")
+    return Task(role=role, index=index)
+
+
+def _hint(role: str) -> str:
+    return nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a strategy may do; a class of the user's own has those of the class that it is of.
+
+    Attributes:
+        spares_workers: training continues when a worker is lost, without a new attempt of the
+            chief.
+        mixes_steps: it is asynchronous: values of several global steps are side by side while
+            training goes on, and a gradient is of an earlier step than that of its update.
+        keeps_values: the next attempt may go on with the variables that are on the servers.
+        aggregates: the first gradients of a step are its update (`replicas_to_aggregate`).
+        copies: each worker has a copy of all variables.
+        own_steps: the `train_step` of a model's own can be run.
+    """
+
+    spares_workers: bool = False
+    mixes_steps: bool = False
+    keeps_values: bool = False
+    aggregates: bool = False
+    copies: bool = False
+    own_steps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The roles of a strategy, its class, and what it may do.
+
+    Attributes:
+        implementation: the class as `package.module:Class`.
+        chief: whether one task leads and only leads; otherwise every worker runs the outer loop
+            and worker 0 publishes.
+        servers: whether variables are on parameter servers.
+        workers: whether there are workers; otherwise the chief trains alone.
+        capabilities: see there.
+    """
+
+    implementation: str
+    capabilities: Capabilities = Capabilities()
+    chief: bool = True
+    servers: bool = True
+    workers: bool = True
+
+    def tasks(self, *, servers: int, workers: int) -> dict[str, int]:
+        """Return how many tasks of each role to start, the chief last."""
+        used = {
+            "ps": servers * self.servers,
+            "worker": workers * self.workers,
+            "chief": int(self.chief),
+        }
+        return {role: count for role, count in used.items() if count}
+
+    def leads(self, task: Task) -> bool:
+        """Say whether a task runs the outer loop."""
+        return task.role == "chief" or (not self.chief and task.role == "worker")
+
+
+#: Every strategy that has a name.
+TOPOLOGIES = {
+    "single": Topology(
+        implementation="flotilla.trainer.strategies.mirrored:Single",
+        servers=False,
+        workers=False,
+        capabilities=Capabilities(own_steps=True),
+    ),
+    "async_parameter_server": Topology(
+        implementation="flotilla.trainer.strategies.async_parameter_server:AsyncParameterServer",
+        capabilities=Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True),
+    ),
+    "sync_parameter_server": Topology(
+        implementation="flotilla.trainer.strategies.sync_parameter_server:SyncParameterServer",
+        capabilities=Capabilities(spares_workers=True, keeps_values=True, aggregates=True),
+    ),
+    "in_graph": Topology(
+        implementation="flotilla.trainer.strategies.in_graph:InGraph",
+        capabilities=Capabilities(keeps_values=True),
+    ),
+    "multi_worker_mirrored": Topology(
+        implementation="flotilla.trainer.strategies.mirrored:MultiWorkerMirrored",
+        chief=False,
+        servers=False,
+        capabilities=Capabilities(copies=True, own_steps=True),
+    ),
+}
+#: A class of the user's own, before it is imported: it may be asynchronous, and spare workers.
+OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
+
+
+def topology_of(strategy: str) -> Topology:
+    """Return the topology of a strategy; a user's own class gets chief, servers and workers."""
+    return TOPOLOGIES.get(strategy) or Topology(implementation=strategy, capabilities=OWN)
+
+
+def leader(cluster: Cluster) -> Task:
+    """Return the task that publishes: the chief, or worker 0 where there is none."""
+    return Task(role="chief" if cluster.count("chief") else "worker", index=0)

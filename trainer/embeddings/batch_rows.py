@@ -1,0 +1,323 @@
+"""The rows that a batch looks up: all of a server in one message, and each of them once.
+
+A table is a layer that looks up rows of variables on servers: Keras's embedding, or one whose rows
+are split over several (`ShardedEmbedding`). What a batch asks all tables for is found before the
+model is computed (`Lookups.asked`): of the graph of the forward pass only what the ids need is
+kept. The rows then come in one message from each server, the model takes them from there, and their
+gradient, in which those of a row are summed, goes back in one message.
+
+What cannot be found beforehand has no `Lookups`: a model that grows its tables, computes ids from
+rows, or uses a table otherwise. Its layers look up where they are, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from flotilla.trainer.embeddings.unique_rows import spread
+
+# Operations with a state that return the same each time: maps of words, and what no step trains.
+_SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
+# Of several lengths, or with most of it left out.
+_NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
+# A vector of ids, or of places, for each table.
+Vectors = list[tf.Tensor]
+
+
+class RowsOnce(tf.IndexedSlices):
+    """A gradient of rows of which each comes once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A layer, and the variables of its rows: row `id` is row `id div n` of variable `id mod n`."""
+
+    layer: Any
+    shards: tuple[keras.Variable, ...]
+    known: Callable[[Any], tf.Tensor]
+
+    @property
+    def dimension(self) -> int:
+        """Return the length of a row."""
+        return int(self.shards[0].shape[1])
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows there are."""
+        return sum(int(shard.shape[0]) for shard in self.shards)
+
+
+class Unforeseen(Exception):  # noqa: N818
+    """The rows of a batch are not known before the model is computed."""
+
+
+class Lookups:
+    """Stands between the layers of a model and their tables, while a graph is traced."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        """Take the place of the layers' lookups, which stay as they are outside of a trace."""
+        self.tables = list(tables)
+        #: What answers a lookup: of the place of a table and its ids.
+        self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
+        for number, table in enumerate(self.tables):
+            table.layer.call = self._call_of(number, table)
+
+    def variables(self) -> list[keras.Variable]:
+        """Return the variables of all tables."""
+        return [shard for table in self.tables for shard in table.shards]
+
+    def asked(
+        self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
+    ) -> tuple[Vectors, Vectors]:
+        """Return the ids that each table is asked for, each once, and their places in all lookups.
+
+        `forward` computes the model, and returns what it has in place of variables. Raises
+        `Unforeseen` where what is asked for depends on more than the batch.
+        """
+        given = tf.nest.flatten(batch)
+        unique, places = list[tf.Tensor](), list[tf.Tensor]()
+        for ids in self._ids_of(forward, batch)(*given):
+            one, place = tf.unique(ids)
+            unique.append(one)
+            places.append(place)
+        return unique, places
+
+    @contextmanager
+    def given(self, rows: Sequence[tf.Tensor], places: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Answer the lookups of the scope, in their order, with `rows[places]` of each table."""
+        begins: list[Any] = [0] * len(self.tables)
+
+        def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
+            begin = begins[number]
+            begins[number] = begin + tf.size(ids)
+            return spread(rows[number], places[number][begin : begins[number]])
+
+        with self._answered(answer):
+            yield
+
+    def _ids_of(
+        self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
+    ) -> Callable[..., Vectors]:
+        if any(isinstance(each, _NOT_DENSE) for each in tf.nest.flatten(batch)):
+            raise Unforeseen("takes a batch of ragged or sparse tensors")
+        asked: list[list[tf.Tensor]] = [[] for _ in self.tables]
+        answers, variables = list[tf.Tensor](), list[tf.Tensor]()
+
+        def of_batch(*given: tf.Tensor) -> Vectors:
+            graph = tf.compat.v1.get_default_graph()
+
+            def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
+                if ids.graph is not graph:
+                    raise Unforeseen("looks up in a branch or a loop")
+                asked[number].append(ids)
+                table = self.tables[number]
+                answers.append(tf.zeros([tf.size(ids), table.dimension], table.shards[0].dtype))
+                return answers[-1]
+
+            with self._answered(answer):
+                variables.extend(forward(tf.nest.pack_sequence_as(batch, given)))
+            return [tf.concat(each, 0) if each else tf.zeros([0], tf.int64) for each in asked]
+
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(batch)]
+        try:
+            traced = tf.compat.v1.wrap_function(of_batch, specs)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise Unforeseen(str(error).partition("\n")[0]) from error
+        handles = {id(shard.value.handle) for shard in self.variables()}
+        if any(id(outer) in handles for outer, _ in traced.graph.captures):
+            raise Unforeseen("uses a table otherwise than by a lookup")
+        ids = traced.graph.structured_outputs
+        needed = _needed(ids)
+        if needed & {each.op for each in answers}:
+            raise Unforeseen("computes ids from rows")
+        # When the model is computed they would be others.
+        if needed & {each.op for each in variables}:
+            raise Unforeseen("computes ids from variables")
+        if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
+            raise Unforeseen("draws ids at random, or calls a function for them")
+        # All else of the forward pass, its checks too, is computed once, with the rows.
+        only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
+        return only
+
+    @contextmanager
+    def _answered(self, answer: Callable[[int, tf.Tensor], tf.Tensor]) -> Iterator[None]:
+        before, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = before
+
+    def _call_of(self, number: int, table: Table) -> Callable[..., Any]:
+        directly = table.layer.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._answer is None:
+                return directly(*args, **kwargs)
+            (given,) = (*args, *kwargs.values())
+            if isinstance(given, _NOT_DENSE):
+                raise Unforeseen("looks up ids of a ragged or sparse tensor")
+            ids = tf.convert_to_tensor(given)
+            known = table.known(tf.reshape(ids, [-1]))
+            shape = tf.concat([tf.shape(ids), [table.dimension]], 0)
+            rows = tf.reshape(self._answer(number, known), shape)
+            rows.set_shape([*ids.shape, table.dimension])
+            return tf.cast(rows, table.layer.compute_dtype)
+
+        return call
+
+
+def tables_of(model: keras.Model) -> list[Table]:
+    """Return the tables of a built model; none where one of them has to be used in its place."""
+    tables = plain_tables_of(model)
+    return tables if len(tables) == sum(map(_is_table, model._flatten_layers())) else []
+
+
+def plain_tables_of(model: keras.Model) -> list[Table]:
+    """Return the tables of a built model whose rows only the optimizer changes."""
+    layers = model._flatten_layers()
+    if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
+        return []
+    found = [_table_of(each) for each in layers if _is_table(each)]
+    return [each for each in found if each is not None]
+
+
+def lookups_of(model: keras.Model) -> Lookups | None:
+    """Return the lookups of a model, if any, after all else that replaces a layer's lookup."""
+    tables = tables_of(model)
+    return Lookups(tables) if tables else None
+
+
+def _is_table(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Embedding) or getattr(layer, "looks_up", False)
+
+
+def _table_of(layer: Any) -> Table | None:
+    """Return the table of a layer, if it does what its class does."""
+    if getattr(layer, "grows", False):
+        return None
+    known: Callable[[Any], Any] | None
+    if type(layer) is keras.layers.Embedding:
+        if not layer.built or layer.lora_enabled or layer.quantization_mode:
+            return None
+        shards, known = (layer._embeddings,), _from_the_end(layer.input_dim)
+    else:
+        # A layer says by these that it looks up as `Table` has it; a subclass may do otherwise.
+        shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
+        looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
+        if "known" not in vars(looks_up):
+            return None
+    if not shards or known is None:
+        return None
+    if any(not each.trainable or each.regularizer or each.constraint for each in shards):
+        return None
+    return Table(layer=layer, shards=shards, known=_whole(known))
+
+
+def _from_the_end(rows: int) -> Callable[[tf.Tensor], tf.Tensor]:
+    # As Keras has it, which counts a negative one from the end.
+    return lambda ids: tf.where(ids < 0, ids + rows, ids)
+
+
+def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor]:
+    return lambda ids: known(tf.cast(ids, tf.int64))
+
+
+def _needed(ends: Sequence[tf.Tensor]) -> set[Any]:
+    """Return all operations that the values of tensors of one graph are computed from."""
+    found, left = set[Any](), [each.op for each in ends]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            # What only has to come before, as a check, is no part of a value.
+            left += [each.op for each in op.inputs]
+    return found
+
+
+class Sent:
+    """Ids of each table that were sent to the servers of their rows, one message to each."""
+
+    def __init__(self, tables: Sequence[Table], ids: Sequence[tf.Tensor]) -> None:
+        """Send the ids, each of them once: a vector for each table; in the graph of a worker."""
+        self._tables = tables
+        self._sizes = [tf.size(each) for each in ids]
+        self._where: dict[tuple[int, int], tf.Tensor] = {}
+        self._there: dict[tuple[int, int], tf.Tensor] = {}
+        local = dict[tuple[int, int], tf.Tensor]()
+        self._servers: dict[tuple[str, tf.DType], list[tuple[int, int]]] = {}
+        for number, (table, wanted) in enumerate(zip(tables, ids, strict=True)):
+            count = len(table.shards)
+            shard_of = tf.cast(wanted % count, tf.int32)
+            parts = tf.dynamic_partition(tf.range(self._sizes[number]), shard_of, count)
+            for n, (shard, part) in enumerate(zip(table.shards, parts, strict=True)):
+                key = (number, n)
+                self._where[key], local[key] = part, tf.gather(wanted, part) // count
+                together = self._servers.setdefault((shard.value.device, shard.value.dtype), [])
+                together.append(key)
+        self._send(local)
+
+    def rows(self) -> list[tf.Tensor]:
+        """Return the rows of each table, in the order of its ids, on the device of the scope."""
+        found = dict[tuple[int, int], tf.Tensor]()
+        for (device, _), keys in self._servers.items():
+            with tf.device(device):
+                parts = [tf.gather(self._shard(key).value, self._there[key]) for key in keys]
+                packed = tf.concat([tf.reshape(each, [-1]) for each in parts], 0)
+            found.update(self._unpacked(tf.identity(packed), keys))
+        return [
+            tf.ensure_shape(
+                tf.dynamic_stitch(
+                    [self._where[number, n] for n in range(len(table.shards))],
+                    [found[number, n] for n in range(len(table.shards))],
+                ),
+                [None, table.dimension],
+            )
+            for number, table in enumerate(self._tables)
+        ]
+
+    def gradients(self, values: Sequence[tf.Tensor]) -> dict[int, RowsOnce]:
+        """Return the gradient of each variable, by its `id`, on its server."""
+        found = dict[int, RowsOnce]()
+        for (device, dtype), keys in self._servers.items():
+            parts = [tf.gather(values[key[0]], self._where[key]) for key in keys]
+            packed = tf.concat([tf.reshape(tf.cast(each, dtype), [-1]) for each in parts], 0)
+            with tf.device(device):
+                for key, part in self._unpacked(tf.identity(packed), keys, there=True).items():
+                    shard = self._shard(key)
+                    shape = tf.constant(list(shard.shape), tf.int64)
+                    found[id(shard)] = RowsOnce(part, self._there[key], shape)
+        return found
+
+    def _send(self, local: dict[tuple[int, int], tf.Tensor]) -> None:
+        for (device, _), keys in self._servers.items():
+            # Half of the bytes, where all of them fit.
+            rows = max(self._shard(key).shape[0] for key in keys)
+            kind = tf.int32 if rows < tf.int32.max else tf.int64
+            sizes = tf.stack([tf.size(local[key], kind) for key in keys])
+            sent = tf.concat([sizes, *(tf.cast(local[key], kind) for key in keys)], 0)
+            with tf.device(device):
+                arrived = tf.identity(sent)
+                sizes = arrived[: len(keys)]
+                parts = tf.split(arrived[len(keys) :], sizes, num=len(keys))
+                self._there.update(zip(keys, parts, strict=True))
+
+    def _unpacked(
+        self, packed: tf.Tensor, keys: list[tuple[int, int]], *, there: bool = False
+    ) -> dict[tuple[int, int], tf.Tensor]:
+        places = self._there if there else self._where
+        widths = [self._tables[number].dimension for number, _ in keys]
+        sizes = [tf.size(places[key]) * width for key, width in zip(keys, widths, strict=True)]
+        parts = tf.split(packed, tf.stack(sizes), num=len(keys))
+        return {
+            key: tf.reshape(part, [-1, width])
+            for key, part, width in zip(keys, parts, widths, strict=True)
+        }
+
+    def _shard(self, key: tuple[int, int]) -> keras.Variable:
+        return self._tables[key[0]].shards[key[1]]

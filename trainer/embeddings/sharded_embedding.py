@@ -1,0 +1,146 @@
+"""An embedding whose rows are split over several variables, so that many servers hold one table.
+
+Row `id` is in shard `id mod shards` at `id div shards`: consecutive ids, which are often equally
+popular, are on different servers. Each shard is a plain Keras variable, which the strategy places.
+The rows are gathered on the server that holds them, and their gradient is
+`tf.IndexedSlices` of the same rows: the table itself never moves.
+
+What an optimizer makes of such a gradient runs on the server of the shard
+(`trainer/embeddings/row_updates.py`; measured in
+`docs/decisions/0017-tables-of-embeddings.md`):
+
+- Adam, AdamW, Adagrad, Ftrl and SGD are lazy: they move the touched rows and their slots only,
+  unless `training.optimizer.dense_updates` is set.
+- All others that work element by element (RMSprop, Nadam and so on) move every row in every step,
+  by Keras's definition: no more bytes on the network, but work that grows with the table.
+- LAMB, Adafactor and Muon look at a variable as a whole: there, the number of shards changes the
+  result.
+
+XLA cannot compile the lookup, whose sizes depend on the ids. An exported SavedModel needs no
+code; to load a `.keras` file, import this module first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from flotilla.trainer.embeddings.unique_rows import spread
+
+UNKNOWN = ("error", "wrap")
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class ShardedEmbedding(keras.layers.Layer):
+    """Whole numbers of any shape to the rows of a table: `[...]` to `[..., dimension]`.
+
+    Unlike `keras.layers.Embedding` it never takes a negative id as one counted from the end.
+    """
+
+    #: Strategies leave the variables of such a layer on their servers, and do not pull them whole.
+    looks_up = True
+
+    def __init__(
+        self,
+        rows: int,
+        dimension: int,
+        *,
+        shards: int = 2,
+        initializer: Any = "uniform",
+        unknown: str = "error",
+        **kwargs: Any,
+    ) -> None:
+        """Describe the table; its variables are made by `build`.
+
+        Args:
+            rows: of the table; ids go from 0 to `rows - 1`.
+            dimension: of one row.
+            shards: variables that the rows are split over, equal to one row. Part of the model and
+                not of the cluster: a checkpoint fits only the same number. More than there are
+                servers is no harm.
+            initializer: of each shard, with a seed of its own.
+            unknown: what an id outside of the table gets: "error" (InvalidArgumentError), or
+                "wrap", the row `id mod rows`, which it shares with a known id.
+            **kwargs: of a Keras layer.
+
+        Raises:
+            ValueError: a size below 1, more shards than rows, or another word for `unknown`.
+        """
+        super().__init__(**kwargs)
+        for name, value in {"rows": rows, "dimension": dimension, "shards": shards}.items():
+            if value < 1:
+                raise ValueError(f"{name}: {value!r} is not allowed; it has to be at least 1")
+        if shards > rows:
+            raise ValueError(f"shards: {rows} rows cannot be split over {shards} shards")
+        if unknown not in UNKNOWN:
+            raise ValueError(f"unknown: {unknown!r} is not one of {', '.join(UNKNOWN)}")
+        self.rows = rows
+        self.dimension = dimension
+        self.shards = shards
+        self.initializer = keras.initializers.get(initializer)
+        self.unknown = unknown
+        self.supports_jit = False
+        self.tables: list[keras.Variable] = []
+
+    def build(self, _input_shape: Any) -> None:
+        """Make the shards."""
+        self.tables = [
+            self.add_weight(
+                name=f"shard_{shard}",
+                shape=((self.rows - shard - 1) // self.shards + 1, self.dimension),
+                initializer=self._initializer(shard),
+                # A cast would read the whole shard.
+                autocast=False,
+            )
+            for shard in range(self.shards)
+        ]
+
+    def call(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the rows of `ids`, in the layer's compute type."""
+        known = self.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
+        # Each row is sent once in each direction, however often the batch contains it; and Keras
+        # squares a gradient, in most optimizers, before it adds up what belongs to one row.
+        wanted, places = tf.unique(known)
+        found = tf.compat.v1.nn.embedding_lookup(
+            [table.value for table in self.tables], wanted, partition_strategy="mod"
+        )
+        rows = tf.reshape(spread(found, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
+        rows.set_shape([*ids.shape, self.dimension])
+        return tf.cast(rows, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
+        """Return the shape of the rows for the shape of the ids."""
+        return (*input_shape, self.dimension)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the layer, for saving."""
+        return {
+            **super().get_config(),
+            "rows": self.rows,
+            "dimension": self.dimension,
+            "shards": self.shards,
+            "initializer": keras.initializers.serialize(self.initializer),
+            "unknown": self.unknown,
+        }
+
+    def known(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the rows' numbers [n] for ids [n]; strategies find the rows of a batch by it."""
+        if self.unknown == "wrap":
+            return tf.math.floormod(ids, self.rows)
+        inside = tf.logical_and(ids >= 0, ids < self.rows)
+        # A GPU would return zeros without an error.
+        message = f"{self.name}: ids outside of 0 to {self.rows - 1}:"
+        check = tf.debugging.Assert(tf.reduce_all(inside), [message, tf.boolean_mask(ids, ~inside)])
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.identity(ids)
+
+    def _initializer(self, shard: int) -> Any:
+        """Return the initializer of one shard: Keras's give the same numbers at each call."""
+        if not isinstance(self.initializer, keras.initializers.Initializer):
+            return self.initializer
+        config = self.initializer.get_config()
+        if isinstance(config.get("seed"), int):
+            config["seed"] += shard
+        return type(self.initializer).from_config(config)

@@ -1,0 +1,404 @@
+"""One shard of a table that grows: rows, and which id has which of them.
+
+Rows are a plain variable of a fixed number of slots, as is what is noted of each: its id, and the
+step of its last use. Only the map from an id to its slot is a hash table of TensorFlow, which is
+made again of the noted ids (`Shard.restored`). All of it is on one device, and so is what changes
+it: a mutex there makes each lookup of a training step one change, whoever else looks up.
+
+A slot of which a gradient may be on its way is not given to another id: one is taken only from rows
+that no step has used for `Rules.min_age` steps.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from flotilla.trainer.embeddings.count_min_sketch import CELLS, Sieve
+from flotilla.trainer.embeddings.shared_branch import SharedBranch
+
+# What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
+# got no row, those that the sieve holds, and the step of the last search by age.
+CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
+COUNTS = 6
+# Evicting is a search through all slots: it makes room for more than is needed at once.
+AT_ONCE = 16
+_NEVER = np.int64(-1)
+_LATEST = np.int64(2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which id gets a row, and which loses it; ages are in steps, and 0 for `max_age` is never."""
+
+    min_count: int
+    min_age: int
+    max_age: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Ids of one lookup, each once: a key [n], what else tells it apart, and how often it came."""
+
+    keys: tf.Tensor
+    checks: tf.Tensor
+    counts: tf.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """The Keras variables of a shard; `checks` and `seen` only where they are needed."""
+
+    rows: Any
+    ids: Any
+    used: Any
+    tally: Any
+    checks: Any = None
+    seen: Any = None
+
+    def bookkeeping(self) -> list[Any]:
+        """Return all but the rows."""
+        found = (self.ids, self.used, self.tally, self.checks, self.seen)
+        return [each for each in found if each is not None]
+
+
+class Shard:
+    """Slots [capacity + 1], of which the last is that of all ids without a row of their own."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        noted: Noted,
+        capacity: int,
+        rules: Rules,
+        draw: Callable[..., Any],
+        *,
+        number: int = 0,
+        branch: SharedBranch | None = None,
+    ) -> None:
+        """Begin without a row.
+
+        Args:
+            noted: its variables.
+            capacity: its slots but for the last.
+            rules: of its table.
+            draw: makes new rows, of its number, how many there are, and how many were made before.
+            number: tells its rows from those of other shards.
+            branch: what is shared with others.
+        """
+        self.noted, self.capacity = noted, capacity
+        self._rules, self._draw = rules, draw
+        self._number = np.int64(number)
+        #: What is shared with other shards.
+        self.branch = branch or SharedBranch()
+        #: The counter of steps, where a strategy has one; lookups are counted otherwise.
+        self.steps: tf.Variable | None = None
+        #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
+        #: row itself.
+        self.slots: list[tuple[tf.Variable, Any]] = []
+        with tf.init_scope():
+            # Made where it is placed, and not sent there.
+            made = partial(tf.Variable, dtype=tf.int64, trainable=False)
+            self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
+            self.room = made(capacity)
+            # The steps of earlier runs, which ages go on from.
+            self.earlier = made(0)
+            # Ids that the sieve counted since it was halved, and those of the largest lookup.
+            self.window = made(lambda: tf.zeros([2], tf.int64))
+            # Servers outlive a process: a number would be that of a table of another one.
+            self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
+            self.make_map()
+        #: Variables that no checkpoint has.
+        self.unsaved = (self.free, self.room, self.earlier, self.window)
+
+    @property
+    def device(self) -> str:
+        """Return the device of everything."""
+        return str(self.free.device)
+
+    def make_map(self) -> None:
+        """Make the map, which `restored` fills, and the mutex; or take those of their names."""
+        ids, mutex = self._names
+        with tf.device(self.device):
+            self.map = tf.raw_ops.MutableHashTableV2(
+                key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids
+            )
+            self.mutex = tf.raw_ops.MutexV2(shared_name=mutex)
+
+    def rename(self, ids: str, mutex: str) -> None:
+        """Give the map and the mutex names, by which they may be there already; `make_map` too."""
+        self._names = ids, mutex
+        self.make_map()
+
+    def found(self, asked: Asked) -> tf.Tensor:
+        """Return the slot [n] of each id, and change nothing."""
+        found = self._find(asked.keys)
+        return self._none_to_last(self._verified(found, asked.checks))
+
+    def found_sorted(self, asked: Asked) -> tf.Tensor:
+        """Return the same where ids are sorted, without the map."""
+        ids = self.noted.ids.value.read_value()[: self.capacity]
+        place = tf.searchsorted(ids, asked.keys, out_type=tf.int64)
+        place = tf.minimum(place, self.capacity - 1)
+        is_it = tf.equal(tf.gather(ids, place), asked.keys)
+        is_it &= tf.gather(self.noted.used.value, place) >= 0
+        return self._none_to_last(self._verified(tf.where(is_it, place, _NEVER), asked.checks))
+
+    def admitted(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
+        """Return the slot [n] of each id, after new ones got theirs; by the count of `step`."""
+        here = [tf.identity(each) for each in (asked.keys, asked.checks, asked.counts)]
+        keys, checks, counts = here
+        step = None if step is None else tf.identity(step)
+        asked = Asked(keys=keys, checks=checks, counts=counts)
+        # Nobody waits for a message while it is locked.
+        with tf.control_dependencies([*here, *([] if step is None else [step])]):
+            (slots,) = self.locked(lambda: [self._changed(asked, step)])
+        return slots
+
+    def locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+        """Return tensors that `work` makes while no id gets or loses a slot; of a graph."""
+        lock = tf.raw_ops.MutexLock(mutex=self.mutex)
+        with tf.control_dependencies([lock]):
+            made = work()
+        with tf.control_dependencies(made):
+            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        _run_unordered(released)
+        return made
+
+    def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
+        tally = self.noted.tally.value
+        tally.assign_add(tf.one_hot(CLOCK, COUNTS, dtype=tf.int64))
+        counted = tally.read_value()
+        now = counted[CLOCK] if step is None else self.earlier + step
+        found = self._find(asked.keys)
+        slots = self._verified(found, asked.checks)
+        # Before rows are evicted: those of this batch stay.
+        used, places = self.noted.used.value, self._none_to_last(slots)
+        # A slow worker's step may be lower than that of another one's lookup.
+        _put(used, places, tf.maximum(used.sparse_read(places), now))
+        changes = tf.reduce_any(found < 0)
+        if self._rules.max_age:
+            changes |= now - counted[SWEPT] >= max(1, self._rules.max_age // 8)
+        known = tf.concat([[now, self._number], counted], 0)
+        given = (slots, asked.keys, asked.checks, asked.counts, known)
+        resources, kind = self._resources(), self._kind()
+        slots = self.branch.run(changes, self._with_new, given, resources, self.device, kind)
+        slots = self._none_to_last(slots)
+        # So that all of it has happened before the mutex is free.
+        with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
+            return tf.identity(slots)
+
+    def _resources(self) -> list[tf.Tensor]:
+        noted = [self.noted.rows.value, *(each.value for each in self.noted.bookkeeping())]
+        variables = [*noted, *self.unsaved, *(slot for slot, _ in self.slots)]
+        return [self.map, *(each.handle for each in variables)]
+
+    def _kind(self) -> Hashable:
+        """Return all that `_with_new` depends on besides resources."""
+        noted = self.noted
+        variables = [noted.rows.value, *(slot for slot, _ in self.slots)]
+        there = (noted.checks is None, noted.seen is None)
+        shapes = tuple((tuple(each.shape), each.dtype) for each in variables)
+        begins = tuple(value for _, value in self.slots)
+        return self.capacity, self._rules, self._draw, there, shapes, begins
+
+    def _with_new(
+        self,
+        slots: tf.Tensor,
+        keys: tf.Tensor,
+        checks: tf.Tensor,
+        counts: tf.Tensor,
+        known: tf.Tensor,
+    ) -> tf.Tensor:
+        now, number, counted = known[0], known[1], known[2:]
+        absent = tf.where(slots < 0)[:, 0]
+        halved = tf.constant(0, tf.int64)
+        if self.noted.seen is not None:
+            sieve = Sieve(self.noted.seen.value, self.window, self._rules.min_count)
+            new, times = tf.gather(keys, absent), tf.gather(counts, absent)
+            often, halved = sieve.count(new, times, counted[SIEVED])
+            absent = _those(absent, often)
+        evicted, swept = self._evicted(tf.size(absent, tf.int64), now, counted[SWEPT])
+        room = self.room.read_value()
+        taken = tf.minimum(room, tf.size(absent, tf.int64))
+        absent = absent[:taken]
+        places = tf.gather(self.free, room - 1 - tf.range(taken))
+        if self.noted.checks is not None:
+            checks = tf.gather(checks, absent)
+        rows = self._draw(number, tf.cast(taken, tf.int32), counted[GIVEN])
+        self._give(tf.gather(keys, absent), checks, places, now, rows)
+        away = tf.math.count_nonzero(slots < 0) - taken
+        change = tf.stack([np.int64(0), taken, evicted, away, halved, swept])
+        total = self.noted.tally.value.assign_add(change, read_value=True)
+        with tf.control_dependencies([total]):
+            return tf.tensor_scatter_nd_update(slots, absent[:, tf.newaxis], places)
+
+    def _evicted(
+        self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Make room for `needed` rows; return how many were evicted, and the change of `swept`."""
+        room, max_age = self.room.read_value(), self._rules.max_age
+        due = tf.constant(False)
+        if max_age:
+            due = now - swept >= max(1, max_age // 8)
+
+        def evict() -> tuple[tf.Tensor, tf.Tensor]:
+            slots = self._oldest(needed - room, now)
+            return self._take(slots, room), tf.where(due, now - swept, 0)
+
+        nothing = tf.constant(0, tf.int64)
+        evicted: tuple[tf.Tensor, tf.Tensor] = tf.cond(
+            due | (needed > room), evict, lambda: (nothing, nothing)
+        )
+        return evicted
+
+    def _oldest(self, lacking: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """Return the slots of all rows that are too old, and of others where that is not enough."""
+        used = self.noted.used.value.read_value()[: self.capacity]
+        aged = tf.zeros_like(used, tf.bool)
+        if self._rules.max_age:
+            aged = (used >= 0) & (used < now - self._rules.max_age)
+        old = tf.where(aged)[:, 0]
+        lacking -= tf.size(old, tf.int64)
+        most = tf.minimum(tf.maximum(lacking, self.capacity // AT_ONCE), self.capacity)
+        most = tf.where(lacking > 0, most, 0)
+        idle = (used >= 0) & ~aged & (used <= now - max(1, self._rules.min_age))
+        since = tf.where(idle, used, _LATEST)
+        _, least = tf.math.top_k(-since, tf.cast(most, tf.int32), sorted=False)
+        least = _those(least, tf.gather(idle, least))
+        return tf.concat([old, tf.cast(least, tf.int64)], 0)
+
+    def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
+        """Take the rows of slots from their ids, and return their number."""
+        keys = tf.gather(self.noted.ids.value, slots)
+        # Not where another slot has the id: a step that ended halfway may have left it two.
+        keys = _those(keys, tf.equal(self._find(keys), slots))
+        count = tf.size(slots, tf.int64)
+        # A worker may die at any place: a slot is free only after no id has it.
+        last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
+        with tf.control_dependencies([last]):
+            last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
+        with tf.control_dependencies([last]):
+            last = _put(self.free, tf.range(room, room + count), slots)
+        with tf.control_dependencies([last]):
+            total = self.room.assign_add(count, read_value=True)
+        with tf.control_dependencies([total]):
+            return tf.identity(count)
+
+    def _give(
+        self,
+        keys: tf.Tensor,
+        checks: tf.Tensor,
+        places: tf.Tensor,
+        now: tf.Tensor,
+        rows: tf.Tensor,
+    ) -> None:
+        """Give ids the first free slots, with new rows and new slots of the optimizer."""
+        count = tf.size(places, tf.int64)
+        noted = self.noted
+        new = [(noted.rows.value, rows), (noted.ids.value, keys)]
+        if noted.checks is not None:
+            new.append((noted.checks.value, checks))
+        for slot, value in self.slots:
+            shape = [count, *slot.shape[1:]]
+            first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
+            new.append((slot, tf.cast(first, slot.dtype)))
+        # A worker may die at any place: a slot that an id has is not free, and all of it is new.
+        with tf.control_dependencies([places]):
+            room = self.room.assign_sub(count, read_value=True)
+        with tf.control_dependencies([room]):
+            written = [_put(variable, places, values) for variable, values in new]
+        # A slot that is used is an id's once the map is made again, whatever is in it.
+        with tf.control_dependencies(written):
+            used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
+        with tf.control_dependencies([used]):
+            tf.raw_ops.LookupTableInsertV2(table_handle=self.map, keys=keys, values=places)
+
+    def restored(self) -> None:
+        """Make the map, and the list of free slots, of what the variables say."""
+        with tf.device(self.device):
+            used = self.noted.used.value.read_value()
+            if self.steps is not None:
+                # A run that began with the rows of another one counts its own steps from 0. Rows
+                # that were used last may have been given up since.
+                swept = self.noted.tally.value.read_value()[SWEPT]
+                latest = tf.maximum(tf.reduce_max(used), swept)
+                self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
+            used = used[: self.capacity]
+            live = tf.where(used >= 0)[:, 0]
+            # Of two slots of one id, as a worker that died may have left them, the later one stays.
+            live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
+            keys = tf.gather(self.noted.ids.value, live)
+            tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
+            twice = _those(live, tf.not_equal(self._find(keys), live))
+            _put(self.noted.used.value, twice, tf.fill(tf.shape(twice), _NEVER))
+            free = tf.where(self.noted.used.value.read_value()[: self.capacity] < 0)[::-1, 0]
+            _put(self.free, tf.range(tf.size(free)), free)
+            self.room.assign(tf.size(free, tf.int64))
+
+    def shrink(self, live: Sequence[int], capacity: int) -> None:
+        """Keep only the rows of some slots, in their order, and the last one."""
+        wanted = np.array([*live, *[self.capacity] * (capacity + 1 - len(live))])
+        noted = self.noted
+        for each in (noted.rows, noted.ids, noted.used, noted.checks):
+            if each is not None:
+                _replace(each, each.numpy()[wanted])
+        for each, value in ((noted.ids, _LATEST), (noted.used, _NEVER)):
+            each.assign(np.where(np.arange(capacity + 1) < len(live), each.numpy(), value))
+        if noted.seen is not None:
+            _replace(noted.seen, np.zeros([1, CELLS], np.uint8))
+        self.capacity = capacity
+        self.free = tf.Variable(np.arange(capacity), dtype=tf.int64, trainable=False)
+        self.slots = []
+        self.restored()
+
+    def _find(self, keys: tf.Tensor) -> tf.Tensor:
+        found = tf.raw_ops.LookupTableFindV2(table_handle=self.map, keys=keys, default_value=_NEVER)
+        found.set_shape(keys.shape)
+        return found
+
+    def _verified(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
+        """Give an id that only shares its key with another one no row."""
+        if self.noted.checks is None:
+            return found
+        there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))
+        other = (found >= 0) & tf.not_equal(there, checks)
+        return tf.where(other, np.int64(self.capacity), found)
+
+    def _none_to_last(self, slots: tf.Tensor) -> tf.Tensor:
+        return tf.where(slots < 0, np.int64(self.capacity), slots)
+
+
+def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
+    """Return the values [n] that are wanted: `tf.boolean_mask`, by a sixth of its operations."""
+    return tf.gather(values, tf.where(wanted)[:, 0])
+
+
+def _run_unordered(operation: tf.Operation | None) -> None:
+    """Let a function run an operation before it ends, and wait with no other one for it.
+
+    TensorFlow runs stateful operations without a resource in the order of the program: the release
+    of one mutex would wait for that of another, which another worker may hold, and so for ever.
+    """
+    if not tf.executing_eagerly():
+        manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+        if manager is not None:
+            manager.run_independently(operation)
+
+
+def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=places, updates=values
+    )
+
+
+def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
+    """Give a Keras variable another size, which Keras has no word for."""
+    variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
+    variable._shape = value.shape

@@ -1,0 +1,121 @@
+"""What a strategy does for tables that grow: layers with `grows`.
+
+Their variables change where they are placed: no worker pulls them, those of a shard are on one
+server, and a row that is given to another id gets new slots of the optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.runtime.errors import ConfigError
+
+# What a variable has that got no values: its initializer.
+BEGINS = "begins_by"
+log = logging.getLogger(__name__)
+
+
+def tables_of(model: keras.Model) -> list[Any]:
+    """Return the layers of a model that are tables that grow."""
+    return [layer for layer in model._flatten_layers() if getattr(layer, "grows", False)]
+
+
+def parts_of(model: keras.Model) -> list[Any]:
+    """Return the shards of these layers."""
+    return [part for table in tables_of(model) for part in table.parts()]
+
+
+def state_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of a model that are not trained, and that workers pull and push."""
+    kept = {id(each) for table in tables_of(model) for each in table.bookkeeping()}
+    return [each for each in model.non_trainable_variables if id(each) not in kept]
+
+
+def together(model: keras.Model) -> list[list[tf.Variable]]:
+    """Return groups of variables, each of which has to be on one server."""
+    return [group for table in tables_of(model) for group in table.together()]
+
+
+def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
+    """Give the tables of a built model the counter of steps, and the slots of their rows."""
+    tables = tables_of(model)
+    for table in tables:
+        table.connect(steps, lambda variable: list(slots_of(optimizer, variable)), tables[0])
+
+
+def restored(model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True) -> None:
+    """Let tables on such devices find their rows again, after variables were assigned."""
+    for table in tables_of(model):
+        table.restored(is_meant)
+
+
+def metrics(model: keras.Model) -> Mapping[str, Any]:
+    """Return the metrics of the tables for the history, by their names; empty without one."""
+    found = {table.name: table.metrics() for table in tables_of(model)}
+    return {"tables": found} if found else {}
+
+
+def require(config: Config, model: keras.Model) -> None:
+    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured."""
+    workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
+    may = topology_of(config.training.strategy).capabilities
+    for table in tables_of(model):
+        if may.mixes_steps and table.min_age <= workers > 1:
+            log.warning(
+                "the table %s gives a row to another id after %d steps without use, and with %d "
+                "workers a gradient may take as many: set its min_age to several times that",
+                table.name,
+                table.min_age,
+                workers,
+            )
+        if config.training.pull_every > 1:
+            raise ConfigError(
+                f"training.pull_every: the table {table.name} grows at every step, and is never "
+                "pulled whole; leave the key out"
+            )
+        if may.aggregates and 0 < needed < workers:
+            raise ConfigError(
+                f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late one "
+                f"changes the table {table.name} while a checkpoint is saved; leave the key out"
+            )
+        if may.copies:
+            raise ConfigError(
+                f"training.strategy: {config.training.strategy} has a copy of the table "
+                f"{table.name} in each worker, which would grow apart; take one with parameter "
+                "servers"
+            )
+
+
+def slots_of(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> Iterator[tuple[tf.Variable, Any]]:
+    """Return what an optimizer has for a variable, and what it begins with: None for its value."""
+    trained = optimizer._trainable_variables
+    index = next((i for i, each in enumerate(trained) if each is variable), None)
+    if index is None:
+        return
+    averages = optimizer._model_variables_moving_average if optimizer.use_ema else None
+    for name, slots in vars(optimizer).items():
+        if not isinstance(slots, list) or len(slots) != len(trained) or slots is trained:
+            continue
+        slot = slots[index]
+        if not isinstance(slot, keras.Variable) or slot is variable:
+            continue
+        # Adafactor has a number of each row in one list, and of each column in another.
+        if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
+            continue
+        yield slot.value, None if slots is averages else _first_value(slot)
+
+
+def _first_value(slot: keras.Variable) -> float:
+    if initializer := getattr(slot, BEGINS, None):
+        return float(tf.reshape(initializer([1] * len(slot.shape), dtype=slot.dtype), [-1])[0])
+    with tf.device(slot.value.device):
+        return float(tf.reshape(slot.value.sparse_read([0]), [-1])[0])

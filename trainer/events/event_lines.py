@@ -1,0 +1,184 @@
+"""Events of a run as lines for people, where the log of a step or a terminal shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flotilla.trainer import events
+from flotilla.trainer.events import Event, Progress, WorkProgress
+from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress.wording import line_of as work_line
+from flotilla.trainer.events.progress.work import LOG_SECONDS
+
+# Progress is a line at most so often.
+LINE_SECONDS = 5.0
+# The speed of so many seconds counts; a new stretch counts at least for so much of it.
+_SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
+
+
+def _lost(event: events.ServersLost) -> str:
+    gone = f"{', '.join(event.servers)} lost at global step {event.global_step}"
+    back = "to the newest checkpoint"
+    if event.back_to >= 0:
+        back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
+    if event.recovery == "partial":
+        whose = "their" if len(event.servers) > 1 else "its"
+        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"
+    return f"{gone}: full recovery: all variables go {back} ({event.reason})"
+
+
+def _of_servers(event: events.AttemptBegin) -> str:
+    if event.checkpoint < 0:
+        return ""
+    return f", with what is on the servers; the newest checkpoint is of {event.checkpoint}"
+
+
+_LINES: dict[type[Event], Callable[[Any], str]] = {
+    events.AttemptBegin: lambda event: (
+        f"training resumes from global step {event.global_step}{_of_servers(event)}"
+        if event.resumed
+        else ""
+    ),
+    events.OpenPorts: lambda event: f"warning: {event.warning}",
+    events.MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
+    events.NewestVersion: lambda event: f"the newest version of {event.dataset} is {event.version}",
+    events.DataNote: lambda event: f"{'warning' if event.is_warning else 'note'}: {event.text}",
+    events.WarmStart: lambda event: (
+        f"training begins with the weights of {event.uri}"
+        + (f": {event.what}" if event.what else "")
+    ),
+    events.FromScratch: lambda event: f"training begins from scratch: {event.reason}",
+    events.HandedOn: lambda event: (
+        f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
+    ),
+    events.TableEmpty: lambda event: (
+        f"warning: the table {event.table} has no row, so that all ids share one: {event.why}"
+    ),
+    events.Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    events.ServersLost: _lost,
+    events.Suspension: lambda event: (
+        "the job is resumed, and its tasks start"
+        if event.is_over
+        else "the job is suspended, and queues for its room"
+    ),
+    events.Stalled: lambda event: (
+        f"no progress for {duration(event.seconds)}: {', '.join(event.tasks)} silent"
+    ),
+    events.EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
+    events.CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
+    events.LeaseAwaited: lambda event: (
+        f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
+        f"{event.until}"
+    ),
+    events.LeaseTakenOver: lambda event: (
+        f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
+    ),
+}
+# What a terminal with a progress bar does not show.
+_LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
+    events.CheckpointPublished: lambda event: (
+        f"checkpoint of global step {event.global_step}: {event.uri}"
+    ),
+    events.UploadFailed: lambda event: f"a checkpoint is not uploaded yet: {event.reason}",
+    events.Validation: lambda event: (
+        f"validation of global step {event.global_step}: "
+        + "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
+    ),
+}
+
+
+def line_of(event: Event) -> str:
+    """Return the line of an event; empty for one that has none, such as progress."""
+    return _LINES.get(type(event), lambda _event: "")(event)
+
+
+def metrics_of(progress: Progress) -> str:
+    """Return loss, speed and, where it is known, the time left."""
+    left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
+    return f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s{left}"
+
+
+def of_first_stretch(progress: Progress) -> Progress:
+    """Return the first progress of an attempt, which builds the functions: the speed is no base."""
+    return replace(progress, seconds_left=-1.0)
+
+
+def work_of(progress: Progress) -> WorkProgress:
+    """Return the progress of training as that of any other work."""
+    return WorkProgress(
+        what="training",
+        unit="steps",
+        done=progress.global_step,
+        total=progress.steps,
+        share=progress.global_step / max(progress.steps, 1),
+        rate=progress.steps_per_second,
+        seconds=progress.seconds,
+        seconds_left=progress.seconds_left,
+        detail=f"loss {progress.loss:.4g}",
+    )
+
+
+class LogLines:
+    """The lines of a log; of progress only so many that a reader sees it."""
+
+    def __init__(self) -> None:
+        """Begin with a line of the first progress of training."""
+        self._progress_at = -LINE_SECONDS
+        # When there was a line of each piece of work.
+        self._work_at: dict[str, float] = {}
+
+    def take(self, event: Event) -> str:
+        """Return the line of the next event, or an empty text."""
+        if isinstance(event, Progress):
+            return self._progress(event)
+        if isinstance(event, WorkProgress):
+            return self._work(event)
+        wording = _LINES_OF_LOG.get(type(event))
+        return wording(event) if wording else line_of(event)
+
+    def _progress(self, event: Progress) -> str:
+        if event.time - self._progress_at < LINE_SECONDS:
+            return ""
+        event = of_first_stretch(event) if self._progress_at < 0 else event
+        self._progress_at = event.time
+        return f"global step {event.global_step}/{event.steps}  {metrics_of(event)}"
+
+    def _work(self, event: WorkProgress) -> str:
+        if event.is_over:
+            return work_line(event) if self._work_at.pop(event.what, 0.0) else ""
+        if event.time - self._work_at.get(event.what, event.time - event.seconds) < LOG_SECONDS:
+            return ""
+        self._work_at[event.what] = event.time
+        return work_line(event)
+
+
+class TimeLeft:
+    """The seconds until training ends, by a speed that does not jump from stretch to stretch."""
+
+    def __init__(self) -> None:
+        """Begin without a speed."""
+        self._speed = 0.0
+        self._last: Progress | None = None
+        self._is_first = True
+
+    def take(self, event: Progress) -> None:
+        """Take the next stretch; the first one builds the functions, and does not count."""
+        seconds = event.time - self._last.time if self._last else 0.0
+        weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
+        goes_on = self._last is not None and self._last.global_step < event.global_step
+        known = self._speed if goes_on and not self._is_first else 0.0
+        self._speed = known + weight * (event.steps_per_second - known)
+        if not known:
+            self._speed = event.steps_per_second
+        self._is_first = self._last is None
+        self._last = event
+
+    def seconds(self, now: float) -> float | None:
+        """Return what is left at the time `now`, None where there is no speed yet."""
+        if self._last is None or self._is_first or not self._speed > 0:
+            return None
+        left = (self._last.steps - self._last.global_step) / self._speed
+        return max(left - max(now - self._last.time, 0.0), 0.0)

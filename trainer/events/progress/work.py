@@ -1,0 +1,166 @@
+"""How far a piece of work has come: it is counted in batches, and reported now and then.
+
+Counting costs an addition. A thread reports what was counted: to the file of the run, which a
+terminal follows, twice a second, else as a plain line of the log every half minute. Work that ends
+sooner is not reported at all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Self, TypeVar
+
+from flotilla.trainer import events
+from flotilla.trainer.events import WorkProgress
+from flotilla.trainer.events.progress.wording import line_of
+from flotilla.trainer.runtime.background import Loop
+
+# Seconds before the first report, and between two of them.
+QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0
+# The speed of so many seconds counts.
+_SPEED_SECONDS = 10.0
+# A share below the whole is never shown as one.
+_NEARLY = 0.999
+_Batch = TypeVar("_Batch", bound=Sized)
+
+
+class _Speed:
+    """The speed of the last seconds; what comes before the first gain is the start, and no work."""
+
+    def __init__(self) -> None:
+        self._at = self._reached = self._sum = self._weight = 0.0
+
+    def take(self, at: float, reached: float) -> None:
+        """Take what is reached after so many seconds."""
+        seconds, gain = at - self._at, reached - self._reached
+        if seconds > 0 and (gain > 0 or self._weight):
+            kept = math.exp(-seconds / _SPEED_SECONDS)
+            self._sum = kept * self._sum + (1 - kept) * gain / seconds
+            self._weight = kept * self._weight + 1 - kept
+        self._at, self._reached = at, reached
+
+    @property
+    def value(self) -> float:
+        """What comes in a second; 0 before there is anything."""
+        return self._sum / self._weight if self._weight else 0.0
+
+
+class Work:
+    """A piece of work of this process, to be used as a context manager; any thread may count.
+
+    Where the total of what is counted is not known, but that of another measure, such as the bytes
+    of the files, the share of the whole is that of this measure.
+    """
+
+    # When work that was reported ended last: what follows at once is part of what takes long.
+    _ended_at = -math.inf
+
+    def __init__(
+        self,
+        what: str,
+        unit: str = "",
+        total: int = 0,
+        *,
+        size: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Say in words what is done; `total` counts units, and `size` is of the other measure."""
+        self._what, self._unit, self._total, self._size = what, unit, total, size
+        self._clock, self._began = clock, clock()
+        self._done, self._sized = 0, 0.0
+        self._detail = ""
+        self._speed, self._share_speed = _Speed(), _Speed()
+        self._lock = threading.Lock()
+        self._reported: float | None = None
+        self._is_over = self._is_given_up = False
+        self._loop = Loop(self.look, LIVE_SECONDS, name="progress", failing="progress")
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._loop.start()
+        return self
+
+    def __exit__(self, error: object = None, *_more: object) -> None:
+        """End; what was reported is reported to be over. After an error the threads end as well."""
+        self._loop.stop()
+        with self._lock:
+            self._is_over, self._is_given_up = True, error is not None
+            if self._reported is not None:
+                self._report(self._clock())
+                Work._ended_at = self._reported
+
+    def add(self, done: int, size: float = 0.0) -> None:
+        """Count what was done, and how much of the other measure that took.
+
+        Raises:
+            InterruptedError: the work was given up, and nobody waits for the rest.
+        """
+        with self._lock:
+            if self._is_given_up:
+                raise InterruptedError("the work was given up")
+            self._done += done
+            self._sized += size
+
+    def reach(self, done: int, detail: str = "") -> None:
+        """Say how much is done by now, which may be less than before, and what is waited for."""
+        with self._lock:
+            self._done, self._detail = done, detail
+
+    def expect(self, more: int) -> None:
+        """Add to the total."""
+        with self._lock:
+            self._total += more
+
+    def say(self, detail: str) -> None:
+        """Say what is done now, or is waited for."""
+        self._detail = detail
+
+    def counted(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield batches, and count the rows of each when the next one is asked for."""
+        for batch in batches:
+            yield batch
+            self.add(len(batch))
+
+    def look(self) -> None:
+        """Report, where it is time."""
+        first, pause = LOG_SECONDS, LOG_SECONDS
+        if os.environ.get(events.VARIABLE):
+            first, pause = QUIET_SECONDS, LIVE_SECONDS
+            if 0 <= self._began - Work._ended_at < QUIET_SECONDS:
+                first = LIVE_SECONDS
+        now = self._clock()
+        with self._lock:
+            self._speed.take(now - self._began, self._done)
+            self._share_speed.take(now - self._began, self._share())
+            due = self._began + first if self._reported is None else self._reported + pause
+            if not self._is_over and now >= due:
+                self._report(now)
+
+    def _report(self, now: float) -> None:
+        self._reported, seconds = now, now - self._began
+        share, speed = self._share(), self._share_speed.value
+        event = WorkProgress(
+            what=self._what,
+            unit=self._unit,
+            done=self._done,
+            total=self._total,
+            share=round(share, 4),
+            rate=round(self._speed.value, 2),
+            seconds=round(seconds, 1),
+            seconds_left=round((1 - share) / speed, 1) if share > 0 and speed > 0 else -1.0,
+            detail=self._detail,
+            is_over=self._is_over,
+        )
+        events.emit(event, in_log=line_of(event))
+
+    def _share(self) -> float:
+        """Return the share that is done; the whole only at the end, and -1 where it is unknown."""
+        done, whole = (self._sized, self._size) if self._size else (self._done, self._total)
+        if not whole:
+            return -1.0
+        # An estimate may be passed, and what is left out of a total may be missing.
+        return min(max(done / whole, 0.0), 1.0 if self._done == self._total else _NEARLY)

@@ -1,0 +1,145 @@
+"""The state of a run: the one projection of its events, from which every reader takes its part."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from flotilla.trainer import events
+from flotilla.trainer.events import Event
+from flotilla.trainer.events.progress.wording import line_of
+
+#: What a record and the report tell of a step beside its end.
+INCIDENTS = (
+    events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
+    events.EvaluatorLeft, events.CheckpointPassedOver,
+)  # fmt: skip
+# A run of weeks has more; of these the newest are kept.
+_newest = partial(deque[Any], maxlen=10_000)
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+@dataclass(kw_only=True)
+class StepTry:
+    """One try of a pipeline step, of a `start` of the run; `end` is None until it has ended."""
+
+    step: str
+    began: float
+    start: int
+    end: events.StepEnd | None = None
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """A run so far; what is "newest" is of its newest start.
+
+    Attributes:
+        start: how often it was started before, from 0 on.
+        counts: of the events of each kind, over all starts.
+        global_step: that training is at: where the newest attempt began, or what it reached.
+        handed_on_step: of the checkpoint that went on to the next steps; 0 before that.
+        moved: when `global_step` was reached, in seconds since 1970; 0 before training.
+        seen_until: the time of the last event, of each start.
+        tries: every try of every step, in the order in which they began.
+        incidents: of the kinds of `INCIDENTS`, and attempts that resumed.
+    """
+
+    start: int = 0
+    counts: Counter[type[Event]] = field(default_factory=Counter)
+    global_step: int = -1
+    moved: float = 0.0
+    handed_on_step: int = 0
+    seen_until: dict[int, float] = field(default_factory=dict)
+    tries: list[StepTry] = field(default_factory=list)
+    incidents: deque[Event] = field(default_factory=_newest)
+    checkpoints: deque[events.CheckpointPublished] = field(default_factory=_newest)
+    _newest: dict[type[Event], Event] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        """Take the next event."""
+        if isinstance(event, events.RunBegin) and self.seen_until:
+            self.start += 1
+            self._newest.clear()
+        self.seen_until[self.start] = max(event.time, self.seen_until.get(self.start, 0.0))
+        self.counts[type(event)] += 1
+        self._newest[type(event)] = event
+        if isinstance(event, INCIDENTS) or (
+            isinstance(event, events.AttemptBegin) and event.resumed
+        ):
+            self.incidents.append(event)
+        match event:
+            case events.AttemptBegin() | events.Progress():
+                self.global_step, self.moved = event.global_step, event.time
+            case events.HandedOn():
+                self.handed_on_step = event.global_step
+            case events.CheckpointPublished():
+                self.checkpoints.append(event)
+            case events.StepBegin():
+                self.tries.append(StepTry(step=event.step, began=event.time, start=self.start))
+            case events.StepEnd():
+                self._end_step(event)
+
+    def _end_step(self, event: events.StepEnd) -> None:
+        if isinstance(step := event.metrics.get("handed_on_step"), int):
+            self.handed_on_step = step
+        open_ones = (
+            each
+            for each in self.tries
+            if (each.step, each.start, each.end) == (event.step, self.start, None)
+        )
+        # Of one whose beginning a full disk has lost, the end says when it was.
+        lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
+        found = next(open_ones, lost)
+        found.end = event
+        if found is lost:
+            self.tries.append(found)
+
+    def newest(self, kind: type[_Kind]) -> _Kind | None:
+        """Return the newest event of a kind; None where there is none yet."""
+        return cast("_Kind | None", self._newest.get(kind))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was asked to end."""
+        return events.Interrupted in self._newest
+
+    @property
+    def traceback(self) -> str:
+        """Of the newest error in the user's code, in a training task; empty where there is none."""
+        failed = self.newest(events.UserCodeFailed)
+        return failed.traceback if failed else ""
+
+    def progress_since(self, began: float) -> dict[str, Any]:
+        """Return how far the step that began then is: that of training, and of work that goes on.
+
+        Work is `progress`, in words, with `share` and `seconds_left` where these are known.
+        """
+        found: dict[str, Any] = {}
+        training, work = self.newest(events.Progress), self.newest(events.WorkProgress)
+        if training and training.time >= began:
+            names = ("global_step", "steps", "loss", "seconds_left")
+            found = {name: getattr(training, name) for name in names}
+        if work and work.time >= began and not work.is_over:
+            found["progress"] = line_of(work)
+            if "steps" not in found and work.share >= 0:
+                found |= {"share": work.share, "seconds_left": work.seconds_left}
+        return found
+
+    @property
+    def suspension(self) -> events.Suspension | None:
+        """The suspension that the job is in; None where it may run."""
+        found = self.newest(events.Suspension)
+        return None if found is None or found.is_over else found
+
+
+def state_of(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
+    """Return the state of a run after these events, or after those of its newest start alone."""
+    state = RunState()
+    for event in happened:
+        if newest_start and isinstance(event, events.RunBegin):
+            state = RunState()
+        state.take(event)
+    return state

@@ -1,0 +1,217 @@
+"""The content of a prepared dataset, from its manifest. Free of TensorFlow.
+
+A split is a list of TFRecord shards of `tf.train.Example`. The form of a feature in a record is its
+`stored`: "raw" (the bytes of the tensor, little-endian, row by row), "int" (an int64), "float" (a
+float32), "bytes" (texts), "image" (an encoded PNG or JPEG of any size, whose `shape` is the size in
+which it is read) or "sequence" (the bytes of a tensor, or texts, whose first size varies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.thresholds import split_rule
+from flotilla.trainer.features.statistics.statistics import NOTHING, Learnt
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.runtime.json_records import from_tree
+from flotilla.trainer.storage import Corrupt, Manifest
+
+KIND = "dataset"
+# Part of a dataset's key: a change of what is written has to raise it.
+SCHEMA = 4
+# Of the classes of a label, so many are named.
+_SOME = 10
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form.
+
+    A first size of None is that of the example: batches are padded with `padding`, or with empty
+    texts, to the longest. Of a feature whose values are classes `num_classes` is their number, and
+    `labels` are their names where they have names.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: str
+    stored: str
+    num_classes: int = 0
+    labels: tuple[str, ...] = ()
+    padding: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its shape, with 1 for a size that varies: what is needed of memory at least."""
+        return tuple(1 if size is None else size for size in self.shape)
+
+    @property
+    def varies(self) -> bool:
+        """Whether its examples differ in their first size."""
+        return None in self.shape
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """Everything that a reader, a model or a task has to know of a prepared dataset.
+
+    `targets` are the features to be predicted; `weight` and `group` are empty where there is none.
+    `target_counts` are the examples of each class by target and split, and `target_moments` are
+    mean, std, min and max over the training split; empty for targets that have none.
+    `learnt` is what a model may ask of its training data.
+
+    A target in `swapped` is read with its two classes in the other order than its records have.
+    """
+
+    features: Mapping[str, FeatureSpec]
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    shards: Mapping[str, tuple[int, ...]]
+    weight: str = ""
+    group: str = ""
+    target_counts: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    target_moments: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
+    swapped: frozenset[str] = frozenset()
+
+    def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> DatasetSpec:
+        """Return it with the names of a target's two classes, which are read the other way round.
+
+        `labels` are in the order in which they are read.
+        """
+        named = replace(self.features[target], labels=labels, num_classes=len(labels))
+        found = replace(self, features={**self.features, target: named})
+        if not swap:
+            return found
+        counts = {
+            split: [*each, *[0] * (len(labels) - len(each))][::-1]
+            for split, each in self.target_counts.get(target, {}).items()
+        }
+        turned = {**self.target_counts, target: counts} if counts else self.target_counts
+        return replace(found, swapped=self.swapped ^ {target}, target_counts=turned)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The features that a batch is made of: inputs, targets, and the weight."""
+        return tuple(dict.fromkeys([*self.inputs, *self.targets, *filter(None, [self.weight])]))
+
+    def examples(self, split: str) -> int:
+        """Return the number of examples of a split; 0 for one that the dataset does not have."""
+        return sum(self.shards.get(split, ()))
+
+    def files(self, split: str) -> list[str]:
+        """Return the file names of a split's shards, in order.
+
+        Raises:
+            UserError: the dataset has no such split.
+        """
+        if split not in self.shards:
+            hint = nearest(split, self.shards) or f" (it has {', '.join(self.shards)})"
+            raise UserError(f"the dataset has no split {split!r}{hint}")
+        count = len(self.shards[split])
+        return [shard_name(split, index, count) for index in range(count)]
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest, learnt: Learnt = NOTHING) -> DatasetSpec:
+        """Read the spec of a published dataset; `learnt` is for the models that are built for it.
+
+        Raises:
+            UserError: it is not a dataset, or another version wrote it.
+        """
+        if manifest.kind != KIND:
+            raise UserError(f"a {manifest.kind} is published there and not a {KIND}: check the URI")
+        found = manifest.fields.get("dataset_schema")
+        if found != SCHEMA:
+            raise UserError(
+                f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
+            )
+        said = from_tree(_Fields, dict(manifest.fields))
+        if said is None:
+            raise Corrupt(
+                "the manifest of the dataset lacks a field, or has one of another type: prepare it "
+                "again"
+            )
+        more = {each.name: getattr(said, each.name) for each in fields(said)}
+        shards = {name: split.shards for name, split in more.pop("splits").items()}
+        return cls(shards=shards, learnt=learnt, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    features: Mapping[str, FeatureSpec]
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    weight: str
+    group: str
+    target_counts: Mapping[str, Mapping[str, list[int]]]
+    target_moments: Mapping[str, Mapping[str, float]]
+    splits: Mapping[str, _Split]
+
+
+def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
+    """Raise `ConfigError` for `data.buckets` where no input and no label varies in length."""
+    if buckets and not varying:
+        raise ConfigError(
+            "data.buckets: no input and no label varies in length; leave it out, or say which one "
+            "does: data.shapes: {FEATURE: [0]}"
+        )
+
+
+def shard_name(split: str, index: int, count: int) -> str:
+    """Return the file name of one shard."""
+    return f"{split}-{index:05d}-of-{count:05d}.tfrecord"
+
+
+def slice_features(
+    features: Mapping[str, FeatureSpec], targets: Sequence[str], wanted: Sequence[str]
+) -> list[str]:
+    """Return the features to slice an evaluation by: labels, and those that are `wanted`.
+
+    A label is one of them where it is a single class.
+
+    Raises:
+        ConfigError: there is no such feature, or it is more than one value an example.
+    """
+    able = [name for name, feature in features.items() if feature.shape == ()]
+    for name in wanted:
+        if name not in able:
+            what = "is more than one value an example" if name in features else "is no feature"
+            hint = nearest(name, able) or f" (one of {', '.join(able)})"
+            raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
+    classes = [name for name in targets if name in able and features[name].num_classes]
+    return list(dict.fromkeys([*classes, *wanted]))
+
+
+def require_slices(
+    config: Config, features: Mapping[str, FeatureSpec], targets: Sequence[str]
+) -> None:
+    """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want.
+
+    Of a label the classes are those of its names.
+    """
+    able = slice_features(features, targets, config.evaluation.slices)
+    outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []
+    for bound in ("min", "max"):
+        for rule in getattr(config.gate, bound):
+            _, feature, value = split_rule(rule, outputs, able)
+            classes = features[feature].labels if feature in targets else ()
+            if classes and value is not None and value not in classes:
+                hint = nearest(value, classes) or f" (the classes are {', '.join(classes[:_SOME])})"
+                raise ConfigError(f"gate.{bound}.{rule}: {feature!r} has no class {value!r}{hint}")
+            if feature and feature not in able:
+                raise ConfigError(
+                    f"gate.{bound}.{rule}: there is no slice by {feature!r}{nearest(feature, able)}"
+                    f" (sliced by: {', '.join(able)}); name it in evaluation.slices"
+                )

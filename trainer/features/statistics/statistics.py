@@ -1,0 +1,216 @@
+"""What is known of the examples of a dataset: `statistics.json`, and `examples.npz` beside it.
+
+The first has what people and models ask for. The second has for each split what two datasets are
+compared by: hashes of examples, and a sample of their values. A model learns from the first
+(`Learnt`); nothing is read until it asks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import from_tree, parse
+
+FILE, EXAMPLES = "statistics.json", "examples.npz"
+SCHEMA = 1
+NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
+# Gives the content of the first file, empty where there is none yet, and where it is from.
+Read = Callable[[], tuple[bytes, str]]
+#: Of a feature before its dataset is prepared.
+UNKNOWN_KIND = "unknown"
+
+
+class Feature(Protocol):
+    """What the dataset says of a feature, prepared or not yet: see `flotilla.trainer.features.dataset_spec`."""
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Sizes of its axes, None for one along which examples differ; empty for a single value."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of its type; "string" for texts."""
+
+    @property
+    def stored(self) -> str:
+        """The form in a record; "image" for an encoded one."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes its values name; 0 where they are none."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes."""
+
+
+# Up to this number of values a text is a category; of more, each occurs this often in the mean.
+_FEW_VALUES, _TIMES = 20, 10
+
+
+def are_repeated(distinct: int, examples: int) -> bool:
+    """Say whether the values of a text repeat, as names of towns do."""
+    return distinct <= max(_FEW_VALUES, examples // _TIMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureStatistics:
+    """A feature in one split.
+
+    Attributes:
+        kind: number, text, class, tensor or image. An encoded image has its bytes as its number.
+        examples: of the split.
+        missing: examples without a value: a number that is NaN, an empty text.
+        mean: of the numbers, or of all elements of a tensor; likewise `std`, `least` and `most`.
+            None where there is no number.
+        means: of each element of a vector, where it is an input; likewise `stds`.
+        quantiles: at even steps from the least to the most, by a sample of the examples; of a
+            tensor those of the means of its examples.
+        counts: examples by value, the most frequent first; of a class by its name.
+        distinct: how many values a number, a text or a class has; of many, about so many.
+        words: examples by word, of texts that are inputs; lower case, without punctuation.
+        association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
+            or Cramér's V.
+    """
+
+    kind: str
+    examples: int
+    missing: int = 0
+    mean: float | None = None
+    std: float | None = None
+    least: float | None = None
+    most: float | None = None
+    means: tuple[float, ...] = ()
+    stds: tuple[float, ...] = ()
+    quantiles: tuple[float, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    distinct: int = 0
+    words: Mapping[str, int] = field(default_factory=dict)
+    association: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitStatistics:
+    """One split: how many examples, and its features by name."""
+
+    examples: int
+    features: Mapping[str, FeatureStatistics] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSketch:
+    """Some examples of a split.
+
+    Attributes:
+        hashes: the smallest hashes of inputs, ascending.
+        copies: how many examples have each of them.
+        is_whole: whether no example has a larger one.
+        sample: values of examples drawn at random, as a column of numbers by feature.
+    """
+
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    copies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    is_whole: bool = True
+    sample: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """The statistics of a dataset by split."""
+
+    schema: int = SCHEMA
+    splits: Mapping[str, SplitStatistics] = field(default_factory=dict)
+
+
+def to_bytes(statistics: Statistics) -> bytes:
+    """Return the content of `statistics.json`."""
+    return json.dumps(statistics, default=vars, allow_nan=False).encode()
+
+
+def from_bytes(data: bytes, uri: str) -> Statistics:
+    """Return the statistics of a file; raises `UserError` where it is none of this version."""
+    try:
+        found = from_tree(Statistics, parse(data))
+    except ValueError:
+        found = None
+    if found is None or found.schema != SCHEMA:
+        raise UserError(
+            f"{uri}/{FILE} has no statistics of this version: prepare the dataset again"
+        )
+    return found
+
+
+def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
+    """Return the content of `examples.npz`, the same for the same sketches."""
+    arrays: dict[str, Any] = {}
+    for split, each in sketches.items():
+        arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
+        arrays[f"{split}/is_whole"] = np.array(each.is_whole)
+        # No name of a file in it: a column may be called by any signs, and as long as it is.
+        columns = json.dumps(list(each.sample))
+        arrays[f"{split}/columns"] = np.frombuffer(columns.encode(), np.uint8)
+        values = enumerate(each.sample.values())
+        arrays |= {f"{split}/sample/{number}": column for number, column in values}
+    out = io.BytesIO()
+    # NumPy gives every file in it the same date.
+    np.savez(out, **arrays)
+    return out.getvalue()
+
+
+def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
+    """Return the sketches by split; raises `UserError` where the file is damaged."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        splits = dict.fromkeys(name.split("/")[0] for name in arrays)
+        return {split: _sketch(split, arrays) for split in splits}
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{uri}/{EXAMPLES} is damaged: prepare the dataset again") from error
+
+
+def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:
+    columns = json.loads(arrays[f"{split}/columns"].tobytes())
+    return ExampleSketch(
+        hashes=arrays[f"{split}/hashes"],
+        copies=arrays[f"{split}/copies"],
+        is_whole=bool(arrays[f"{split}/is_whole"]),
+        sample={name: arrays[f"{split}/sample/{at}"] for at, name in enumerate(columns)},
+    )
+
+
+class Learnt:
+    """The statistics of the training split, as a model asks for them."""
+
+    def __init__(self, read: Read) -> None:
+        """Read them with `read`, once, when they are asked for."""
+        self._read = read
+        #: The content of `statistics.json` where it was asked for: what a checkpoint has to keep.
+        self.data = b""
+
+    @cached_property
+    def features(self) -> Mapping[str, FeatureStatistics]:
+        """The statistics of each feature.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        data, uri = self._read()
+        if not data:
+            return {}
+        found = from_bytes(data, uri).splits["train"].features
+        self.data = data
+        return found
+
+
+#: Before any data is prepared nothing is known of any feature.
+NOTHING = Learnt(lambda: (b"", ""))

@@ -1,0 +1,236 @@
+"""Keras optimizers by name, with a learning rate schedule over the exact global step.
+
+Gradients of looked up rows (`tf.IndexedSlices`) stay sparse, with each row once;
+`flotilla.trainer.embeddings.row_updates` makes the update of rows lazy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.optimizers import schedules
+from keras.optimizers.schedules import LearningRateSchedule as Schedule
+
+from flotilla.trainer.config.optimizer import OF_MODEL, CosineArgs, ExponentialArgs, PiecewiseArgs
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.embeddings.batch_rows import RowsOnce
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, nearest
+
+# Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
+NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
+
+# Arguments of Keras that would be wrong here: they have no effect or another key, which works under
+# every strategy.
+REFUSED: dict[str, str] = {
+    "learning_rate": "set training.optimizer.learning_rate",
+    "name": "it has no effect",
+    "loss_scale_factor": "set training.mixed_precision: float16, which scales the loss",
+    "gradient_accumulation_steps": "set training.accumulate",
+    "use_ema": "set training.ema",
+    "ema_momentum": "set training.ema",
+    "ema_overwrite_frequency": "set training.ema, which overwrites no weights",
+}
+
+
+# Keras takes any number, by which training diverges.
+_SHARES = ("beta_1", "beta_2", "rho")
+_POSITIVE = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+def available() -> dict[str, type[keras.optimizers.Optimizer]]:
+    """Return Keras's optimizers by their names in lower case."""
+    return {
+        name.lower(): value
+        for name, value in vars(keras.optimizers).items()
+        if inspect.isclass(value)
+        and issubclass(value, keras.optimizers.Optimizer)
+        and value is not keras.optimizers.Optimizer
+        and name not in NOT_OFFERED
+    }
+
+
+def build_optimizer(
+    training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
+) -> keras.optimizers.Optimizer:
+    """Return the optimizer, or the model's own, with its schedule; raises `ConfigError`."""
+    if training.optimizer.name == OF_MODEL:
+        optimizer = _made_again(accepted(training, of_model))
+    else:
+        optimizer = _by_name(training)
+    _keep_sparse(optimizer)
+    return optimizer
+
+
+def accepted(
+    training: TrainingConfig, of_model: keras.optimizers.Optimizer | None
+) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a compiled model; raises `ConfigError` where it cannot be taken."""
+    key = "training.optimizer.name: model"
+    if of_model is None:
+        raise ConfigError(
+            f"{key} is the optimizer that the model is compiled with, and the model is not "
+            f"compiled; compile it, or name one of {', '.join(available())}"
+        )
+    if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
+        # As Keras wraps every optimizer under float16, where the strategy scales the loss.
+        if training.mixed_precision != "float16":
+            raise ConfigError(f"{key} scales the loss; set training.mixed_precision: float16")
+        of_model = of_model.inner_optimizer
+    name = type(of_model).__name__
+    if name in NOT_OFFERED:
+        raise ConfigError(f"{key} is {name}, which cannot be used here; compile with another one")
+    for argument in ("loss_scale_factor", "gradient_accumulation_steps", "use_ema"):
+        if getattr(of_model, argument, None):
+            raise ConfigError(f"{key} has {argument}: {REFUSED[argument]}")
+    if getattr(of_model, "_exclude_from_weight_decay", None):
+        raise ConfigError(
+            f"{key} excludes variables from weight decay by var_list, and every task makes "
+            "variables of its own; give exclude_from_weight_decay var_names"
+        )
+    return of_model
+
+
+def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return a new optimizer with the settings of another one, on the device of the scope."""
+    try:
+        made = type(optimizer).from_config(optimizer.get_config())
+    # A class of the user's may fail in any way.
+    except Exception as error:
+        raise ConfigError(
+            f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be made "
+            f"again from its get_config: {user_code.line_of(error)}"
+        ) from error
+    if pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
+        made.exclude_from_weight_decay(var_names=[pattern.pattern])
+    return made
+
+
+def _by_name(training: TrainingConfig) -> keras.optimizers.Optimizer:
+    config = training.optimizer
+    kind = available()[config.name]
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(kind).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in REFUSED
+    }
+    for argument, value in config.args.items():
+        _check(config.name, defaults, argument, value)
+    try:
+        optimizer = kind(learning_rate=learning_rate(training), **config.args)
+    except (ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"training.optimizer.args of {config.name}: {reason}") from error
+    return optimizer
+
+
+def each_row_once(gradient: Any) -> Any:
+    """Sum the parts of each row in a gradient of looked up rows; return others unchanged."""
+    if not isinstance(gradient, tf.IndexedSlices) or isinstance(gradient, RowsOnce):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make the optimizer treat a gradient of looked up rows as the equal dense one.
+
+    A row that is looked up twice has its gradient in two parts, which Keras would clip and square
+    one by one. To clip by a norm Keras would make it dense; rows without a gradient change no norm.
+    """
+    clip = optimizer._clip_gradients
+
+    def clip_gradients(gradients: Sequence[Any]) -> list[Any]:
+        summed = [each_row_once(gradient) for gradient in gradients]
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in summed]
+        values = [g.values if rows else g for g, rows in zip(summed, sparse, strict=True)]
+        return [
+            tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape) if rows else clipped
+            for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
+        ]
+
+    # Keras calls it before anything else, also where nothing is clipped.
+    optimizer._clip_gradients = clip_gradients
+
+
+def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: object) -> None:
+    key = f"training.optimizer.args.{argument}"
+    if argument in REFUSED:
+        raise ConfigError(f"{key} cannot be set: {REFUSED[argument]}")
+    if argument not in defaults:
+        hint = nearest(argument, defaults)
+        raise ConfigError(f"{key}: {optimizer} takes {', '.join(defaults)}{hint}")
+    default = defaults[argument]
+    if value is None and default is None:
+        return
+    fits, allowed = _expected(argument, default, value)
+    if not fits:
+        raise ConfigError(f"{key}: {value!r} is not allowed; it has to be {allowed}")
+
+
+def _expected(argument: str, default: object, value: Any) -> tuple[bool, str]:
+    if argument == "exclude_layers":
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return fits, "a list of texts"
+    if isinstance(default, bool):
+        return isinstance(value, bool), "true or false"
+    if argument.endswith("_steps"):
+        return isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if argument in _SHARES:
+        return is_number and 0 <= value < 1, "a number from 0 to below 1"
+    if argument in _POSITIVE:
+        return is_number and value > 0, "a number above 0"
+    return is_number, "a number"
+
+
+def learning_rate(training: TrainingConfig) -> float | Schedule:
+    """Return a number, or a schedule over the optimizer's counter of updates."""
+    rate = training.optimizer.learning_rate
+    warmup = training.schedule.warmup_steps
+    after = _after(training, rate)
+    return Warmup(after=after, rate=rate, steps=warmup) if warmup else after
+
+
+def _after(training: TrainingConfig, rate: float) -> float | Schedule:
+    """Return the schedule after the warm-up, counted from its end."""
+    args = training.schedule.parsed()
+    if isinstance(args, CosineArgs):
+        steps = max(1, training.steps - training.schedule.warmup_steps)
+        return schedules.CosineDecay(rate, steps, alpha=args.alpha)
+    if isinstance(args, ExponentialArgs):
+        return schedules.ExponentialDecay(
+            rate, args.decay_steps, args.decay_rate, staircase=args.staircase
+        )
+    if isinstance(args, PiecewiseArgs):
+        # Keras keeps a value up to and with its boundary; here the next one begins at it.
+        boundaries = [boundary - 1 for boundary in args.boundaries]
+        return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
+    return rate
+
+
+class Warmup(Schedule):
+    """Rises linearly from `rate / steps` to `rate`, then `after`."""
+
+    def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
+        """Warm up over `steps` global steps."""
+        self._after = after
+        self._rate = rate
+        self._steps = steps
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """Return the learning rate of the update after `step` others."""
+        done = tf.cast(tf.convert_to_tensor(step), tf.float32)
+        rising = self._rate * (done + 1.0) / self._steps
+        later = tf.maximum(done - self._steps, 0.0)
+        after = self._after(later) if isinstance(self._after, Schedule) else self._after
+        return tf.where(done < self._steps, rising, after)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments, as Keras requires of every schedule."""
+        return {"after": self._after, "rate": self._rate, "steps": self._steps}

@@ -1,0 +1,143 @@
+"""What models were trained on: the data of champions, and what runs have finished with.
+
+A run that reaches its decision leaves a mark in the registry, under a digest of its configuration
+with the listing of its files. A later run with the same digest would repeat it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config, OutputConfig, TaskConfig
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.json_records import parse_mapping
+
+_MARK = "finished"
+_PURPOSE = "purpose.json"
+# What has no effect on a model; of the code the modules that are named, and theirs, have one.
+_APART: Mapping[str, Any] = {
+    "storage": True,
+    "code": True,
+    "training": {"when_unchanged"},
+    "registry": {"hub"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedData:
+    """What the champion was trained on.
+
+    Attributes:
+        version: `data.version` of the champion, or of the newest one before it that has one.
+        spans: the newest digest of each span that it and the champions before it were trained on.
+    """
+
+    version: str = ""
+    spans: Mapping[str, str]
+
+
+def of_champion(root: str, name: str) -> TrainedData:
+    """Return what the champion, without those rolled back, was trained on; else empty."""
+    return of_lineages(_lineages(root, name))
+
+
+def of_lineages(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
+    """Return what the first of these was trained on; the others are the champions before it."""
+    version, spans = "", dict[str, str]()
+    for lineage in lineages:
+        version = version or str(lineage.get("data_version", ""))
+        for span, files in lineage.get("spans", {}).items():
+            spans.setdefault(span, files)
+    return TrainedData(version=version, spans=spans)
+
+
+def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the lineage of the champion and of those that it followed, newest first."""
+    made = {each.number: each for each in registry.promotions(root, name)}
+    known = _known_lineages(root, name) if made else {}
+    number = max(made, default=0)
+    while number:
+        promotion = made.get(number)
+        if promotion and promotion.restores:
+            number = promotion.restores
+            continue
+        if promotion and promotion.version in known:
+            yield known[promotion.version]
+        number -= 1
+
+
+def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
+    """Return the lineage of each version, also of those that retention has removed."""
+    here = {
+        each.number: each.manifest.fields.get("lineage", {})
+        for each in registry.versions(root, name)
+    }
+    return {**registry.retired_lineages(registry.home(root, name)), **here}
+
+
+def digest(config: Config) -> str:
+    """Return what a run has in common with one that would repeat it; raises `ConfigError`."""
+    tree = config.model_dump(mode="json", exclude=_APART)
+    code = {
+        f"{key} {name}": user_code.digest(key, name.partition(":")[0])
+        for key, name in own_code(config)
+        if ":" in name
+    }
+    text = json.dumps({**tree, "code": code}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def own_code(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each name that may be of the user's own code, with the key that has it."""
+    yield "data.map", config.data.map
+    yield "model.name", config.model.name
+    yield "training.strategy", config.training.strategy
+    tasks: dict[str, TaskConfig | OutputConfig] = {"task": config.task}
+    tasks |= {f"task.outputs.{label}": each for label, each in config.task.outputs.items()}
+    for key, task in tasks.items():
+        yield f"{key}.name", task.name
+        yield f"{key}.loss", task.loss
+        for metric in task.metrics:
+            yield f"{key}.metrics", metric
+
+
+def begin(config: Config, root: str, run_id: str) -> None:
+    """Remember which configuration a run is to finish with."""
+    tree = {"name": config.name, "digest": digest(config)}
+    storage.write_bytes(_purpose(root, run_id), json.dumps(tree).encode())
+
+
+def end(root: str, run_id: str, decision: str) -> None:
+    """Mark that a run has reached its decision; of a run that did not begin with files nothing."""
+    purpose = _read(_purpose(root, run_id))
+    if {"name", "digest"} <= purpose.keys():
+        uri = _mark(root, purpose["name"], purpose["digest"])
+        storage.write_bytes(uri, json.dumps({"run_id": run_id, "decision": decision}).encode())
+
+
+def finished(config: Config, root: str) -> str:
+    """Return which run has finished with this configuration; empty where none has."""
+    return _read(_mark(root, config.name, digest(config))).get("run_id", "")
+
+
+def _read(uri: str) -> dict[str, str]:
+    try:
+        return {key: str(value) for key, value in parse_mapping(storage.read_bytes(uri)).items()}
+    except storage.Missing:
+        return {}
+    except ValueError:
+        raise storage.Corrupt(f"{uri} is damaged: delete it, and the run trains again") from None
+
+
+def _purpose(root: str, run_id: str) -> str:
+    return storage.join(root, run_id, _PURPOSE)
+
+
+def _mark(root: str, name: str, digest: str) -> str:
+    return storage.join(registry.home(root, name), _MARK, f"{digest}.json")

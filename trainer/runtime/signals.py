@@ -1,0 +1,178 @@
+"""Signals between the processes of a run: requests to stop, and the end of orphans.
+
+A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) is a SIGTERM or SIGINT, of
+which handlers only take note. From the command to the last checkpoint:
+
+1. `flotilla.pipelines.cli.runs`: the command.
+2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the step that is
+   running. After Ctrl-C `flotilla.pipelines.runs.local` does the same.
+3. `flotilla.trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the task that leads,
+   and waits for its end.
+4. `flotilla.trainer.training.chief`: the task notes it (`catch_stop_signals`), which is `Hooks.should_stop`.
+5. `flotilla.trainer.training.loop`: stops at the next barrier, with a last checkpoint.
+
+No process outlives its starter, even where that one was killed by SIGKILL: the starter passes its
+process id in the environment, and the started process asks the kernel to end it then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+PARENT_VARIABLE = "FLOTILLA_PARENT"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+# How often the main thread is woken again after a signal, and how long after one another.
+_WAKES, _AGAIN_SECONDS = 20, 0.05
+
+
+@contextmanager
+def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+    """Call `callback` at each SIGINT and SIGTERM in this block, in the main thread only."""
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        callback()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    try:
+        with _main_thread_woken():
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _main_thread_woken() -> Iterator[None]:
+    """Wake the main thread from what it waits for when another thread has received a signal.
+
+    The kernel may deliver a signal to another thread, and the main thread, where handlers run,
+    would wait on. A wake right before it begins to wait is lost, so that there are several.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wake() -> None:
+        left = 0
+        while True:
+            if not select.select([reader], [], [], _AGAIN_SECONDS if left else None)[0]:
+                left -= 1
+                signal.pthread_kill(main, signal.SIGURG)
+                continue
+            number = os.read(reader, 1)
+            if not number:
+                return
+            if number[0] in _STOP_SIGNALS:
+                left = _WAKES
+                signal.pthread_kill(main, signal.SIGURG)
+
+    waker = threading.Thread(target=wake, name="signals", daemon=True)
+    before = signal.signal(signal.SIGURG, lambda _signal, _frame: None)
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    waker.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        os.close(writer)
+        waker.join()
+        os.close(reader)
+        signal.signal(signal.SIGURG, before)
+
+
+def catch_stop_signals() -> Callable[[], bool]:
+    """Note SIGINT and SIGTERM from now on; the function returned says whether one has come."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, handle)
+    return lambda: bool(seen)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End this process at SIGINT or SIGTERM in this block, also while TensorFlow waits."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_hang_up() -> None:
+    """Take SIGHUP, of a terminal that is closed, for SIGTERM, unless it is ignored (`nohup`)."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def parent_environment() -> dict[str, str]:
+    """Return the environment variables that make a child process end with this one."""
+    return {PARENT_VARIABLE: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """End this process at once when the one named by `parent_environment`, if any, has ended."""
+    named = os.environ.get(PARENT_VARIABLE, "")
+    if not named.isdigit():
+        return
+    parent = int(named)
+    if parent == os.getppid() and sys.platform == "linux":
+        # The kernel's signal also ends a process that is stopped or holds the interpreter lock.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            _kill_self()
+        return
+    # There may be a shell between the two (KFP's runner starts steps that way).
+    try:
+        wait = _watch_parent(parent)
+    except ProcessLookupError:
+        _kill_self()
+    threading.Thread(target=_kill_self_after, args=(wait,), name="parent", daemon=True).start()
+
+
+def _watch_parent(pid: int) -> object:
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    queue = select.kqueue()  # type: ignore[attr-defined,unused-ignore]
+    ended = select.kevent(  # type: ignore[attr-defined,unused-ignore]
+        pid,
+        filter=select.KQ_FILTER_PROC,  # type: ignore[attr-defined,unused-ignore]
+        flags=select.KQ_EV_ADD,  # type: ignore[attr-defined,unused-ignore]
+        fflags=select.KQ_NOTE_EXIT,  # type: ignore[attr-defined,unused-ignore]
+    )
+    queue.control([ended], 0)
+    return queue
+
+
+def _kill_self_after(watched: object) -> None:
+    if isinstance(watched, int):
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+    else:
+        watched.control(None, 1)  # type: ignore[attr-defined]
+    _kill_self()
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

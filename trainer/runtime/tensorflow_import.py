@@ -1,0 +1,114 @@
+"""How a process imports TensorFlow, and Keras with it: at less cost, silently, to share its GPUs.
+
+Keras 3 imports scikit-learn, matplotlib and pandas, a third of the import, and TensorBoard the
+client of S3: both go on as where these packages are not installed. Garbage collections take a fifth
+of the import: none is made meanwhile, and later ones pass over these objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from glob import glob
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from flotilla.trainer.runtime.output import noise
+
+_NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
+_IMPORTERS = {"keras", "tensorboard", "tensorflow"}
+# The machinery of imports, between the importer and the finder.
+_MACHINERY = {"importlib", "_frozen_importlib"}
+
+
+class _Absent(MetaPathFinder):
+    """Says to these importers that a package is not installed; others find it."""
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        if fullname in _NAMES and _importer() in _IMPORTERS:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        return None
+
+
+def _importer() -> str:
+    """Return the package whose module imports; empty for none."""
+    frame = sys._getframe(2)
+    while frame:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _MACHINERY:
+            return package
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+class _Uncollected(MetaPathFinder):
+    """Imports TensorFlow without garbage collections, and without its first lines."""
+
+    def __init__(self) -> None:
+        self._searches = False
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        # Finders that wrap what others find, as those of tracing do, ask all of them.
+        if fullname != "tensorflow" or self._searches:
+            return None
+        self._searches = True
+        try:
+            found = importlib.util.find_spec(fullname)
+        finally:
+            self._searches = False
+        if found is None or found.loader is None:
+            return found
+        loader, execute = found.loader, found.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # It may load other modules too.
+            with suppress(AttributeError):
+                del loader.exec_module
+            with noise.filtered():
+                _without_collections(lambda: execute(module))
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return found
+
+
+def _without_collections(execute: Callable[[], None]) -> None:
+    if not gc.isenabled():
+        execute()
+        return
+    # What is garbage already would be kept for ever.
+    gc.collect()
+    gc.disable()
+    try:
+        execute()
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def has_gpus() -> bool:
+    """Say whether this machine has a GPU, without a library that would begin to use it."""
+    return any(map(glob, ("/dev/nvidia[0-9]*", "/dev/dxg")))
+
+
+def prepare() -> None:
+    """Let this process import TensorFlow, later, at less cost, and share its GPUs with others."""
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    # That there is no GPU is an error to TensorFlow, of the level of others.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpus() else "3")
+    logging.getLogger("tensorflow").addFilter(noise.QUIET)
+    if not any(isinstance(finder, _Absent) for finder in sys.meta_path):
+        sys.meta_path[:0] = [_Absent(), _Uncollected()]

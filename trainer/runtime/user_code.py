@@ -1,0 +1,375 @@
+"""The user's own modules: where Python finds them, and where in them an error was raised.
+
+The folder of the command comes last on Python's path, in every process: a file `json.py` there
+hides nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, cast
+
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.runtime.masking import COLOURS
+
+FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
+# The URI of the bundle that is in that folder, where the run has one.
+BUNDLE_VARIABLE = "FLOTILLA_CODE"
+_OWN = {"components", "pipelines", "trainer"}
+_LIBRARIES = (
+    *(f"{Path(__file__).parents[1] / name}{os.sep}" for name in sorted(_OWN)),
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
+)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_INSTALLED = {"site-packages", "dist-packages"}
+# Where TensorFlow writes what it makes of the user's functions, and KFP the source of a component,
+# which the stack of a node of a graph begins with.
+_GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+# Keras and TensorFlow put their own words before those of the error, and some after them.
+_WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
+_WITHIN = re.compile(r"Error encountered:\n\s*(\S[^\n]*)")
+_GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
+# Of a graph that another process has traced.
+_NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
+_MAX_TRACEBACK = 12_000
+# In a traceback as text: file, line, function and what stands there.
+_PRINTED = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\n +(\S[^\n]*)')
+_imported: set[str] = set()
+
+
+def folder() -> str:
+    """Return the folder of the user's modules: where the command was given."""
+    return os.environ.get(FOLDER_VARIABLE) or os.getcwd()
+
+
+def bundle() -> str:
+    """Return the URI of the bundle that is in the folder; empty where it is a folder of theirs."""
+    return os.environ.get(BUNDLE_VARIABLE, "")
+
+
+def environment() -> dict[str, str]:
+    """Return the variables with which a child process finds modules in the same places."""
+    return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module that the configuration names; raises whatever its code raises."""
+    _look_into_folder()
+    top = name.partition(".")[0]
+    if top not in _OWN and top not in sys.stdlib_module_names:
+        _imported.add(top)
+    return importlib.import_module(name)
+
+
+def _look_into_folder() -> None:
+    there = {finder.of_bundle for finder in sys.meta_path if isinstance(finder, _Finder)}
+    if False not in there:
+        sys.meta_path.append(_Finder(of_bundle=False))
+    if bundle() and True not in there:
+        sys.meta_path.insert(0, _Finder(of_bundle=True))
+
+
+def import_for(what: str, name: str) -> ModuleType:
+    """Import the module that `what` of the configuration names; raises `ConfigError`."""
+    try:
+        return import_module(name)
+    # A module of the user's may fail in any way while it is imported.
+    except (Exception, SystemExit) as error:
+        message = f"{what}: cannot import {name}: {line_of(error)}{_remedy(name, error)}"
+        raise ConfigError(message) from error
+
+
+def _remedy(name: str, error: BaseException) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    lacking = error.name or name
+    if name.endswith(".py"):
+        return f"; write it without .py: {name.removesuffix('.py')}"
+    where = "the folder of --code" if bundle() else folder()
+    # What a module of the user's imports itself is more often a package than a file of theirs.
+    install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
+    return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
+
+
+def hidden(name: str) -> str:
+    """Say why a module of the user's is not found under this name, or return an empty text."""
+    top = name.partition(".")[0]
+    if top not in _OWN and top not in sys.stdlib_module_names:
+        return ""
+    return f"{top} is a name of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
+
+
+def line_of(error: BaseException) -> str:
+    """Return an error in one line, such as `ValueError: bad shape (blocks.py:14)`."""
+    name, text, place = type(error).__name__, message_of(error), place_of(error)
+    return f"{name}{f': {text}' if text != name else ''}{f' ({place})' if place else ''}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return all that an error says, without colours and stacks that TensorFlow does not have."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    return _NO_STACK.sub("", COLOURS.sub("", text))
+
+
+def message_of(error: BaseException) -> str:
+    """Return what an error says, in one line and without what Keras and TensorFlow add."""
+    text = text_of(error)
+    if wrapped := _WITHIN.search(text) or _WRAPPED.search(text) or _GRAPH.search(text):
+        return wrapped[1].strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # TensorFlow gives the stack first, and the error with its type last.
+    return lines[-1].removeprefix(f"{type(error).__name__}: ") if _FRAME.search(text) else lines[0]
+
+
+def place_of(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame of the user's code, empty where there is none."""
+    frames = next(filter(None, map(_frames, _chain(error))), [])
+    return _short_path(*frames[-1]) if frames else ""
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error, or its cause, in the user's code, or an empty text."""
+    if isinstance(error, UserError):
+        cause = error.__cause__
+        return error.traceback or (traceback_of(cause) if cause else "")
+    if not place_of(error):
+        return ""
+    # What an error was raised from says the same again where the error itself names the place.
+    lines = traceback.format_exception(error, chain=not _frames(error))
+    text = COLOURS.sub("", "".join(lines))
+    if len(text) > _MAX_TRACEBACK:
+        text = f"{lines[0]}  ...\n{text[-_MAX_TRACEBACK:]}"
+    return text
+
+
+def innermost_frame(trace: str) -> str:
+    """Return the innermost frame of the user's code in a traceback, empty where there is none.
+
+    Such as `blocks.py:14 in call: return inputs @ kernel`.
+    """
+    for file, line, function, code in reversed(_PRINTED.findall(trace)):
+        if is_users_file(file):
+            return f"{_short_path(file, int(line))} in {function}: {code}"
+    return ""
+
+
+def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return frames and lines of an error, up to the innermost of the user's code, if any."""
+    for each in _chain(error):
+        found = list(traceback.walk_tb(each.__traceback__))
+        own = [
+            number
+            for number, (frame, _) in enumerate(found)
+            if is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+        ]
+        if own:
+            return found[: own[-1] + 1]
+    innermost = [each for each in _chain(error) if each.__traceback__]
+    return list(traceback.walk_tb(innermost[-1].__traceback__)) if innermost else []
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of the frames of an error that are in the user's code."""
+    if isinstance(error, SyntaxError) and error.filename and is_users_file(error.filename):
+        return [(error.filename, error.lineno or 0)]
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+    ]
+    in_text = ((file, int(line)) for file, line in _FRAME.findall(str(error)))
+    return frames or [(file, line) for file, line in in_text if is_users_file(file)]
+
+
+def is_users_file(file: str, module: str = "") -> bool:
+    """Return whether a file of a traceback is the user's, neither installed nor of Flotilla."""
+    if file.startswith("<") or _GENERATED.search(file):
+        return False
+    if module and module.partition(".")[0] in _imported:
+        return True
+    return not (file.startswith(_LIBRARIES) or _INSTALLED.intersection(Path(file).parts))
+
+
+def _short_path(file: str, line: int) -> str:
+    path = Path(file)
+    here = Path(folder())
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+
+
+class _Finder(MetaPathFinder):
+    """Looks into the user's folder for what is nowhere else.
+
+    An entry at the end of `sys.path` would come before the finder of an editable installation. That
+    of a bundle comes before `PYTHONPATH`, on which an image may have the same modules as they were.
+    """
+
+    def __init__(self, *, of_bundle: bool) -> None:
+        """Look into the folder as one of the user's own, or as a bundle."""
+        self.of_bundle = of_bundle
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a top-level module is; packages know their own folders."""
+        if path is not None or (self.of_bundle and (hidden(fullname) or not bundle())):
+            return None
+        found = PathFinder.find_spec(fullname, [folder()], target)
+        # A folder of a bundle without __init__.py may be one of data.
+        if not self.of_bundle or found is None or found.origin is None:
+            return None if self.of_bundle else found
+        installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+        return None if PathFinder.find_spec(fullname, installed) else found
+
+
+def function_for(what: str, name: str) -> Callable[..., Any]:
+    """Return the function `module:function` of the user's; raises `ConfigError`."""
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise ConfigError(f"{what}: {name!r} names no function; write package.module:function")
+    found = found_for(what, name, "function")
+    if not callable(found):
+        raise ConfigError(f"{what}: {attribute} is of the type {type(found).__name__}, no function")
+    return cast("Callable[..., Any]", found)
+
+
+def found_for(what: str, name: str, kind: str) -> Any:
+    """Return what `module:name` is, which should be of a kind; raises `ConfigError`."""
+    module, _, attribute = name.partition(":")
+    loaded = import_for(what, module)
+    if not hasattr(loaded, attribute):
+        words = [word for word in vars(loaded) if not word.startswith("_")]
+        hint = f"; {why}" if (why := hidden(module)) else nearest(attribute, words)
+        raise ConfigError(f"{what}: {module} has no {kind} {attribute!r}{hint}")
+    return getattr(loaded, attribute)
+
+
+def require_arguments(
+    key: str, name: str, call: Callable[..., Any], args: Mapping[str, Any], given: Sequence[str]
+) -> None:
+    """Raise `ConfigError` where a function or a class does not take the arguments of `KEY.args`.
+
+    Those of the names `given` are given by Flotilla.
+    """
+    takes = {
+        each.name: each
+        for each in inspect.signature(call).parameters.values()
+        if each.kind in _BY_NAME and each.name not in given
+    }
+    known = f"it takes {', '.join(takes)}" if takes else "it takes none"
+    every = inspect.signature(call).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD and each.name not in given for each in every)
+    for argument in args:
+        if argument not in takes and not takes_any:
+            hint = nearest(argument, takes)
+            raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")
+    # A decorator may give some.
+    own = inspect.signature(call, follow_wrapped=False).parameters
+    for each in takes.values():
+        if each.default is each.empty and each.name in own and each.name not in args:
+            raise ConfigError(
+                f"{key}.args: {name} needs {each.name!r} ({known}){place_of_definition(call)}; set "
+                f"{key}.args: {{{each.name}: VALUE}}"
+            )
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Say whether another machine may have what is missing: a package, a file, or the network."""
+    return any(isinstance(each, ImportError | OSError) for each in _chain(error))
+
+
+def place_of_definition(found: Any) -> str:
+    """Return ` (file:line)` of a function or a class of the user's; empty for any other."""
+    code = getattr(found, "__code__", None) or getattr(found.__init__, "__code__", None)
+    if not code or not is_users_file(code.co_filename, str(found.__module__)):
+        return ""
+    return f" ({_short_path(code.co_filename, code.co_firstlineno)})"
+
+
+def digest(what: str, module: str) -> str:
+    """Return a digest of the source of a module, and of all that it imports of the user's."""
+    _look_into_folder()
+    if _source_file(module) is None:
+        # It says what is wrong with the name.
+        import_for(what, module)
+    sources: dict[str, str] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        path = _source_file(name)
+        if name in sources or path is None:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text, filename=str(path))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ConfigError(f"{what}: cannot read {name}: {line_of(error)}") from None
+        sources[name] = text
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        left += _imported_by(tree, package)
+    joined = json.dumps(sources, sort_keys=True)
+    return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def is_users(module: str) -> bool:
+    """Return whether a module is a file of the user's, neither installed nor part of Flotilla."""
+    _look_into_folder()
+    return _source_file(module) is not None
+
+
+def _imported_by(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            outer = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, [outer, node.module or ""]))
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            # Importing a module runs the packages around it.
+            parts = name.split(".")
+            yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def _source_file(name: str) -> Path | None:
+    """Return the file of a module of the user's; None for any other."""
+    top = name.partition(".")[0]
+    if not top or top in _OWN or top in sys.stdlib_module_names:
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    # A name that is no module after all, or a parent that is none.
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin)
+    return None if _INSTALLED.intersection(path.parts) else path

@@ -1,0 +1,240 @@
+"""The metrics of a run, from its state in the leading task.
+
+Names, units and types are Prometheus's conventions (https://prometheus.io/docs/practices/naming). A
+scrape is on a thread of its own, and no step waits for it. What has no value yet is not served.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.index import KIND
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.events import (
+    CheckpointPublished,
+    Event,
+    Progress,
+    Saved,
+    UploadFailed,
+    Validation,
+)
+from flotilla.trainer.events.run_state import RunState
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import is_number
+from flotilla.trainer.telemetry.task_watch import TaskWatch
+
+Counts = Mapping[str, int]
+_GAUGES = {
+    "global_step": "Updates applied",
+    "global_step_target": "Updates at which training ends",
+    "steps_per_second": "Updates of the last second or so",
+    "loss": "Mean loss of training over the last updates",
+    "learning_rate": "Learning rate of the next update",
+    "remaining_seconds": "Time left at this speed",
+    "training_seconds": "Time in training steps so far, over all attempts",
+    "progress_timestamp_seconds": "When the last update was seen",
+    "attempt_examples": "Examples that the workers took in this attempt",
+    "strategy_metric": "Further metrics of the strategy by name",
+    "validation_metric": "The last validation, by metric",
+    "validation_global_step": "Global step of the last validation",
+    "checkpoint_global_step": "Global step of the newest published checkpoint",
+    "checkpoint_timestamp_seconds": "When the newest checkpoint was published",
+    "checkpoint_age_seconds": "Time since the newest checkpoint was published",
+    "tasks_alive": "Tasks that answer, this one included, by role",
+    "tasks_expected": "Tasks of the cluster",
+}
+
+
+class RunMetrics(Collector):
+    """The metrics of one attempt; `registry` is what is served."""
+
+    def __init__(self, config: Config, run_id: str) -> None:
+        """Begin without values."""
+        self._about = {
+            "run_id": run_id,
+            "model": config.name,
+            "strategy": config.training.strategy,
+            "config_hash": config.digest(),
+        }
+        self._target = config.training.steps
+        self._state = RunState()
+        self._pause = 0.0
+        self._checkpoint: tuple[float, int] | None = None
+        self._alive: Counts = {}
+        self._expected: Counts = {}
+        self._restarts: dict[str, int] = {}
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(self)
+
+    def take(self, event: Event) -> None:
+        """Take an event of the run."""
+        self._state.take(event)
+        if isinstance(event, Saved):
+            self._pause += event.seconds
+        elif isinstance(event, CheckpointPublished):
+            self.checkpoint_at(event.global_step, event.time)
+
+    def checkpoint_at(self, step: int, published: float) -> None:
+        """Set the newest checkpoint, and when it was published in seconds since 1970."""
+        self._checkpoint = max(self._checkpoint or (0.0, 0), (published, step))
+
+    def tasks(self, alive: Counts, expected: Counts, restarts: Counts) -> None:
+        """Set how many tasks of each role there are, and how often one has begun again."""
+        self._alive, self._expected = dict(alive), dict(expected)
+        self._restarts = {
+            role: max(self._restarts.get(role, 0), restarts.get(role, 0)) for role in expected
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is known now; called at each scrape."""
+        run = GaugeMetricFamily("flotilla_run_info", "The run; 1", labels=list(self._about))
+        run.add_metric(list(self._about.values()), 1)
+        yield run
+        counts = self._state.counts
+        for name, words, kind in (
+            ("checkpoints_published", "Checkpoints published", CheckpointPublished),
+            ("checkpoint_upload_failures", "Failed uploads", UploadFailed),
+        ):
+            yield CounterMetricFamily(f"flotilla_{name}", words, counts[kind])
+        yield SummaryMetricFamily(
+            "flotilla_checkpoint_pause_seconds",
+            "How long training waited for checkpoints",
+            count_value=counts[Saved],
+            sum_value=self._pause,
+        )
+        by_role = CounterMetricFamily(
+            "flotilla_restarts", "Tasks that began again", labels=["role"]
+        )
+        for role, count in self._restarts.items():
+            by_role.add_metric([role], count)
+        yield by_role
+        for name, value in {**self._of_training(), **self._of_checkpoints()}.items():
+            if is_number(value):
+                yield GaugeMetricFamily(f"flotilla_{name}", _GAUGES[name], value)
+        for name, label, values in self._of_parts():
+            family = GaugeMetricFamily(f"flotilla_{name}", _GAUGES[name], labels=[label])
+            for key, value in values.items():
+                if is_number(value):
+                    family.add_metric([key], value)
+            if family.samples:
+                yield family
+
+    def _of_training(self) -> dict[str, Any]:
+        state = self._state
+        values: dict[str, float] = {"global_step_target": self._target}
+        if state.moved:
+            # From the beginning of an attempt on no progress is a standstill.
+            values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
+        if progress := state.newest(Progress):
+            workers = progress.metrics.get("workers") or {}
+            values |= {
+                "loss": progress.loss,
+                "steps_per_second": progress.steps_per_second,
+                "learning_rate": progress.learning_rate,
+                "remaining_seconds": progress.seconds_left,
+                "training_seconds": progress.seconds,
+            }
+            if workers:
+                values["attempt_examples"] = sum(each["examples"] for each in workers.values())
+        if validation := state.newest(Validation):
+            values["validation_global_step"] = validation.global_step
+        return values
+
+    def _of_checkpoints(self) -> dict[str, Any]:
+        if not self._checkpoint:
+            return {}
+        published, step = self._checkpoint
+        return {
+            "checkpoint_global_step": step,
+            "checkpoint_timestamp_seconds": published,
+            "checkpoint_age_seconds": max(0.0, time.time() - published),
+        }
+
+    def _of_parts(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield what has a value for each of some names: the metric, its label, the values."""
+        if progress := self._state.newest(Progress):
+            yield "strategy_metric", "metric", progress.metrics
+        if validation := self._state.newest(Validation):
+            yield "validation_metric", "metric", validation.metrics
+        alive = {role: self._alive.get(role, 0) for role in self._expected}
+        yield "tasks_alive", "role", alive
+        yield "tasks_expected", "role", self._expected
+
+
+LOOPBACK = "127.0.0.1"
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def exported(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
+    """Serve the metrics of a run in this block, where `cluster.metrics_port` is set."""
+    port = job.config.cluster.metrics_port
+    if not port:
+        yield
+        return
+    metrics = RunMetrics(job.config, job.run_id)
+    watch = TaskWatch(cluster, task, job.workdir, metrics.tasks)
+    threading.Thread(
+        target=_read_newest, args=(job, metrics), name="metrics-checkpoint", daemon=True
+    ).start()
+    server = served(metrics.registry, port)
+    try:
+        with events.heard_by(metrics.take), watch.watching():
+            yield
+    finally:
+        if server:
+            # Training does not wait for a client that is being answered.
+            server.shutdown()
+            server.server_close()
+
+
+def served(registry: CollectorRegistry, port: int) -> WSGIServer | None:
+    """Serve a registry on threads; None, with a warning, where it cannot be. Port 0: any."""
+    host = os.environ.get(METRICS_HOST, "") or LOOPBACK
+    # One socket for the addresses of both families, where the system has both.
+    tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)
+    try:
+        with suppress(OSError) if len(tried) > 1 else nullcontext():
+            return start_http_server(port, tried[0], registry)[0]
+        return start_http_server(port, tried[-1], registry)[0]
+    except OSError as error:
+        reason = f"cluster.metrics_port: {port} on {host}: {error.strerror or error}"
+        log.warning("no metrics for Prometheus: %s", reason)
+        events.emit(events.MetricsUnserved(reason=reason))
+        return None
+
+
+def _read_newest(job: Job, metrics: RunMetrics) -> None:
+    """Set the checkpoint that a resumed run begins with; of a new run there is none."""
+    try:
+        found = [
+            (int(manifest.fields["global_step"]), manifest.created_at)
+            for _, manifest in storage.published(job.checkpoints, KIND)
+        ]
+        if found:
+            step, created = max(found)
+            metrics.checkpoint_at(step, created.timestamp())
+    except (UserError, KeyError, ValueError, TypeError) as error:
+        # The next one that is published is known in any case.
+        log.warning("the age of the newest checkpoint is not known: %s", error)

@@ -1,0 +1,103 @@
+"""The profile of a few global steps, as `training.profile` asks for it.
+
+This process is traced from the first to the last of them; the servers of TensorFlow are asked for a
+trace of the time that they should take. Nothing that a profiler raises ends training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import tensorflow as tf
+
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.strategies.strategy import Strategy
+from flotilla.trainer.telemetry.scalars import TRAIN
+
+# Of one trace of the other tasks, in milliseconds; what they are asked for is kept in memory.
+SHORTEST, LONGEST = 100, 10_000
+# As many other tasks are traced: each gives a file of megabytes.
+MOST_TASKS = 8
+# How long training waits for the files of the other tasks after the last step.
+FILES_SECONDS = 30.0
+log = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Traces the steps from the first to the last one, once in an attempt."""
+
+    def __init__(self, steps: tuple[int, ...], folder: Path | None, servers: list[str]) -> None:
+        """Trace `steps` (none, or first and last) into `folder`; `servers` are `grpc://` URLs."""
+        self._first, self._last = steps or (0, 0)
+        # As Keras's: beside the curves of training.
+        self._folder = folder / TRAIN if folder and steps else None
+        self._servers = servers
+        self._is_tracing = False
+        self._others: threading.Thread | None = None
+
+    def at(self, step: int, steps_per_second: float = 0.0) -> None:
+        """Begin or end the trace between updates; the next one is `step + 1`."""
+        if not self._folder:
+            return
+        if self._is_tracing and step >= self._last:
+            self.end()
+        elif not self._is_tracing and self._first <= step + 1 <= self._last:
+            self._begin(self._folder, step, steps_per_second)
+
+    def end(self) -> None:
+        """End the trace that goes on, if there is one, and write its files."""
+        if not self._is_tracing:
+            return
+        self._is_tracing = False
+        self._tried("written", tf.profiler.experimental.stop)
+        if self._others:
+            self._others.join(FILES_SECONDS)
+
+    def _begin(self, folder: Path, step: int, steps_per_second: float) -> None:
+        self._is_tracing = self._tried("begun", lambda: tf.profiler.experimental.start(str(folder)))
+        if not self._is_tracing:
+            self._folder = None
+        elif self._servers:
+            seconds = (self._last - step) / steps_per_second if steps_per_second else 1.0
+            milliseconds = int(min(max(1000 * seconds, SHORTEST), LONGEST))
+            self._others = threading.Thread(
+                target=self._trace_others, args=(folder, milliseconds), name="profile", daemon=True
+            )
+            self._others.start()
+
+    def _trace_others(self, folder: Path, milliseconds: int) -> None:
+        self._tried(
+            "taken of the other tasks",
+            lambda: tf.profiler.experimental.client.trace(
+                ",".join(self._servers), str(folder), milliseconds, num_tracing_attempts=1
+            ),
+        )
+
+    def _tried(self, what: str, act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except (tf.errors.OpError, RuntimeError, OSError) as error:
+            log.warning("the profile is not %s: %s", what, str(error).splitlines()[0])
+            return False
+        return True
+
+
+def profiler_of(training: TrainingConfig, strategy: Strategy, folder: Path | None) -> Profiler:
+    """Return the profiler of the task that publishes; that of another one traces nothing."""
+    steps = training.profile if strategy.publishes else ()
+    return Profiler(steps, folder, servers_of(strategy.cluster, strategy.task))
+
+
+def servers_of(cluster: Cluster, this: Task) -> list[str]:
+    """Return the addresses of the other tasks to trace, workers before parameter servers."""
+    tasks = [
+        Task(role=role, index=index)
+        for role in ("worker", "ps")
+        for index in range(cluster.count(role))
+    ]
+    others = [cluster.address(task) for task in tasks if task != this]
+    return [f"grpc://{address}" for address in others[:MOST_TASKS]]

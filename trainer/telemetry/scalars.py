@@ -1,0 +1,116 @@
+"""The files of TensorBoard, as those of Keras's own callback: a run has `train` and `validation`.
+
+    logs/RUN-ID/train/events.out.tfevents...        loss, learning_rate, steps_per_second, ...
+    logs/RUN-ID/validation/events.out.tfevents...   loss and the metrics, by the same names
+    logs/RUN-ID/events.out.tfevents...              the configuration, for the page HParams
+
+Curves of one name are in one chart. The folders of several runs can be copied into one, as each has
+a name of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorboard.plugins.hparams import api
+
+from flotilla.trainer.config.base import Section
+from flotilla.trainer.config.schema import Config
+
+TRAIN, VALIDATION = "train", "validation"
+_PREFIX = f"{VALIDATION}_"
+# Of where a run is, and not of what is learned.
+_LEFT_OUT = ("cluster.kubernetes", "storage.root")
+log = logging.getLogger(__name__)
+
+
+class TensorBoardLog:
+    """Writes one run for TensorBoard; without a folder it writes nothing."""
+
+    def __init__(self, logs: Path | None, run_id: str) -> None:
+        """Write below `logs`, into a folder of the run; no file is made before there is a row."""
+        self.folder = logs / run_id if logs else None
+        self._run_id = run_id
+        self._is_broken = False
+        self._writers: dict[str, Any] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write the numbers of one row of the history at its global step."""
+        step = int(row["global_step"])
+        of_training = dict[str, float]()
+        of_validation = dict[str, float]()
+        for name, value in _scalars(row):
+            if name.startswith(_PREFIX):
+                of_validation[name.removeprefix(_PREFIX)] = value
+            elif name != "global_step":
+                of_training[name] = value
+        self._write(TRAIN, step, of_training)
+        self.add_validation(step, of_validation)
+
+    def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write what a validation at a global step has measured."""
+        self._write(VALIDATION, step, metrics)
+
+    def add_configuration(self, config: Config) -> None:
+        """Write the keys of the configuration as hyperparameters of the run."""
+        if not self.folder or self._is_broken:
+            return
+        with (
+            self._unless_unwritable(),
+            tf.summary.create_file_writer(str(self.folder)).as_default(),
+        ):
+            api.hparams(hyperparameters(config), trial_id=self._run_id)
+
+    def _write(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        if not values or not self.folder or self._is_broken:
+            return
+        with self._unless_unwritable():
+            if name not in self._writers:
+                self._writers[name] = tf.summary.create_file_writer(str(self.folder / name))
+            with self._writers[name].as_default(step=step):
+                for tag, value in values.items():
+                    tf.summary.scalar(tag, value)
+            self._writers[name].flush()
+
+    @contextmanager
+    def _unless_unwritable(self) -> Iterator[None]:
+        """Stop writing where the disk is full, or the like: that is no reason to end a run."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            log.warning("no more metrics for TensorBoard: %s", error.message.splitlines()[0])
+            self._is_broken = True
+            self._writers.clear()
+
+
+def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
+    """Return every key of the configuration with its value; lists and mappings as JSON."""
+    return dict(_leaves(config, ""))
+
+
+def _leaves(section: Section, path: str) -> Iterator[tuple[str, bool | int | float | str]]:
+    for name, value in section:
+        key = f"{path}{name}"
+        if key in _LEFT_OUT:
+            continue
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{key}.")
+        elif isinstance(value, bool | int | float | str):
+            yield key, value
+        else:
+            yield key, json.dumps(value, default=Section.model_dump)
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row; one in a mapping is named `outer/inner`."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
