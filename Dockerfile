@@ -34,6 +34,7 @@ RUN if [ "$VARIANT $(uname -m)" = "cpu x86_64" ]; then \
         && pip install --no-deps --no-build-isolation --prefix /code ./alias; \
     fi
 COPY pyproject.toml README.md LICENSE ./
+COPY flotilla flotilla
 COPY trainer trainer
 COPY components components
 COPY pipelines pipelines

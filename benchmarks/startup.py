@@ -20,7 +20,9 @@ _STEP = ("kfp.dsl.executor_main", "flotilla.trainer.runtime.tensorflow_import")
 # What a step loads in its body, in every run that finds its dataset prepared.
 _BODIES = {
     "prepare_data": (
-        "flotilla.trainer.data.prepare", "flotilla.trainer.data.embedded.scikit", "flotilla.trainer.data_gate.validate",
+        "flotilla.trainer.data.prepare",
+        "flotilla.trainer.data.embedded.scikit",
+        "flotilla.trainer.data_gate.validate",
     ),
     "evaluate_model": ("flotilla.trainer.evaluation.evaluate",),
     "export_model": ("flotilla.trainer.export.export",),

@@ -29,7 +29,7 @@ _LENGTH = 12
 @functools.cache
 def mark() -> str:
     """Return version and digest of this code."""
-    return f"{version('flotilla')} {_digest()}"
+    return f"{version('kfp-flotilla')} {_digest()}"
 
 
 def marked(component: Any) -> Any:

@@ -143,7 +143,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "stderr.log").open("wb") as log:
         # A session of its own: an interrupt reaches it once, from here, not from the terminal.
         return child_process.start(
-            "trainer", *words, variables=variables, stderr=log, start_new_session=True
+            "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )
 
 

@@ -168,11 +168,11 @@ def test_the_installed_code_has_no_left_overs(tmp_path, borrowing_venv):
     build(tmp_path, "code", command.replace("/code", str(tmp_path / "made")), borrowing_venv)
     (packages,) = (tmp_path / "made").glob("lib/python3*/site-packages")
     version = PROJECT["version"]
-    installed = {"components", "pipelines", "trainer", f"flotilla-{version}.dist-info"}
+    installed = {"flotilla", f"kfp_flotilla-{version}.dist-info"}
     assert {path.name for path in packages.iterdir()} == installed
     assert (tmp_path / "made" / "bin" / "flotilla").is_file()
     for path in (path for path in tracked() if path.startswith(("components/", "trainer/"))):
-        assert (packages / path).is_file(), path
+        assert (packages / "flotilla" / path).is_file(), path
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorflow-cpu is for x86_64")

@@ -44,7 +44,7 @@ SMALL = [
 def wheel(tmp_path_factory):
     """The wheel of this checkout, built from a copy: building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
-    for name in (*HIDING, "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("flotilla", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
             skipped = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=skipped)
@@ -106,7 +106,9 @@ def test_it_holds_every_module_and_template(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = [path for top in HIDING for path in (ROOT / top).rglob("*")]
-    expected = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".j2")}
+    expected = {
+        f"flotilla/{path.relative_to(ROOT)}" for path in files if path.suffix in (".py", ".j2")
+    } | {"flotilla/__init__.py"}
     assert any(name.endswith(".j2") for name in expected)
     assert held == expected
 

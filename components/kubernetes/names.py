@@ -65,7 +65,7 @@ def app_labels(component: str, instance: str) -> dict[str, str]:
         "managed-by": "flotilla",
         "component": component,
         "instance": instance,
-        "version": label_value(version("flotilla")),
+        "version": label_value(version("kfp-flotilla")),
     }
     return {f"{APP}{name}": value for name, value in values.items()}
 

@@ -176,7 +176,7 @@ def given_to(step: str, call: Mapping[str, Any]) -> Given:
         began=now(),
         arguments=plain,
         artifacts=others,
-        version=version("flotilla"),
+        version=version("kfp-flotilla"),
         commit=lineage.commit(),
         code=digests(config_in(plain)),
     )

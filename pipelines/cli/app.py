@@ -70,7 +70,7 @@ def _print_version(context: typer.Context, is_wanted: bool) -> None:
 
     from flotilla.trainer.promotion.lineage import commit
 
-    number, at = version("flotilla"), commit()
+    number, at = version("kfp-flotilla"), commit()
     answer = Answer(
         text=f"flotilla {number}{f' (commit {at})' if at else ''}\n",
         more={"version": number, "commit": at},

@@ -1,8 +1,8 @@
 """Replay a step: all its stages, with the arguments on record, in a process of its own.
 
 What it takes is read where it is; what it publishes goes to a root below `<workdir>/replays/`. No
-store of the run, no registry and no tracker is written to. `python -m flotilla.pipelines.replay.replay
-FOLDER` is that process.
+store of the run, no registry and no tracker is written to. `python -m
+flotilla.pipelines.replay.replay FOLDER` is that process.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ def require_arguments(given: Given) -> None:
     needed = contract.required(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
         made_by = given.version
-        if made_by == version("flotilla") and given.commit:
+        if made_by == version("kfp-flotilla") and given.commit:
             made_by += f" at commit {given.commit[:12]}"
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UserError(
-            f"{given.step} of Flotilla {version('flotilla')} also takes "
+            f"{given.step} of Flotilla {version('kfp-flotilla')} also takes "
             f"{', '.join(missing[:_MOST_NAMED])}{more}, and the run was made by {made_by}: replay "
             "it with the version of the run"
         )
@@ -215,7 +215,7 @@ def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
 def code_remark(given: Given) -> str:
     """Return in which way the code here is not that of the step, or an empty text."""
     pairs = {
-        "version": (version("flotilla"), given.version),
+        "version": (version("kfp-flotilla"), given.version),
         "commit": (lineage.commit()[:12], given.commit[:12]),
     }
     differs = [

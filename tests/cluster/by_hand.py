@@ -21,7 +21,7 @@ SECONDS = 600
 
 @dataclass
 class ByHand:
-    """Tasks of one cluster, each a process of `python -m flotilla.trainer task` in a folder of its own."""
+    """Tasks of one cluster: each `python -m flotilla.trainer task`, with a folder for itself."""
 
     folder: Path
     dataset: str

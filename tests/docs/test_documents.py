@@ -123,7 +123,7 @@ def test_every_variable_is_read_by_the_code(document):
 def test_every_import_finds_what_it_names(document):
     for block in document.of("python"):
         for node in ast.walk(ast.parse(block.text)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flotilla"):
                 module = importlib.import_module(node.module)
                 assert not [each.name for each in node.names if not hasattr(module, each.name)]
 
@@ -207,7 +207,8 @@ def test_a_wrong_command_is_seen(line):
         "flotilla models rollback digits # and again",
         "make chaos RUNS=3 SEED=1",
         'make run ARGS="configs/mnist.yaml --json"',
-        "python -m flotilla.trainer task --config a --dataset file:///d --checkpoints file:///c --workdir w",
+        "python -m flotilla.trainer task --config a --dataset file:///d --checkpoints file:///c "
+        "--workdir w",
         "kubectl get pods",
     ],
 )

@@ -65,6 +65,7 @@ def tree(path: Path) -> ast.Module:
 def module_name(path: Path) -> str:
     """Return the dotted name of a Python file."""
     parts = path.with_suffix("").parts
+    parts = ("flotilla", *parts) if parts[0] in PACKAGES else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

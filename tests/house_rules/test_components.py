@@ -27,7 +27,7 @@ def is_light(name):
     top = name.partition(".")[0]
     if top in {"kfp", *sys.stdlib_module_names}:
         return True
-    return is_within(name, "components", *tensorflow_free())
+    return is_within(name, "flotilla.components", *tensorflow_free())
 
 
 def test_a_component_imports_little_on_load_and_has_real_annotations():

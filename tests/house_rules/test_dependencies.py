@@ -77,7 +77,7 @@ def imported_distributions():
         for name in (*all_imports(tree(path)), *loaded_by_name(tree(path)))
     }
     owners = packages_distributions()
-    foreign = tops - set(sys.stdlib_module_names) - set(PACKAGES)
+    foreign = tops - set(sys.stdlib_module_names) - {"flotilla"}
     return {top: {normal(name) for name in owners.get(top, [])} for top in foreign}
 
 

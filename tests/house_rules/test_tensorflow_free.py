@@ -48,12 +48,14 @@ def heavy_loads(names):
 def trainer_of_pipelines():
     for path in python_files("pipelines"):
         for name in all_imports(tree(path)):
-            if is_within(name, "trainer") and not is_within(name, *tensorflow_free(), *ENTRIES):
+            if is_within(name, "flotilla.trainer") and not is_within(
+                name, *tensorflow_free(), *ENTRIES
+            ):
                 yield f"{path}: imports {name}, which is in no room free of TensorFlow"
 
 
 def test_what_starts_in_milliseconds_loads_no_tensorflow():
-    free = ("components", "pipelines", *tensorflow_free(), *ENTRIES)
+    free = ("flotilla.components", "flotilla.pipelines", *tensorflow_free(), *ENTRIES)
     names = [name for name in map(module_name, source_modules()) if is_within(name, *free)]
     unknown = [room for room in free if not any(is_within(name, room) for name in names)]
     assert not unknown, f"pyproject.toml names rooms that are not there: {unknown}"

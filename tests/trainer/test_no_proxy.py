@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-import flotilla.trainer
+from flotilla import trainer
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Features of examples as the columns of a matrix: numbers, categories and texts.
 
-Which of them a text is the training rows say, as for `flotilla.trainer.models.tabular`: values that come
-again and again are categories.
+Which of them a text is the training rows say, as for `flotilla.trainer.models.tabular`: values that
+come again and again are categories.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def tried(
     """
     try:
         return child_process.call(
-            "trainer",
+            "flotilla.trainer",
             "fit",
             "--dataset",
             dataset,

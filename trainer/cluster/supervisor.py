@@ -3,8 +3,9 @@
 All that happens is a `TaskEvent` in one queue: the end of a task, or a request to stop (see
 `flotilla.trainer.runtime.signals`). `Supervisor.run` takes one after the other and decides:
 
-- The leader is done, and its record says so (`flotilla.trainer.cluster.completion`): the evaluator may
-  finish its last checkpoint, then the run is over. Any other exit code 0 ends the run as failed.
+- The leader is done, and its record says so (`flotilla.trainer.cluster.completion`): the evaluator
+  may finish its last checkpoint, then the run is over. Any other exit code 0 ends the run as
+  failed.
 - A task died: it is restarted, at most `cluster.max_restarts` incidents in all. Exit codes that
   mean a final failure (`End.is_final`) end the run.
 - A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.

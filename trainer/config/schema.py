@@ -1,8 +1,8 @@
 """The run configuration: the keys of `configs/*.yaml`, with defaults and limits.
 
 The model is frozen and strict: an unknown key, a wrong type or a value out of range is refused by
-name. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations between sections
-are validators of `Config`.
+name. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations between
+sections are validators of `Config`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 TASKS = {
     "classification": "flotilla.trainer.tasks.classification:Classification",
     "binary_classification": "flotilla.trainer.tasks.binary_classification:BinaryClassification",
-    "multilabel_classification": "flotilla.trainer.tasks.multilabel_classification:MultilabelClassification",
+    "multilabel_classification": (
+        "flotilla.trainer.tasks.multilabel_classification:MultilabelClassification"
+    ),
     "multi_output": "flotilla.trainer.tasks.multi_output:MultiOutput",
     "ranking": "flotilla.trainer.tasks.ranking:Ranking",
     "recommendation": "flotilla.trainer.tasks.retrieval.recommendation:Recommendation",

@@ -3,8 +3,8 @@
 `metrics.json` has `constant`:
 
     {"answer": of the best one by the main metric, "metrics": {name: the best of any constant},
-     "paired": the comparison with it, as `flotilla.trainer.evaluation.comparison.compare` returns it,
-     "champion": whether the champion's main metric is better, where there is a champion}
+     "paired": the comparison with it, as `flotilla.trainer.evaluation.comparison.compare` returns
+     it, "champion": whether the champion's main metric is better, where there is a champion}
 
 The best one is known afterwards, from the labels of the examples that are judged, so that no model
 without inputs is better. `paired` has further `constant`, the value that was to be beaten. Where

@@ -213,7 +213,7 @@ class Column:
 
 
 class Stored:
-    """Examples on disk with what a model gave for them; see `flotilla.trainer.tasks.base.Examples`."""
+    """Examples on disk with what a model gave see `flotilla.trainer.tasks.base.Examples`."""
 
     def __init__(self, count: int, columns: Part) -> None:
         """Read `count` examples from a part whose values are columns."""

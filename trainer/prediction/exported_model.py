@@ -36,8 +36,8 @@ class ExportedModel:
     Attributes:
         config: of the run that made it.
         inputs: what it takes, in order.
-        kinds: the kind of each output by name, as `flotilla.trainer.tasks` names them; that of a single
-            output has no name.
+        kinds: the kind of each output by name, as `flotilla.trainer.tasks` names them; that of a
+            single output has no name.
         labels: names of the classes of each output.
         thresholds: above which probability each output with a positive class answers that.
         dataset: URI of the dataset that it was trained on.

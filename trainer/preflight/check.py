@@ -27,8 +27,8 @@ class Checked:
     """What a check has found to be right.
 
     Attributes:
-        found: of the model and the dataset, see `flotilla.trainer.cluster.fitting`; empty if not known.
-        notes: what could not be checked, and why.
+        found: of the model and the dataset, see `flotilla.trainer.cluster.fitting`; empty if not
+        known. notes: what could not be checked, and why.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)

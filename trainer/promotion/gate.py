@@ -10,8 +10,8 @@ The decision is a published directory with `decision.json`:
      "champion": URI or "", "evaluation": URI, "global_step"}
 
 `key` is the key of the configuration that sets the threshold, `note` a remark, `found` what a
-comparison has found: see `flotilla.trainer.report.rules`. A value that is not a finite number is null, and
-never passes.
+comparison has found: see `flotilla.trainer.report.rules`. A value that is not a finite number is
+null, and never passes.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) is a SIG
 which handlers only take note. From the command to the last checkpoint:
 
 1. `flotilla.pipelines.cli.runs`: the command.
-2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the step that is
-   running. After Ctrl-C `flotilla.pipelines.runs.local` does the same.
-3. `flotilla.trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the task that leads,
-   and waits for its end.
-4. `flotilla.trainer.training.chief`: the task notes it (`catch_stop_signals`), which is `Hooks.should_stop`.
+2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the step
+   that is running. After Ctrl-C `flotilla.pipelines.runs.local` does the same.
+3. `flotilla.trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the task that
+   leads, and waits for its end.
+4. `flotilla.trainer.training.chief`: the task notes it (`catch_stop_signals`), which is
+   `Hooks.should_stop`.
 5. `flotilla.trainer.training.loop`: stops at the next barrier, with a last checkpoint.
 
 No process outlives its starter, even where that one was killed by SIGKILL: the starter passes its

@@ -29,9 +29,9 @@ from flotilla.trainer.runtime.masking import COLOURS
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
 # The URI of the bundle that is in that folder, where the run has one.
 BUNDLE_VARIABLE = "FLOTILLA_CODE"
-_OWN = {"components", "pipelines", "trainer"}
+_OWN = {"flotilla"}
 _LIBRARIES = (
-    *(f"{Path(__file__).parents[1] / name}{os.sep}" for name in sorted(_OWN)),
+    f"{Path(__file__).parents[1]}{os.sep}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

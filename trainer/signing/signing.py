@@ -243,7 +243,7 @@ def _package() -> Any:
     except ImportError:
         raise ConfigError(
             f"{PRIVATE_KEY} and {PUBLIC_KEY} need the extra `signing`: "
-            "pip install 'flotilla[signing]'"
+            "pip install 'kfp-flotilla[signing]'"
         ) from None
     return model_signing
 
@@ -280,7 +280,7 @@ def _statement(
                 "resolvedDependencies": list(_dependencies(lineage)),
             },
             "runDetails": {
-                "builder": {"id": BUILD, "version": {"flotilla": version("flotilla")}},
+                "builder": {"id": BUILD, "version": {"flotilla": version("kfp-flotilla")}},
                 "metadata": {
                     "invocationId": str(lineage.get("run_id", "")),
                     "finishedOn": created,

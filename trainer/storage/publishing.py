@@ -321,7 +321,7 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def append_line(uri: str, line: bytes) -> None:
-    """Append a line to the file at `uri`, in a file system; see `flotilla.trainer.storage.local`."""
+    """Append a line to the file at `uri`, in a file system: `flotilla.trainer.storage.local`."""
     path = local_path(uri)
     if path is None:
         raise ValueError(f"nothing can be appended to the object {uri}")
@@ -420,6 +420,6 @@ def _bucket(location: Location, retry: Retrying) -> Bucket:
         from flotilla.trainer.storage.s3 import S3Bucket
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{location.scheme}:// needs {error.name}: pip install 'flotilla[s3]'"
+            f"{location.scheme}:// needs {error.name}: pip install 'kfp-flotilla[s3]'"
         ) from None
     return S3Bucket(location.bucket, endpoint_of(location), retry)

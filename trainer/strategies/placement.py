@@ -215,7 +215,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 
 def is_of_keras(each: object) -> bool:
     """Say whether the class of an object is one of Keras's or of this package, and not a user's."""
-    return type(each).__module__.partition(".")[0] in {"keras", "trainer"}
+    return type(each).__module__.partition(".")[0] in {"keras", "flotilla"}
 
 
 def server_device(index: int) -> str:

@@ -199,8 +199,8 @@ class Areas(keras.Metric):
     From counts of both kinds of labels at each step of the logit, which tell apart small
     probabilities; Keras's has equal steps of the probability. Labels at one step count as tied,
     which is what an area may be off by: half of their share. There are 4096 steps of 0.006 of one
-    number, fewer of many; `flotilla.trainer.tasks.exact.areas` has none. A number whose labels are all of
-    one kind has no area, and where none has one both are not a number.
+    number, fewer of many; `flotilla.trainer.tasks.exact.areas` has none. A number whose labels are
+    all of one kind has no area, and where none has one both are not a number.
     """
 
     def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:

@@ -38,7 +38,7 @@ CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
 MISSING = (
     "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
-    "install the extra mlflow: pip install 'flotilla[mlflow]'"
+    "install the extra mlflow: pip install 'kfp-flotilla[mlflow]'"
 )
 # As many points of a curve as a history has rows.
 MOST_POINTS = 2000

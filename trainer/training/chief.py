@@ -1,6 +1,7 @@
 """The task that leads: prepares an attempt of training, and runs it to the end.
 
-`lead` is the whole of it. What the outer loop calls back is in `Hooks` (`flotilla.trainer.training.loop`).
+`lead` is the whole of it. What the outer loop calls back is in `Hooks`
+(`flotilla.trainer.training.loop`).
 """
 
 from __future__ import annotations

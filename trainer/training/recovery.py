@@ -1,11 +1,12 @@
 """What an attempt begins with: it takes what lives on the servers, and restores what is lost.
 
 So it is whether the chief died, or parameter servers with what they held. The variables of servers
-that live are newer than those of any checkpoint, and stay (`flotilla.trainer.strategies.server_state`).
-Those of a server that was started again come from the newest checkpoint: "partial recovery" (Maeng
-et al. 2020, "CPR: Understanding and Improving Failure Tolerant Training for Deep Learning
-Recommendation with Partial Recovery"). Where values of several steps may not be side by side, or
-nothing lives, all variables come from the newest checkpoint: full recovery.
+that live are newer than those of any checkpoint, and stay
+(`flotilla.trainer.strategies.server_state`). Those of a server that was started again come from the
+newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR: Understanding and Improving Failure
+Tolerant Training for Deep Learning Recommendation with Partial Recovery"). Where values of several
+steps may not be side by side, or nothing lives, all variables come from the newest checkpoint: full
+recovery.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a learning task of the user's keeps to the contract of `flotilla.trainer.tasks.base.Task`.
+"""Whether a user's learning task keeps to the contract of `flotilla.trainer.tasks.base.Task`.
 
 It is tried on made-up examples: it would otherwise fail in the export, or not at all, with metrics
 that do not add up.

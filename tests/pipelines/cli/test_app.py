@@ -130,7 +130,7 @@ def test_the_module_is_the_console_script():
 
 
 def test_the_version_is_one_line(flotilla, monkeypatch):
-    number = version("flotilla")
+    number = version("kfp-flotilla")
     monkeypatch.setenv("FLOTILLA_COMMIT", "0123abc")
     assert flotilla("--version") == (0, f"flotilla {number} (commit 0123abc)\n", "")
     code, out, _ = flotilla("--version", "--json")

@@ -176,7 +176,8 @@ def test_packages_that_are_missing():
 
 def test_no_package_is_loaded_to_find_it():
     program = (
-        "import sys; from flotilla.pipelines.cli import doctor; from flotilla.pipelines.doctor import machine; "
+        "import sys; from flotilla.pipelines.cli import doctor; "
+        "from flotilla.pipelines.doctor import machine; "
         "from flotilla.trainer.config.schema import "
         "Config; assert machine.packages(Config()).state == 'ok'; "
         "sys.exit(bool({'tensorflow', 'keras', 'tensorflow_datasets', 'sklearn'} & {*sys.modules}))"

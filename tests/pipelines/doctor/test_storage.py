@@ -173,7 +173,10 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
 
 
 def _started(folder, root):
-    program = "import sys; sys.argv[0] = 'flotilla'; from flotilla.pipelines.cli.__main__ import main; main()"
+    program = (
+        "import sys; sys.argv[0] = 'flotilla'; "
+        "from flotilla.pipelines.cli.__main__ import main; main()"
+    )
     words = ["doctor", "--json", "--set", f"storage.root={root}"]
     return subprocess.Popen(
         [sys.executable, "-c", program, *words],

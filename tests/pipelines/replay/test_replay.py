@@ -141,7 +141,7 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
     config = parse_config({"model": {"name": "replayed_code:model"}}).model_dump_json()
     given = step_of(
         {"config": config},
-        version="0.0.1" if is_other else replays.version("flotilla"),
+        version="0.0.1" if is_other else replays.version("kfp-flotilla"),
         commit=("a" if is_other else "b") * 40,
         code={"replayed_code": "other"} if is_other else digests(parse_config(json.loads(config))),
     ).given

@@ -49,7 +49,8 @@ def test_the_names_are_those_of_the_page():
 
 def test_runs_on_this_machine_load_nothing_heavy():
     program = (
-        "import sys; import flotilla.pipelines.runs; from flotilla.pipelines.runs import run, train, prepare; "
+        "import sys; import flotilla.pipelines.runs; "
+        "from flotilla.pipelines.runs import run, train, prepare; "
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     command = [sys.executable, "-c", program]

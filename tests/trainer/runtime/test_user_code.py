@@ -20,17 +20,17 @@ LOADED = """
 import json, sys
 from flotilla.trainer.runtime import user_code
 module = user_code.import_module(sys.argv[1])
-import components, queue
-print(json.dumps([module.NAME, components.__file__, queue.__file__]))
+import queue
+print(json.dumps([module.NAME, queue.__file__]))
 """
 
 
 @pytest.fixture
 def own(tmp_path):
-    """A folder of the user's that has modules of Flotilla's and of Python's names."""
+    """A folder with modules of Python's names, and folders of those of Flotilla."""
     for name in ("components", "trainer", "pipelines"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('{name} of the user')")
+        (tmp_path / name / "models.py").write_text("from sibling import NAME")
     for name in ("json", "queue"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user')")
     (tmp_path / "package").mkdir()
@@ -47,7 +47,9 @@ def loaded(name, folder, cwd, *python):
     )
 
 
-@pytest.mark.parametrize("name", ["sibling", "package.models"])
+@pytest.mark.parametrize(
+    "name", ["sibling", "package.models", "trainer.models", "components.models"]
+)
 def test_a_module_is_found_and_hides_nothing(own, name):
     process = loaded(name, own, own)
     assert process.returncode == 0, process.stderr
@@ -82,7 +84,7 @@ def test_a_child_of_a_child_keeps_the_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("components.models", "components is a name of Flotilla itself; rename yours"),
+        ("flotilla.models", "flotilla is a name of Flotilla itself; rename yours"),
         ("queue", "queue is a name of Python itself; rename yours"),
         ("models", "it has to be in /own or on PYTHONPATH"),
         ("blocks", "install it, or it has to be in /own or on PYTHONPATH"),

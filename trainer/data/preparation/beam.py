@@ -219,7 +219,7 @@ def _beam() -> Any:
         return importlib.import_module("apache_beam.options.pipeline_options")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data.runner: beam needs {error.name}: pip install 'flotilla[beam]'"
+            f"data.runner: beam needs {error.name}: pip install 'kfp-flotilla[beam]'"
         ) from None
 
 

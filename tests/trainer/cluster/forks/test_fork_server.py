@@ -167,7 +167,8 @@ def test_the_second_server_has_loaded_the_rest_and_both_end_with_standard_input(
 @pytest.mark.slow
 def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
     # Else it could not be forked. OpenBLAS, and the allocator of Arrow, see to theirs at a fork.
-    modules = "flotilla.trainer.training.chief,flotilla.trainer.evaluation.evaluate,flotilla.trainer.export.export,csv"
+    rooms = "training.chief", "evaluation.evaluate", "export.export"
+    modules = ",".join((*(f"flotilla.trainer.{room}" for room in rooms), "csv"))
     with serving(tmp_path, later=modules, OPENBLAS_NUM_THREADS="1") as server:
         asked = Asked(folder=tmp_path, loaded="flotilla.trainer.export.export")
         process = asked.fork(server.second)

@@ -70,7 +70,8 @@ def test_a_traceback_is_whole_and_its_message_begins_no_other_line(logged):
 
 def test_a_library_begins_no_other_line_where_nobody_has_set_up_a_log():
     code = (
-        "import logging, warnings; from flotilla.trainer.runtime.output import streams; streams.mask_libraries()\n"
+        "import logging, warnings; from flotilla.trainer.runtime.output import streams\n"
+        "streams.mask_libraries()\n"
         f"logging.getLogger('x').warning('column %s', {HOSTILE!r}); warnings.warn({HOSTILE!r})"
     )
     ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
@@ -87,7 +88,9 @@ def test_what_is_said_is_one_line(capsys):
 
 
 def test_a_line_that_nobody_can_read_ends_nothing():
-    code = "from flotilla.trainer.runtime.output.streams import say; say('a'); say('b'); raise SystemExit(3)"
+    code = (
+        "from flotilla.trainer.runtime.output.streams import say; say('a'); say('b'); raise SystemExit(3)"
+    )
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
             [sys.executable, "-c", code], stderr=full, check=False, stdout=subprocess.PIPE
