@@ -1,8 +1,8 @@
 """`python -m flotilla.trainer task`: one task of a training cluster, in this process.
 
 Pipeline steps call the stages as functions; this is what launchers start, and containers run. An
-error is one line, on standard error and as the termination message; see `flotilla.trainer.runtime.errors`
-for the exit codes.
+error is one line, on standard error and as the termination message;
+`flotilla.trainer.runtime.errors` has the exit codes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flotilla.trainer import cores, events, tensorflow_import, user_code, variables
+from flotilla.trainer import events
 from flotilla.trainer.checkpoints import index
-from flotilla.trainer.cluster import process, signals, termination
+from flotilla.trainer.cluster import process, termination
 from flotilla.trainer.code import bundle
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.errors import (
+from flotilla.trainer.runtime import cores, signals, tensorflow_import, user_code
+from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.errors import (
     DONE,
     FAILED,
     TRY_AGAIN,
@@ -32,7 +34,7 @@ from flotilla.trainer.errors import (
     TransientError,
     UserError,
 )
-from flotilla.trainer.output import stamps, streams
+from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.training import task
 
 

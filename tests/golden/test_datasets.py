@@ -12,8 +12,8 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import TaskConfig
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.features import select
-from flotilla.trainer.data.spec import DatasetSpec
-from flotilla.trainer.errors import UserError
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from tests.conftest import ROOT
 from tests.golden.datasets import DATASETS

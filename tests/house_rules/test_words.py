@@ -31,7 +31,7 @@ WRITERS = {
     "pipelines/forked_steps.py": "what a step says, as the runner of KFP on this machine has it",
     "trainer/__main__.py": "the entry of a task: its answer is a line of standard output",
     "trainer/export/smoke_request.py": "a program: its answer is a line of standard output",
-    "trainer/runtime/output/noise.py": "lines of a program of others, without those that say nothing",
+    "trainer/runtime/output/noise.py": "lines of another program, without those that say nothing",
     "trainer/runtime/output/streams.py": "lines of any process, masked: the one door",
     "trainer/prediction/predict.py": "rows, which a terminal gets with escapes",
 }
@@ -88,7 +88,7 @@ def printing_libraries():
 def other_readers():
     found = {str(path) for path in python_files(*PACKAGES) if _READS.search(text(path))}
     for path in sorted(found - READERS.keys()):
-        yield f"{path}: read numbers and times of strangers by flotilla.trainer.runtime.json_records"
+        yield f"{path}: read foreign numbers and times by flotilla.trainer.runtime.json_records"
     for path in sorted(READERS.keys() - found):
         yield f"READERS: {path} reads no number or time any more"
 

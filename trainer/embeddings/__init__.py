@@ -1,1 +1,1 @@
-"""embeddings"""
+"""Tables of embeddings: rows, their shards on servers, their updates."""

@@ -136,8 +136,8 @@ def _rows_of(layer: Any) -> Callable[[Any], Any]:
 def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a built optimizer lazy; one without a lazy form stays as it is.
 
-    A gradient has each row once (`flotilla.trainer.optimizers.optimizers`). For rows that every step
-    touches, the results are those of Keras's own formula, up to rounding.
+    A gradient has each row once (`flotilla.trainer.optimizers.optimizers`). For rows that every
+    step touches, the results are those of Keras's own formula, up to rounding.
     """
     rows = _lazy_form(optimizer)
     if rows is None:

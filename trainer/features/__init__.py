@@ -1,1 +1,1 @@
-"""features"""
+"""What an example holds: the schema of a dataset, names, classes and statistics."""

@@ -1,1 +1,1 @@
-"""How an update moves variables: kernels, rows of tables, averages, the scale of the loss."""
+"""Optimizers, and what surrounds an update: averages, loss scale, fused updates."""

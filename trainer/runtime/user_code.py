@@ -31,7 +31,7 @@ FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
 BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"flotilla"}
 _LIBRARIES = (
-    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(__file__).parents[2]}{os.sep}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

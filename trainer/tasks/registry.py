@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from flotilla.trainer import user_code
-from flotilla.trainer.class_names import ClassIndex
 from flotilla.trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
-from flotilla.trainer.errors import ConfigError, nearest
-from flotilla.trainer.statistics.statistics import Feature
+from flotilla.trainer.features.class_names import ClassIndex
+from flotilla.trainer.features.statistics.statistics import Feature
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Target, Task
 from flotilla.trainer.tasks.binary_classification import TWO, names_of
 from flotilla.trainer.tasks.multi_output import MultiOutput
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
-    """What a task takes of a dataset, prepared or not: `flotilla.trainer.features.dataset_spec.DatasetSpec`."""
+    """What a task takes of a dataset, prepared or not: of a `DatasetSpec`."""
 
     @property
     def features(self) -> Mapping[str, Feature]:

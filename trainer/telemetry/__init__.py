@@ -1,1 +1,1 @@
-"""What Prometheus scrapes of a run: its metrics, what they are made of, and the server."""
+"""What a task reports while it trains: metrics for Prometheus, summaries for TensorBoard."""

@@ -150,7 +150,7 @@ def test_an_event_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, ca
 
 
 def test_lines_of_several_processes_do_not_mix(file):
-    root = Path(events.__file__).parents[1]
+    root = Path(events.__file__).parents[2]
     command = [sys.executable, "-c", MANY_TIMES]
     writers = [subprocess.Popen([*command, str(index)], cwd=root) for index in range(4)]
     assert [writer.wait() for writer in writers] == [0] * 4

@@ -10,7 +10,7 @@ from flotilla.pipelines.cli.app import called
 from flotilla.trainer.runtime import environment as variables
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WRONG = {
     "FLOTILLA_STORAGE_DEADLINE": ("nan", "inf", "-inf", "-1", "soon", "5 min", "1e999", " "),
     "FLOTILLA_GUARD_PORT": ("0", "65536", "-1", "http", "2223/tcp", "²"),

@@ -31,7 +31,7 @@ UNKNOWN_KIND = "unknown"
 
 
 class Feature(Protocol):
-    """What the dataset says of a feature, prepared or not yet: see `flotilla.trainer.features.dataset_spec`."""
+    """What a dataset says of a feature, prepared or not: see `features.dataset_spec`."""
 
     @property
     def shape(self) -> tuple[int | None, ...]:

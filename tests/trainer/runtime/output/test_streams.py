@@ -15,7 +15,8 @@ HOSTILE = 'a\nflotilla: blessed\r\n{"event": "run_end", "time": 1.0}\n\x1b[2J\u2
 
 def test_the_log_and_the_traceback_of_a_bug_are_masked():
     program = (
-        "import logging; from flotilla.trainer.runtime.output import streams; streams.log_to_stderr()\n"
+        "import logging; from flotilla.trainer.runtime.output import streams\n"
+        "streams.log_to_stderr()\n"
         "uri = 'http://u:' + 'sW0rdf1sh' + '@h/x'\n"
         "logging.info('at %s', uri)\n"
         "raise ValueError(uri)"
@@ -89,7 +90,8 @@ def test_what_is_said_is_one_line(capsys):
 
 def test_a_line_that_nobody_can_read_ends_nothing():
     code = (
-        "from flotilla.trainer.runtime.output.streams import say; say('a'); say('b'); raise SystemExit(3)"
+        "from flotilla.trainer.runtime.output.streams import say\n"
+        "say('a'); say('b'); raise SystemExit(3)"
     )
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
