@@ -25,6 +25,7 @@ from flotilla.trainer.checkpoints.contents import PREFIX
 from flotilla.trainer.checkpoints.index import KIND
 from flotilla.trainer.checkpoints.servers import PartServers
 from flotilla.trainer.config.model import CHAMPION, KERAS, InitialWeights, initial_weights
+from flotilla.trainer.models import keras_file
 from flotilla.trainer.models.embedding_table import may_lack
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
@@ -218,7 +219,7 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
     try:
         # A model that was loaded is used for its values alone.
         with tf.device("CPU:0"):
-            model = keras.saving.load_model(source.file, compile=False)
+            model = keras_file.read(source.file)
     # The file, and the classes that it names, may fail in any way.
     except Exception as error:
         words = user_code.message_of(error).partition(". ")[0]

@@ -9,6 +9,9 @@ lookups like the largest one could come often enough.
 
 from __future__ import annotations
 
+from typing import Any
+
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -95,14 +98,21 @@ def _cells_of(keys: tf.Tensor) -> tf.Tensor:
     return tf.reshape(chosen, [-1, CELLS])
 
 
-def mixed(keys: tf.Tensor, below: int) -> tf.Tensor:
+def mixed(keys: Any, below: int) -> Any:
     """Return a number from 0 to `below - 1` for each key [n], alike on every machine.
 
     Neighbours are as far apart as any (the finalizer of Steele et al. 2014, "Fast Splittable
     Pseudorandom Number Generators").
     """
-    bits = tf.bitcast(keys, tf.uint64)
+    ops = keras.ops
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, np.uint64(shift)))
-        bits *= np.uint64(factor)
-    return tf.cast(tf.bitwise.right_shift(bits, np.uint64(33)), tf.int64) % below
+        # Without its sign; a product that is too large has its last 64 bits.
+        shifted = ops.bitwise_and(ops.right_shift(keys, _long(shift)), _long((1 << 64 - shift) - 1))
+        keys = ops.bitwise_xor(keys, shifted) * _long(factor)
+    shifted = ops.bitwise_and(ops.right_shift(keys, _long(33)), _long(2**31 - 1))
+    return ops.mod(shifted, _long(below))
+
+
+def _long(value: int) -> Any:
+    # Of one axis: a file of Keras has a scalar as a number of Python, which these do not take.
+    return np.array([value], np.uint64).astype(np.int64)

@@ -17,7 +17,7 @@ What an optimizer makes of such a gradient runs on the server of the shard
   result.
 
 XLA cannot compile the lookup, whose sizes depend on the ids. An exported SavedModel needs no
-code; to load a `.keras` file, import this module first.
+code, nor does a `.keras` file (`plain`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.embeddings.unique_rows import spread
@@ -110,6 +111,19 @@ class ShardedEmbedding(keras.layers.Layer):
         rows.set_shape([*ids.shape, self.dimension])
         return tf.cast(rows, self.compute_dtype)
 
+    def plain(self, ids: Any) -> Any:
+        """Return the same of a symbolic tensor, by one table of Keras's own."""
+        ids = keras.ops.cast(ids, "int64")
+        if self.unknown == "wrap":
+            ids = keras.ops.mod(ids, self.rows)
+        else:
+            # One below 0 would be counted from the end; this is refused.
+            ids = keras.ops.where(ids < 0, keras.ops.full_like(ids, self.rows), ids)
+        table = np.empty((self.rows, self.dimension), self.tables[0].dtype)
+        for shard, each in enumerate(self.tables):
+            table[shard :: self.shards] = each.numpy()
+        return table_of(self, table)(ids)
+
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
         """Return the shape of the rows for the shape of the ids."""
         return (*input_shape, self.dimension)
@@ -144,3 +158,13 @@ class ShardedEmbedding(keras.layers.Layer):
         if isinstance(config.get("seed"), int):
             config["seed"] += shard
         return type(self.initializer).from_config(config)
+
+
+def table_of(layer: keras.layers.Layer, rows: Any) -> keras.layers.Embedding:
+    """Return Keras's own layer with these rows, by the name of another one."""
+    found = keras.layers.Embedding(
+        *rows.shape, name=layer.name, dtype=layer.dtype_policy, trainable=layer.trainable
+    )
+    found.build()
+    found.set_weights([rows])
+    return found

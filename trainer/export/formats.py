@@ -22,7 +22,7 @@ from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.names import argument_names
-from flotilla.trainer.models.registry import inputs_by_feature
+from flotilla.trainer.models import keras_file
 from flotilla.trainer.tasks.base import Task
 from flotilla.trainer.tasks.objective import in_single_precision
 
@@ -212,12 +212,11 @@ def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
 
 
 def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> None:
-    subject.model.save(path)
+    keras_file.write(subject.model, path)
 
 
 def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:
-    with inputs_by_feature():
-        loaded = keras.models.load_model(path, compile=False)
+    loaded = keras_file.read(path)
     return (lambda inputs: answers_of(loaded, subject.task, inputs),)
 
 

@@ -34,6 +34,7 @@ import tensorflow as tf
 from flotilla.trainer.config.model import MIN_AGE, require_sizes, require_table
 from flotilla.trainer.embeddings import table_shard
 from flotilla.trainer.embeddings.count_min_sketch import mixed, sieve_of
+from flotilla.trainer.embeddings.sharded_embedding import table_of
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard
 from flotilla.trainer.embeddings.unique_rows import spread
@@ -220,6 +221,38 @@ class EmbeddingTable(keras.layers.Layer):
         del training
         self._require_type(ids.dtype)
         return keras.KerasTensor((*ids.shape, self.dimension), self.compute_dtype)
+
+    def plain(self, ids: Any) -> Any:
+        """Return the same of a symbolic tensor, of a table that was shrunk.
+
+        Lookups of Keras's own find the rows, before which are those of all ids without one.
+        """
+        live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
+        keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
+        if self.keys == "string":
+            made = partial(keras.layers.Hashing, _FINGERPRINTS, dtype="int64")
+            keys = made(name=f"{self.name}_key")(ids)
+            proof = made(salt=_SIP_KEY, name=f"{self.name}_check")(ids)
+        places = keras.ops.zeros_like(keys)
+        if any(map(len, live)):
+            places = self._looked_up("ids", live)(keys)
+        if proof is not None and any(map(len, live)):
+            is_it = keras.ops.equal(places, self._looked_up("checks", live)(proof))
+            places = keras.ops.where(is_it, places, keras.ops.zeros_like(places))
+        shard = mixed(keys + _SHARD_SALT, self.shards)
+        places = keras.ops.where(places > 0, places + (self.shards - 1), shard)
+        rows = [each.noted.rows.numpy() for each in self._parts]
+        known = [each[there] for each, there in zip(rows, live, strict=True)]
+        return table_of(self, np.concatenate([*(each[-1:] for each in rows), *known]))(places)
+
+    def _looked_up(self, noted: str, live: list[Any]) -> keras.layers.IntegerLookup:
+        """Return a layer from what is noted of rows to their numbers from 1 on, else 0."""
+        parts = [getattr(each.noted, noted).numpy() for each in self._parts]
+        values = np.concatenate([each[there] for each, there in zip(parts, live, strict=True)])
+        none = next(n for n in range(len(values) + 1) if n not in set(values.tolist()))
+        return keras.layers.IntegerLookup(
+            vocabulary=values.tolist(), oov_token=none, name=f"{self.name}_{noted}"
+        )
 
     def _require_type(self, dtype: Any) -> None:
         name = tf.as_dtype(dtype).name

@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 # What is further away is no value that any model has seen, and must not overflow.
 _FAR = 2**62
@@ -31,18 +30,21 @@ class Normalization(keras.layers.Layer):
         #: Whether it was called with numbers that are taken in float64.
         self.is_double = False
 
-    def call(self, x: Any) -> tf.Tensor:
+    def call(self, x: Any) -> Any:
         """Return the numbers, of the shape that they had."""
-        x = tf.convert_to_tensor(x)
-        if x.dtype in (tf.int64, tf.int32, tf.uint32):
-            left = self._whole(tf.cast(x, tf.int64))
-        elif x.dtype in (tf.float64, tf.uint64):
-            left = (tf.cast(x, tf.float64) - self.mean) / self.std
+        ops, dtype = keras.ops, keras.backend.standardize_dtype(x.dtype)
+        if dtype in {"int64", "int32", "uint32"}:
+            left = self._whole(ops.cast(x, "int64"))
+        elif dtype in {"float64", "uint64"}:
+            left = (ops.cast(x, "float64") - self.mean) / self.std
         else:
-            left = (tf.cast(x, tf.float32) - self.mean.astype("f4")) / self.std.astype("f4")
-        return tf.cast(left, self.compute_dtype)
+            left = (ops.cast(x, "float32") - self.mean.astype("f4")) / self.std.astype("f4")
+        return ops.cast(left, self.compute_dtype)
 
-    def _whole(self, x: tf.Tensor) -> tf.Tensor:
+    #: In a file that needs no code these operations of Keras take its place.
+    plain = call
+
+    def _whole(self, x: Any) -> Any:
         limits = np.iinfo(np.int64)
         rounded = [int(each) for each in np.rint(self.mean).ravel().tolist()]
         centre, least, most = (
@@ -50,9 +52,9 @@ class Normalization(keras.layers.Layer):
             .reshape(self.mean.shape)
             for found in (rounded, [e - _FAR for e in rounded], [e + _FAR for e in rounded])
         )  # fmt: skip
-        near = tf.minimum(tf.maximum(x, least), most) - centre
+        near = keras.ops.minimum(keras.ops.maximum(x, least), most) - centre
         rest = (self.mean - centre.astype(np.float64)).astype("f4")
-        return (tf.cast(near, tf.float32) - rest) / self.std.astype("f4")
+        return (keras.ops.cast(near, "float32") - rest) / self.std.astype("f4")
 
     def compute_output_spec(self, x: Any) -> keras.KerasTensor:
         """Return the type and the shape of the numbers."""

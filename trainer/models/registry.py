@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from keras.src.utils.naming import reset_uids
 
 from flotilla.trainer.config.model import MODELS, ModelConfig
 from flotilla.trainer.features.names import layer_name
+from flotilla.trainer.models.keras_file import inputs_by_feature
 from flotilla.trainer.models.normalization import Normalization
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import user_code
@@ -173,14 +173,6 @@ def require_readable(name: str, model: keras.Model) -> None:
             f"model {name}: {unreadable}; give its own classes a get_config, replace a Lambda by a "
             "layer of your own, or leave keras out of export.formats"
         )
-
-
-@contextmanager
-def inputs_by_feature() -> Iterator[None]:
-    """Read a model back whose inputs are called otherwise than their layers, without a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "When providing `inputs` as a dict", UserWarning)
-        yield
 
 
 def _unreadable(model: keras.Model) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.names import length_name
@@ -80,18 +79,21 @@ class KnownPlaces(keras.layers.Layer):
         """Take the arguments of any layer."""
         super().__init__(**{"autocast": False, **kwargs})
 
-    def call(self, given: Sequence[Any]) -> tf.Tensor:
+    def call(self, given: Sequence[Any]) -> Any:
         """Return the places of sequences, of which the lengths may be given as well."""
-        x = tf.convert_to_tensor(given[0])
-        size = tf.shape(x)[1]
+        ops, x = keras.ops, given[0]
+        there = ops.not_equal(x, ops.zeros_like(x))
+        for _ in x.shape[2:]:
+            there = ops.any(there, axis=-1)
+        places = ops.cumsum(ops.ones_like(there, dtype="int32"), axis=1)
         if len(given) > 1:
-            known = tf.sequence_mask(tf.reshape(given[1], [-1]), size)
+            last = ops.reshape(ops.cast(given[1], "int32"), (-1, 1))
         else:
-            there = tf.not_equal(x, tf.zeros((), x.dtype))
-            there = tf.reduce_any(tf.reshape(there, (tf.shape(x)[0], size, -1)), axis=2)
-            last = tf.reduce_max(tf.where(there, tf.range(1, size + 1), 0), axis=1)
-            known = tf.sequence_mask(last, size)
-        return tf.cast(known, self.compute_dtype)[..., tf.newaxis]
+            last = ops.max(ops.where(there, places, 0), axis=1, keepdims=True)
+        return ops.expand_dims(ops.cast(places <= last, self.compute_dtype), -1)
+
+    #: In a file that needs no code these operations of Keras take its place.
+    plain = call
 
     def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:
         """Return the shape of the places."""

@@ -25,6 +25,10 @@ _FINGERPRINTS = 2**63 - 1
 _SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
 
 
+# What no text is: a sign that Unicode has set aside.
+_NO_TEXT = "\uffff"
+
+
 def stripped(texts: tf.Tensor) -> tf.Tensor:
     """Return texts without spaces around them, as those of files are when they are read."""
     return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")
@@ -52,6 +56,16 @@ class _Known:
         return tf.where(known, tf.gather(self._numbers, places), np.int64(unknown))
 
 
+def _apart(values: Sequence[str]) -> list[str]:
+    """Return the values as layers of Keras take them: none twice, and all in their places."""
+    texts = [each.decode() for each in stripped(tf.constant([*values], tf.string)).numpy()]
+    first = {each: place for place, each in reversed([*enumerate(texts)])}
+    # Keras takes no empty vocabulary.
+    return [
+        each if first[each] == place else f"{_NO_TEXT}{place}" for place, each in enumerate(texts)
+    ] or [f"{_NO_TEXT}0"]
+
+
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
     """Texts of any shape to whole numbers: 0 for one that is not known, or from 1 on.
@@ -74,6 +88,12 @@ class Vocabulary(keras.layers.Layer):
     def call(self, texts: tf.Tensor) -> tf.Tensor:
         """Return the numbers, of the shape of the texts."""
         return tf.reshape(self._known.numbers(tf.reshape(texts, [-1]), 0), tf.shape(texts))
+
+    def plain(self, texts: Any) -> Any:
+        """Return the same of a symbolic tensor, of texts without spaces around them."""
+        return keras.layers.StringLookup(
+            vocabulary=_apart(self.values), oov_token=_NO_TEXT, name=self.name
+        )(texts)
 
     def compute_output_spec(self, texts: Any) -> keras.KerasTensor:
         """Return the type and the shape of the numbers."""
@@ -113,6 +133,14 @@ class Words(keras.layers.Layer):
         words = tf.strings.split(plain)
         numbers = words.with_flat_values(self._known.numbers(words.flat_values, 1))
         return numbers.to_tensor(0, shape=[None, self.length])
+
+    def plain(self, texts: Any) -> Any:
+        """Return the same of a symbolic tensor, of texts without spaces around them."""
+        return keras.layers.TextVectorization(
+            vocabulary=_apart(self.values),
+            output_sequence_length=self.length,
+            name=self.name,
+        )(texts)
 
     def compute_output_spec(self, texts: Any) -> keras.KerasTensor:
         """Return the type and the shape of the numbers."""

@@ -1,0 +1,128 @@
+"""A `.keras` file needs Keras alone, for every model that is built in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flotilla.trainer.config.schema import ModelConfig
+from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.models import keras_file, registry
+from flotilla.trainer.models.embedding_table import EmbeddingTable, shrink
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.models.vocabulary import Vocabulary, Words
+from tests.trainer.models.test_tabular import EXAMPLES, spec_of
+
+ID = FeatureSpec(shape=(), dtype="int64", stored="int")
+TEXT = FeatureSpec(shape=(), dtype="string", stored="bytes")
+IMAGE = FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw")
+TOKENS = FeatureSpec(shape=(None,), dtype="int64", stored="sequence")
+PAIRS = {"user": np.array([3, 2**40, -7]), "item": np.array(["b", "none", "a"], object)}
+STEPS = {
+    "steps": np.array([[[1, 2], [0, 3], [0, 0]], [[4, 0], [0, 0], [5, 6]]], np.float32),
+    "ticks": np.array([[1, 0, 2, 0], [2**60, 0, 0, 0]]),
+}
+IMAGES = {"image": np.arange(192, dtype=np.uint8).reshape(3, 8, 8, 1)}
+GROWING = {"user": {"capacity": 8}, "item": {"capacity": 8, "min_count": 1}}
+
+
+def of(features, inputs, output=(3,)):
+    return InputSpec.of(features, list(inputs), output)
+
+
+MODELS = {
+    "softmax": (of({"image": IMAGE}, IMAGES), IMAGES, {}),
+    "mlp": (of({"image": IMAGE}, IMAGES), IMAGES, {"dropout": 0.5}),
+    "cnn": (of({"image": IMAGE}, IMAGES), IMAGES, {}),
+    "gru": (
+        of({"words": TOKENS}, ["words"]), {"words": np.array([[1, 2, 0], [3, 0, 0]])},
+        {"vocabulary": 5, "bidirectional": True},
+    ),
+    "tabular": (spec_of(*EXAMPLES), EXAMPLES, {}),
+    "tabular of sequences": (spec_of(*STEPS), STEPS, {}),
+    "tabular with lengths": (
+        spec_of("steps", "steps_length"), {**STEPS, "steps_length": np.array([1, 3])}, {},
+    ),
+    "two_tower": (
+        of({"user": ID, "item": ID}, PAIRS, (1,)),
+        {"user": np.array([0, 4, 2]), "item": np.array([6, 0, 1])},
+        {"rows": {"user": 5, "item": 7}, "hidden_units": [4]},
+    ),
+    "two_tower of tables": (
+        of({"user": ID, "item": TEXT}, PAIRS, (2,)), PAIRS, {"tables": GROWING},
+    ),
+    "two_tower_ranker": (
+        of({"user": ID, "item": TEXT}, PAIRS, (33,)), PAIRS, {"tables": GROWING},
+    ),
+}  # fmt: skip
+PROGRAM = """
+    import json, sys
+
+    # No code of ours, wherever the interpreter would find it.
+    sys.modules |= dict.fromkeys(["flotilla", "trainer", "components", "pipelines"])
+    import keras, numpy as np
+
+    for number in range(int(sys.argv[1])):
+        model = keras.models.load_model(f"{number}.keras")
+        arrays = np.load(f"{number}.npz", allow_pickle=True)
+        inputs = {name: arrays[name] for name in arrays if name != "expected"}
+        found = model.predict(inputs if len(inputs) > 1 else [*inputs.values()][0], verbose=0)
+        np.testing.assert_allclose(found, arrays["expected"], rtol=1e-6, atol=1e-6)
+"""
+
+
+def built(name):
+    spec, inputs, args = MODELS[name]
+    model = registry.build(ModelConfig(name=name.split()[0], args=args), spec, 1)
+    inputs = {each: tf.constant(inputs[each]) for each in spec.names}
+    given = inputs if len(inputs) > 1 else inputs[spec.names[0]]
+    if any(isinstance(each, EmbeddingTable) for each in model.layers):
+        some = {"user": tf.constant([3, -7, 8]), "item": tf.constant(["a", "b", "c"])}
+        model(some, training=True)
+        random = np.random.default_rng(0)
+        for variable in model.trainable_variables:
+            variable.assign(random.normal(size=variable.shape))
+        shrink(model)
+    return model, given, inputs
+
+
+def test_a_plain_environment_reads_every_model(tmp_path):
+    for number, name in enumerate(MODELS):
+        model, given, inputs = built(name)
+        path = tmp_path / f"{number}.keras"
+        keras_file.write(model, path)
+        assert keras_file.modules_of(path) == [], name
+        arrays = {each: MODELS[name][1][each] for each in inputs}
+        np.savez(tmp_path / f"{number}.npz", expected=model(given, training=False), **arrays)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(len(MODELS))],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("values", [(), ("a", "b", "a "), ("[UNK]", "", "é\nx")])
+def test_a_vocabulary_of_any_values_is_plain(values):
+    texts = tf.constant(["a", "b", "[UNK]", "", "é\nx", "none"])
+    given = keras.Input((), dtype="string")
+    for layer in (Vocabulary(values), Words([each for each in values if each.isalpha()], 2)):
+        model = keras.Model(given, layer.plain(given))
+        np.testing.assert_array_equal(model(texts), layer(texts))
+
+
+def test_a_layer_that_is_called_twice_keeps_its_class(tmp_path):
+    given = [keras.Input((), dtype="string", name=name) for name in "ab"]
+    layer = Vocabulary(["x"])
+    model = keras.Model(given, keras.layers.Add()([layer(each) for each in given]))
+    path = tmp_path / "model.keras"
+    keras_file.write(model, path)
+    assert keras_file.modules_of(path)
+    texts = [tf.constant(["x", "y"]), tf.constant(["x", "x"])]
+    np.testing.assert_array_equal(keras_file.read(path)(texts), model(texts))
