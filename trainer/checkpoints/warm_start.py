@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-import keras
 import tensorflow as tf
 
 from flotilla.trainer import events, storage

@@ -3,7 +3,7 @@
 A layer of ours has a method `plain` where Keras's own layers and operations give the same: from
 symbolic tensors to symbolic tensors, as it is called. The layers that it makes have copies of the
 values; all others are shared with the model. Where one has none, or is called twice, the file names
-our classes, as those of earlier versions do: they are known once `flotilla.trainer.models` is imported.
+our classes, as those of earlier versions do: Keras knows them once their modules are imported.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -75,6 +75,12 @@ PROGRAM = """
         inputs = {name: arrays[name] for name in arrays if name != "expected"}
         found = model.predict(inputs if len(inputs) > 1 else [*inputs.values()][0], verbose=0)
         np.testing.assert_allclose(found, arrays["expected"], rtol=1e-6, atol=1e-6)
+
+    # Nothing but the reader says where the classes of an earlier version are.
+    del sys.modules["flotilla"]
+    from flotilla.trainer.models import keras_file
+    for name in ("tabular", "two_tower_ranker"):
+        keras_file.read(f"{sys.argv[2]}/{name}.keras")
 """
 
 
@@ -93,6 +99,7 @@ def built(name):
     return model, given, inputs
 
 
+@pytest.mark.slow
 def test_a_plain_environment_reads_every_model(tmp_path):
     for number, name in enumerate(MODELS):
         model, given, inputs = built(name)
@@ -102,10 +109,46 @@ def test_a_plain_environment_reads_every_model(tmp_path):
         arrays = {each: MODELS[name][1][each] for each in inputs}
         np.savez(tmp_path / f"{number}.npz", expected=model(given, training=False), **arrays)
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(len(MODELS))],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(len(MODELS)), str(EARLIER_FILES)],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("name", ["tabular", "tabular of sequences", "two_tower of tables"])
+def test_a_file_answers_as_the_model_and_names_no_class_of_ours(tmp_path, name):
+    model, given, _ = built(name)
+    path = tmp_path / "model.keras"
+    keras_file.write(model, path)
+    assert keras_file.modules_of(path) == []
+    np.testing.assert_allclose(keras_file.read(path)(given), model(given), rtol=1e-6, atol=1e-6)
+
+
+EARLIER_FILES = Path(__file__).parent / "earlier"
+EARLIER = {
+    "tabular": (
+        {
+            "age": tf.constant([25.0, np.nan]),
+            "rooms": tf.constant([1, 2], tf.int64),
+            "city": tf.constant(["Rome", "Paris"]),
+            "review": tf.constant(["Good film!", ""]),
+            "ticks": tf.constant([[1, 2, 0], [4, 0, 0]], tf.int64),
+        },
+        [[-0.9619140625, 1.6552734375], [-0.75, 0.25]],
+    ),
+    "two_tower_ranker": (
+        {"user": tf.constant([3, 9], tf.int64), "item": tf.constant([5, 1], tf.int64)},
+        [[-0.25, -0.75, 1.0, 0.0, 0.25], [-0.07421875, -0.9375, 1.0, -0.1875, 0.125]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_file_of_an_earlier_version_is_read(name):
+    path = EARLIER_FILES / f"{name}.keras"
+    assert keras_file.modules_of(path) == ["trainer"]
+    given, expected = EARLIER[name]
+    np.testing.assert_allclose(keras_file.read(path)(given), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("values", [(), ("a", "b", "a "), ("[UNK]", "", "é\nx")])
