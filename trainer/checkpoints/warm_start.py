@@ -215,6 +215,7 @@ def _fits(paths: Iterable[str], globs: Iterable[str]) -> bool:
 
 def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> RestoredCheckpoint:
     """Make a checkpoint of the file of a Keras model, under the paths of this model."""
+    assert source.file
     try:
         # A model that was loaded is used for its values alone.
         with tf.device("CPU:0"):
