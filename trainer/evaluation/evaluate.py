@@ -189,11 +189,13 @@ def build_model(
 
     With `check` that takes the model in place of the objective.
     """
+    parts = objective.task.parts.values()
     inputs = InputSpec.of(
         spec.features,
         spec.inputs,
         objective.task.output_shape,
         targets=spec.targets,
+        in_units=[part.target.name for part in parts if part.in_units],
         learnt=spec.learnt,
     )
     return registry.build(config.model, inputs, config.training.seed, check or objective.accept)

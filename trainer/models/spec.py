@@ -87,8 +87,9 @@ class InputSpec:
     for any size; with several targets it is a mapping with their names, and the model returns a
     mapping of tensors.
 
-    `names` are the input features, `targets` those to be predicted, and `classes` the number of
-    classes of those inputs that have some. `statistics`, `vocabulary`, `words` and
+    `names` are the input features, `targets` those to be predicted, of which outputs of those
+    `in_units` are numbers in units of the label, and `classes` the number of classes of those
+    inputs that have some. `statistics`, `vocabulary`, `words` and
     `normalization` are what the training split says of any feature, by name: constants of the
     model, which it is exported with.
 
@@ -101,6 +102,7 @@ class InputSpec:
     output_shape: Shape | Mapping[str, Shape]
     names: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    in_units: tuple[str, ...] = ()
     classes: Mapping[str, int] = field(default_factory=dict)
     inputs_apart: bool = False
     learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
@@ -113,6 +115,7 @@ class InputSpec:
         output_shape: Shape | Mapping[str, Shape],
         *,
         targets: Sequence[str] = (),
+        in_units: Sequence[str] = (),
         learnt: Learnt = NOTHING,
     ) -> InputSpec:
         """Return the spec of a model that takes the features named `inputs`."""
@@ -125,6 +128,7 @@ class InputSpec:
             output_shape=output_shape,
             names=tuple(inputs),
             targets=tuple(targets),
+            in_units=tuple(in_units),
             classes={name: n for name in inputs if (n := features[name].num_classes)},
             learnt=learnt,
         )

@@ -1,10 +1,13 @@
 """Network over the columns of a table: numbers, classes and texts, as they come.
 
-Numbers are normalized, those to be predicted too, and those that are missing are marked. Values of
-texts and classes that come again and again have rows of an embedding, and other texts the mean of
-the rows of their words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text
-Classification"). A sequence of numbers of any length goes through convolutions, of which the mean
-and the largest value over its places are taken; what a batch is padded with counts nowhere.
+A number is told by its place between the quantiles of the training examples, and a layer of its own
+makes some units of that (piecewise linear encoding: Gorishniy et al. 2022, "On Embeddings for
+Numerical Features in Tabular Deep Learning"): a unit may rise and fall along a column, as a tree
+may, and no outlier is far away. Numbers that are missing are marked. Values of texts and classes
+that come again and again have rows of an embedding, and other texts the mean of the rows of their
+words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification"). A
+sequence of numbers of any length goes through convolutions, of which the mean and the largest value
+over its places are taken; what a batch is padded with counts nowhere.
 """
 
 from __future__ import annotations
@@ -13,25 +16,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.features.statistics.statistics import NUMBER, are_repeated
 from flotilla.trainer.models.classifiers import hidden, outputs
+from flotilla.trainer.models.normalization import Normalization
 from flotilla.trainer.models.spec import InputSpec, layer_of, size
 from flotilla.trainer.runtime.errors import ConfigError
 
 # Of a sequence of vectors: length and size. Layers, and how many places each looks at.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
+# Units of a number, and of all numbers together where there are many columns.
+_UNITS, _MOST_UNITS = 8, 2048
 
 
 def tabular(
     spec: InputSpec,
     *,
-    hidden_units: Sequence[int] = (64, 32),
+    hidden_units: Sequence[int] = (128, 128),
     dimension: int = 16,
     words: int = 200,
-    dropout: float = 0.0,
+    dropout: float = 0.1,
+    pieces: int = 32,
 ) -> keras.Model:
     """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
 
@@ -42,11 +50,14 @@ def tabular(
         dimension: of a row of an embedding.
         words: that are taken of a text.
         dropout: the share of units that a step leaves out.
+        pieces: that the quantiles cut a number into; with 0 it is one normalized number.
     """
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = _Places(spec, named, size("dimension", dimension), size("words", words))
-    found = [each for name, x in named.items() for each in places.of(name, x)]
+    cut = places.numbers() if pieces else []
+    found = places.pieces(cut, size("pieces", pieces)) if cut else []
+    found += [each for name, x in named.items() if name not in cut for each in places.of(name, x)]
     x = keras.layers.Concatenate(name="all")(found) if len(found) > 1 else found[0]
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, _in_units(spec, outputs(spec, x)), name="tabular")
@@ -60,7 +71,7 @@ def _in_units(spec: InputSpec, found: Any) -> Any:
 
 
 def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
-    known = spec.statistics(target) if target in spec.targets else None
+    known = spec.statistics(target) if target in spec.in_units else None
     if not known or known.kind != NUMBER or x.shape[1:] != (1,):
         return x
     return keras.layers.Rescaling(
@@ -122,6 +133,39 @@ class _Places:
             return [self._rows(name, x, self._spec.classes[name])]
         return self._numbers(name, x, shape)
 
+    def numbers(self) -> list[str]:
+        """Return the inputs that are single numbers."""
+        plain = [name for name in self._given if name not in self._spec.classes]
+        return [name for name in plain if self._is_number(self._given[name])]
+
+    def _is_number(self, x: Any) -> bool:
+        return x.dtype != "string" and not x.shape[1:]
+
+    def pieces(self, names: Sequence[str], most: int) -> list[Any]:
+        """Return units of numbers that are cut into pieces, and which numbers are missing."""
+        cut = [_Cut(self._spec, name, most) for name in names]
+        x = keras.ops.stack(
+            [each.layer(self._given[name]) for each, name in zip(cut, names, strict=True)], axis=1
+        )
+        missing = keras.ops.isnan(x)
+        # One that is missing in no training example is taken for the median.
+        x = keras.ops.expand_dims(keras.ops.where(missing, 0.0, x), -1)
+        begins, steps = (np.stack(each) for each in zip(*(e.pieces() for e in cut), strict=True))
+        x = keras.ops.clip((x - begins) * steps, 0.0, 1.0)
+        units = max(1, min(_UNITS, _MOST_UNITS // len(names)))
+        x = keras.layers.EinsumDense(
+            "abc,bcd->abd", (len(names), units), bias_axes="bd", activation="relu",
+            # About as many pieces are full as empty.
+            kernel_initializer=keras.initializers.RandomNormal(2 * most**-0.5),
+            name="flotilla_pieces",
+        )(x)  # fmt: skip
+        found = [keras.layers.Flatten(name="flotilla_numbers")(x)]
+        gaps = [at for at, name in enumerate(names) if self._spec.statistics(name).missing]
+        if gaps:
+            marks = keras.ops.take(keras.ops.cast(missing, x.dtype), gaps, axis=1)
+            found.append(marks)
+        return found
+
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
             raise ConfigError(f"takes one text an example, and {name!r} is {list(shape)} of them")
@@ -180,3 +224,30 @@ class _Places:
         if self._spec.statistics(name).missing:
             found.append(keras.ops.cast(missing, x.dtype))
         return found
+
+
+class _Cut:
+    """A number of the training examples, cut at its quantiles."""
+
+    def __init__(self, spec: InputSpec, name: str, most: int) -> None:
+        """Cut it into `most` pieces, or fewer where it has fewer values."""
+        quantiles = np.array(spec.statistics(name).quantiles or (0.0,))
+        edges = np.unique(quantiles)
+        if len(edges) > most + 1:
+            edges = np.unique(quantiles[np.linspace(0, len(quantiles) - 1, most + 1).astype(int)])
+        low, middle, high = np.quantile(quantiles, (0.25, 0.5, 0.75))
+        spread = (high - low) or (edges[-1] - edges[0]) / 2 or 1.0
+        self._most = most
+        self._edges = (edges - middle) / spread
+        # Without its outliers, beside which other numbers would be equal ones in single precision.
+        self.layer = Normalization(
+            float(middle), float(spread), dtype="float32", name=layer_of(name, "normalization")
+        )
+
+    def pieces(self) -> tuple[Any, Any]:
+        """Return where each piece begins, and by how much of it a number of 1 fills it."""
+        begins, steps = np.zeros((2, self._most), np.float32)
+        count = len(self._edges) - 1
+        begins[:count] = self._edges[:-1]
+        steps[:count] = 1 / np.diff(self._edges)
+        return begins, steps

@@ -222,6 +222,8 @@ class Task(ABC):
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.
     from_probabilities = False
+    #: Whether outputs are numbers in units of the label, which a model may begin at its mean.
+    in_units = False
     #: What makes one of two classes the positive one where none is named: `rarity` or `order`,
     #: which is the second one; empty where there is none.
     positive_by: ClassVar[str] = ""

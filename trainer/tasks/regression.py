@@ -86,6 +86,7 @@ class Regression(Task):
             raise ConfigError(f"standardize: {standardize!r} is not allowed; it is true or false")
         super().__init__(target)
         self._standardized = standardize
+        self.in_units = not standardize
         # Of a dataset that is not prepared nothing is known, and nothing is trained.
         mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)

@@ -63,7 +63,9 @@ EXAMPLES = {
 def spec_of(*names, output=(2,)):
     found = Statistics(splits={"train": SplitStatistics(examples=9, features=KNOWN)})
     learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
-    return InputSpec.of(COLUMNS, names, output, targets=["price"], learnt=learnt)
+    return InputSpec.of(
+        COLUMNS, names, output, targets=["price"], in_units=["price"], learnt=learnt
+    )
 
 
 def built(*names, output=(2,), **args):
@@ -96,7 +98,7 @@ def test_a_mean_comes_of_words_that_are_there():
 
 
 def test_numbers_have_a_linear_regression_without_hidden_layers():
-    model = built("age", "rooms", output=(1,), hidden_units=[])
+    model = built("age", "rooms", output=(1,), hidden_units=[], pieces=0)
     # Both numbers, the gaps of one of them, and the bias.
     assert model.count_params() == 4
 
