@@ -6,7 +6,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -311,10 +311,20 @@ def restore(
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         reason, there = str(error).splitlines()[0], shapes(found)
         of_two = (two_for_one(there.get(path), each.shape) for path, each in variables.items())
+        hints = (uncut(there, variables), *of_two)
         raise UserError(
             f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
-            f"({reason}); train the same ones, or begin a new run{next(filter(None, of_two), '')}"
+            f"({reason}); train the same ones, or begin a new run{next(filter(None, hints), '')}"
         ) from None
+
+
+def uncut(there: Collection[str], here: Collection[str]) -> str:
+    """Return how a table's model is as it was before it cut numbers into pieces; else empty."""
+    new = {path for path in here if path.endswith("/flotilla_pieces/kernel")}
+    if not new or new & set(there):
+        return ""
+    before = "{pieces: 0, hidden_units: [64, 32], dropout: 0.0}"
+    return f"; one of before takes model.args: {before}, or those that it was trained with"
 
 
 def two_for_one(there: Sequence[int] | None, here: Sequence[int | None]) -> str:

@@ -108,7 +108,7 @@ class InputSpec:
     learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913
         cls,
         features: Mapping[str, Feature],
         inputs: Sequence[str],

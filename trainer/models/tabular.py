@@ -32,14 +32,14 @@ _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 _UNITS, _MOST_UNITS = 8, 2048
 
 
-def tabular(
+def tabular(  # noqa: PLR0913
     spec: InputSpec,
     *,
     hidden_units: Sequence[int] = (128, 128),
     dimension: int = 16,
     words: int = 200,
     dropout: float = 0.1,
-    pieces: int = 32,
+    pieces: int = 16,
 ) -> keras.Model:
     """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
 
@@ -149,7 +149,12 @@ class _Places:
         )
         missing = keras.ops.isnan(x)
         # One that is missing in no training example is taken for the median.
-        x = keras.ops.expand_dims(keras.ops.where(missing, 0.0, x), -1)
+        x = keras.ops.where(missing, 0.0, x)
+        # An infinite one times nothing would be none.
+        x = keras.ops.clip(
+            x, *(np.stack(each) for each in zip(*(e.ends for e in cut), strict=True))
+        )
+        x = keras.ops.expand_dims(x, -1)
         begins, steps = (np.stack(each) for each in zip(*(e.pieces() for e in cut), strict=True))
         x = keras.ops.clip((x - begins) * steps, 0.0, 1.0)
         units = max(1, min(_UNITS, _MOST_UNITS // len(names)))
@@ -239,6 +244,7 @@ class _Cut:
         spread = (high - low) or (edges[-1] - edges[0]) / 2 or 1.0
         self._most = most
         self._edges = (edges - middle) / spread
+        self.ends = self._edges[[0, -1]].astype(np.float32)
         # Without its outliers, beside which other numbers would be equal ones in single precision.
         self.layer = Normalization(
             float(middle), float(spread), dtype="float32", name=layer_of(name, "normalization")

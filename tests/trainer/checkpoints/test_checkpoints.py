@@ -15,6 +15,7 @@ from flotilla.trainer.checkpoints.checkpoints import (
     restore,
     restore_model,
     two_for_one,
+    uncut,
 )
 from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from flotilla.trainer.config.optimizer import OptimizerConfig
@@ -362,6 +363,12 @@ def test_a_run_says_itself_which_checkpoints_it_goes_on_with(tmp_path):
 )  # fmt: skip
 def test_a_model_of_two_classes_with_two_outputs_is_known(there, here, says):
     assert ("task.name: classification" in two_for_one(there, here)) == says
+
+
+def test_a_table_of_before_is_told_how_it_was():
+    here = {"model/flotilla_pieces/kernel": 1, "model/logits/kernel": 1}
+    assert "pieces: 0" in uncut({"model/logits/kernel": 1}, here)
+    assert not uncut(here, here)
 
 
 SPEC = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -60,12 +61,11 @@ EXAMPLES = {
 }
 
 
-def spec_of(*names, output=(2,)):
-    found = Statistics(splits={"train": SplitStatistics(examples=9, features=KNOWN)})
+def spec_of(*names, output=(2,), in_units=("price",), **known):
+    features = {**KNOWN, **known}
+    found = Statistics(splits={"train": SplitStatistics(examples=9, features=features)})
     learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
-    return InputSpec.of(
-        COLUMNS, names, output, targets=["price"], in_units=["price"], learnt=learnt
-    )
+    return InputSpec.of(COLUMNS, names, output, targets=["price"], in_units=in_units, learnt=learnt)
 
 
 def built(*names, output=(2,), **args):
@@ -110,6 +110,61 @@ def test_a_number_is_predicted_in_its_own_units():
     several = built("age", output={"price": (1,), "other": (2,)})(given("age"))
     assert np.all(np.abs(several["price"].numpy() - 1e5) < 1e5)
     assert np.all(np.abs(several["other"].numpy()) < 1e3)
+
+
+def test_outputs_are_scaled_only_where_the_task_asks_for_it():
+    config = ModelConfig(name="tabular")
+    model = registry.build(config, spec_of("age", output=(1,), in_units=()), 0)
+    assert np.all(np.abs(model(given("age")).numpy()) < 1e3)
+
+
+def quantiles_of(*values):
+    middle = {"mean": float(np.mean(values)), "std": float(np.std(values))}
+    quantiles = np.quantile(values, np.linspace(0, 1, 1001), method="nearest")
+    found = tuple(quantiles.astype(float).tolist())
+    return FeatureStatistics(kind="number", examples=9, quantiles=found, **middle)
+
+
+def test_an_outlier_makes_no_equals_of_other_numbers():
+    spec = spec_of("rooms", rooms=quantiles_of(*range(200), 10**15))
+    model = registry.build(ModelConfig(name="tabular"), spec, 0)
+    low, high, far, further = model(tf.constant([3, 150, 10**15, 10**18])).numpy()
+    assert np.abs(low - high).max() > 1e-3
+    np.testing.assert_array_equal(far, further)
+
+
+def test_each_value_of_few_is_a_piece_of_its_own():
+    spec = spec_of("rooms", rooms=quantiles_of(*[0] * 970, *[1] * 20, *[5] * 10))
+    model = registry.build(ModelConfig(name="tabular"), spec, 0)
+    pieces = keras.Model(model.inputs, model.get_layer("flotilla_pieces").input)
+    filled = pieces(tf.constant([-1, 0, 1, 3, 9])).numpy().sum((1, 2))
+    np.testing.assert_allclose(filled, [0, 0, 1, 1.5, 2], atol=1e-6)
+
+
+def test_infinite_and_unseen_gaps_give_finite_outputs():
+    model = registry.build(
+        ModelConfig(name="tabular"), spec_of("age", age=quantiles_of(1, 2, 3)), 0
+    )
+    numbers = model(tf.constant([np.inf, -np.inf, np.nan, 3e38, 2.0])).numpy()
+    assert np.isfinite(numbers).all()
+    # No example of the training had a gap: one is taken for the median.
+    np.testing.assert_allclose(numbers[2], numbers[4], rtol=1e-5)
+
+
+def test_without_pieces_it_has_the_variables_of_before():
+    names = ("age", "rooms", "city", "grade")
+    model = built(*names, pieces=0, hidden_units=[64, 32], dropout=0.0)
+    found = {each.path: tuple(each.shape) for each in model.variables}
+    assert found == {
+        "city_embedding/shard_0": (3, 16),
+        "grade_embedding/shard_0": (3, 16),
+        "hidden_0/kernel": (35, 64),
+        "hidden_0/bias": (64,),
+        "hidden_1/kernel": (64, 32),
+        "hidden_1/bias": (32,),
+        "logits/kernel": (32, 2),
+        "logits/bias": (2,),
+    }
 
 
 def test_values_that_come_again_are_categories_whatever_words_they_have():
@@ -170,6 +225,7 @@ def test_keras_reads_it_back():
         (("age",), {"words": 0}, "words: 0 is not allowed"),
         (("age",), {"dimension": 0}, "dimension: 0 is not allowed"),
         (("age",), {"hidden_units": [0]}, "hidden_units"),
+        (("age",), {"pieces": -1}, "pieces: -1 is not allowed"),
         (("age",), {"unit": 3}, "tabular has no argument 'unit'"),
     ],
 )
