@@ -151,9 +151,8 @@ class _Places:
         # One that is missing in no training example is taken for the median.
         x = keras.ops.where(missing, 0.0, x)
         # An infinite one times nothing would be none.
-        x = keras.ops.clip(
-            x, *(np.stack(each) for each in zip(*(e.ends for e in cut), strict=True))
-        )
+        low, high = np.stack([each.ends for each in cut], axis=1)
+        x = keras.ops.minimum(keras.ops.maximum(x, low), high)
         x = keras.ops.expand_dims(x, -1)
         begins, steps = (np.stack(each) for each in zip(*(e.pieces() for e in cut), strict=True))
         x = keras.ops.clip((x - begins) * steps, 0.0, 1.0)

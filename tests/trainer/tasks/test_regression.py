@@ -31,6 +31,11 @@ def case(shape, **args):
     return task, labels, outputs
 
 
+def test_a_model_begins_in_the_units_that_its_outputs_have():
+    assert Regression(target(LABELS[()])).in_units
+    assert not Regression(target(LABELS[()]), standardize=True).in_units
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", LABELS)
 @pytest.mark.parametrize("standardize", [False, True])
