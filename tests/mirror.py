@@ -26,6 +26,7 @@ MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
 # What tests of another name show, where none is named for a file and none imports it.
 ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
+    "CONTRIBUTING.md": ("tests/docs",),
     "README.md": ("tests/docs",),
     "components/kubernetes": ("tests/components/kubernetes",),
     "components/tfjob": ("tests/components/tfjob",),

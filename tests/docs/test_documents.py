@@ -24,7 +24,8 @@ from tests.house_rules.test_sizes import BUDGETS
 PAGES = [
     read(ROOT / path, ROOT)
     for path in files()
-    if path.suffix == ".md" and (path.parts[0] == "docs" or str(path) == "README.md")
+    if path.suffix == ".md"
+    and (path.parts[0] == "docs" or str(path) in {"README.md", "CONTRIBUTING.md"})
 ]
 NAMED = pytest.mark.parametrize("document", PAGES, ids=lambda document: str(document.path))
 SECTIONS = {name for name in Config.model_fields if name != "name"}
