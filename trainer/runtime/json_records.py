@@ -24,7 +24,7 @@ _MOST_DIGITS = 19
 
 
 def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else float(digits)
 
 
 _DECODER = json.JSONDecoder(parse_int=_integer)

@@ -16,7 +16,7 @@ ENTRY = FileEntry("a", 1, "00000000")
 _text = st.text(st.characters(exclude_categories=["Cs"]))
 _finite = st.floats(allow_nan=False, allow_infinity=False)
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers() | _finite | _text,
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | _finite | _text,
     lambda below: st.lists(below, max_size=3) | st.dictionaries(_text, below, max_size=3),
     max_leaves=8,
 )  # fmt: skip
