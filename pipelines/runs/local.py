@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 
 from flotilla.components.in_use import bundled
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
 from flotilla.pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
+from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process
 from flotilla.trainer.cluster.process import require_gpus
@@ -40,6 +41,7 @@ from flotilla.trainer.storage.uri import require_uri
 from flotilla.trainer.tracking import tracker
 
 OnEvent = Callable[[Event], None]
+GivenConfig = Config | Mapping[str, Any] | str | Path | None
 
 DEFAULT_CONFIG = Path("configs/digits.yaml")
 CONFIG = "config.json"
@@ -55,7 +57,7 @@ class RunOptions:
 
     Attributes:
         pipeline: `run`, `prepare` or `train`.
-        config: a configuration, its YAML file, or None: that of the run to resume, else
+        config: a configuration, its YAML file, a mapping, or None: that of the run to resume, else
             `configs/digits.yaml` in the current folder, else the defaults of every key.
         settings: `section.key=value` texts laid over the configuration.
         workdir: the folder below which everything is written.
@@ -65,7 +67,7 @@ class RunOptions:
     """
 
     pipeline: str = "run"
-    config: Config | str | Path | None = None
+    config: GivenConfig = None
     settings: Sequence[str] = ()
     workdir: str | Path = "runs"
     resume: str | None = None
@@ -76,10 +78,6 @@ class RunOptions:
         """Refuse what cannot be run; raises `ConfigError`."""
         if self.pipeline not in _PIPELINES:
             raise ConfigError(f"pipeline {self.pipeline!r} is none of {', '.join(_PIPELINES)}")
-        if isinstance(self.settings, str | Mapping):
-            raise ConfigError(
-                f'settings {self.settings!r} is no list: write ["section.key=value", ...]'
-            )
         if self.dataset and self.pipeline != "train":
             raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
         if self.dataset:
@@ -98,13 +96,14 @@ class RunOptions:
 
 
 def run(
-    config: Config | str | Path | None = None,
+    config: GivenConfig = None,
     *,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     workdir: str | Path = "runs",
     resume: str | None = None,
     code: str | Path = "",
     on_event: OnEvent | None = None,
+    **sections: Unpack[Sections],
 ) -> RunResult:
     """Run the whole pipeline on this machine, to its end.
 
@@ -112,58 +111,82 @@ def run(
     or process `cancel` does.
 
     Args:
-        config: a configuration, its YAML file, or None for the default; see `RunOptions`.
-        settings: `section.key=value` texts laid over the configuration.
+        config: a configuration, its YAML file, a mapping, or None for the default; see
+            `RunOptions`.
+        settings: laid over the configuration: a mapping, nested or with dotted keys, or
+            `section.key=value` texts.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         code: folder of your own modules, which the run gets as they are now; see `submit`.
         on_event: called with every event as it comes, in this thread.
+        sections: of the configuration, laid over `settings`.
 
     Raises:
         UserError: nothing was started; the message says why. A run that fails is returned.
+
+    Example:
+        result = flotilla.run("configs/digits.yaml", training={"steps": 200})
+        result.status, result.metrics["accuracy"], result.report
     """
-    asked = RunOptions(config=config, settings=settings, workdir=workdir, resume=resume, code=code)
-    return execute(start(asked), *asked.target(), on_event)
+    options = RunOptions(
+        config=config, settings=assignments_of(settings, sections), workdir=workdir, resume=resume,
+        code=code,
+    )  # fmt: skip
+    return execute(start(options), *options.target(), on_event)
 
 
 def train(
-    config: Config | str | Path | None = None,
+    config: GivenConfig = None,
     *,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     workdir: str | Path = "runs",
     dataset: str = "",
     resume: str | None = None,
     code: str | Path = "",
     on_event: OnEvent | None = None,
+    **sections: Unpack[Sections],
 ) -> RunResult:
-    """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`."""
+    """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`.
+
+    Example:
+        dataset = flotilla.prepare("configs/digits.yaml").artifacts["dataset"]
+        flotilla.train("configs/digits.yaml", dataset=dataset, training={"steps": 200})
+    """
     options = RunOptions(
-        pipeline="train", config=config, settings=settings, workdir=workdir, resume=resume,
-        dataset=dataset, code=code,
+        pipeline="train", config=config, settings=assignments_of(settings, sections),
+        workdir=workdir, resume=resume, dataset=dataset, code=code,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
 
 def prepare(
-    config: Config | str | Path | None = None,
+    config: GivenConfig = None,
     *,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     workdir: str | Path = "runs",
     code: str | Path = "",
     on_event: OnEvent | None = None,
+    **sections: Unpack[Sections],
 ) -> RunResult:
-    """Download, split, shard and publish the dataset. See `run`."""
+    """Download, split, shard and publish the dataset. See `run`.
+
+    Example:
+        flotilla.prepare("configs/digits.yaml", data={"shards": 4}).artifacts["dataset"]
+    """
     options = RunOptions(
-        pipeline="prepare", config=config, settings=settings, workdir=workdir, code=code
-    )
+        pipeline="prepare", config=config, settings=assignments_of(settings, sections),
+        workdir=workdir, code=code,
+    )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
 
-def configuration(config: Config | str | Path | None, settings: Sequence[str]) -> Config:
+def configuration(config: GivenConfig, settings: Sequence[str]) -> Config:
     """Return a configuration with `settings` laid over it; raises `ConfigError`.
 
-    Relative paths in a file are relative to it, and those of `settings` to the working folder.
+    Relative paths in a file are relative to it, all others to the working folder.
     """
+    if isinstance(config, Mapping):
+        return load_config(None, (*assignments_of(config), *settings))
     if isinstance(config, Config):
         return override(config, settings)
     if config is None and DEFAULT_CONFIG.exists():

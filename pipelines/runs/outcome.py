@@ -20,12 +20,13 @@ from flotilla.components.table import (
     maker_of,
     published_by,
 )
+from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.report import headline
-from flotilla.trainer.report.wording import rounded
+from flotilla.trainer.report.wording import rounded, spoken
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
-from flotilla.trainer.runtime.json_records import time_at
+from flotilla.trainer.runtime.json_records import is_number, time_at
 
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16
@@ -35,7 +36,7 @@ _MOST_METRICS = 4
 _RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
     """How a run ended, or how far it has come.
 
@@ -61,6 +62,22 @@ class RunResult:
     state: str = ""
     states: Mapping[str, str] = field(default_factory=dict)
     page: str = ""
+
+    def __repr__(self) -> str:
+        """Return the run, its status and its main metric."""
+        main = self.main_metric
+        value = {main.name: self.metrics.get(main.name)} if main else {}
+        return notebook.short("RunResult", self.run_id, self.status, **value)
+
+    def _repr_html_(self) -> str:
+        metrics = {f"test {spoken(name)}": value for name, value in self._plain_metrics.items()}
+        facts = {"status": self.status, "why": "; ".join(self.reasons) or self.message, **metrics}
+        facts |= {name: uri for name, uri in self.artifacts.items() if name != "report"}
+        return notebook.card(self.headline, {**facts, "report": self.report, "page": self.page})
+
+    @property
+    def _plain_metrics(self) -> dict[str, float]:
+        return {name: value for name, value in self.metrics.items() if is_number(value)}
 
     def metrics_of(self, output: Output) -> dict[str, Any]:
         """Return the metrics of the step that makes this output, or none if it was not done."""
@@ -132,6 +149,11 @@ class RunResult:
         """The URI of what each step has published, by the name of the artifact."""
         uris = {published_by(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
+
+    @property
+    def report(self) -> str:
+        """The URI of the report as a page, empty where there is none."""
+        return self.artifacts.get("report", "")
 
     @property
     def global_step(self) -> int | None:

@@ -224,13 +224,23 @@ def _keep_text(node: Any) -> None:
 
 
 def _takes_texts(path: Sequence[str]) -> bool:
-    kind: Any = Config if path and path[0] in _OF_COLUMNS else None
-    for part in path:
-        if _is_section(kind) and part in kind.model_fields:
-            kind = kind.model_fields[part].annotation
-        else:
-            return False
+    kind = _kind_of(path) if path and path[0] in _OF_COLUMNS else None
     return kind is str or (get_origin(kind) is tuple and get_args(kind)[0] is str)
+
+
+def is_section(path: Sequence[str]) -> bool:
+    """Return whether the key of this path is a section, or one within a section."""
+    return _is_section(_kind_of(path))
+
+
+def _kind_of(path: Sequence[str]) -> Any:
+    """Return the type of the key of this path; None where there is no such key."""
+    kind: Any = Config
+    for part in path:
+        if not _is_section(kind) or part not in kind.model_fields:
+            return None
+        kind = kind.model_fields[part].annotation
+    return kind
 
 
 def _values(node: Any, seen: dict[int, int]) -> int:

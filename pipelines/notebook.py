@@ -1,0 +1,47 @@
+"""How a notebook draws a result: a heading and a small table, every text escaped and masked."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+
+from flotilla.trainer.report.wording import formatted, rounded
+from flotilla.trainer.runtime.masking import unbroken
+
+# A notebook shows the first rows of a long table.
+_MOST_ROWS = 100
+
+
+def short(name: str, *words: object, **metrics: object) -> str:
+    """Return the one line that a prompt shows: `RunResult(digits-1 blessed, accuracy=0.97)`."""
+    said = " ".join(str(each) for each in words if each not in ("", None))
+    values = [f"{key}={rounded(value)}" for key, value in metrics.items() if value is not None]
+    return unbroken(f"{name}({', '.join(filter(None, [said, *values]))})")
+
+
+def card(heading: str, facts: Mapping[str, object]) -> str:
+    """Return a heading above the facts that are known, a line each."""
+    rows = [(name, value) for name, value in facts.items() if value not in ("", None, (), {}, [])]
+    return table(heading, ("", ""), rows)
+
+
+def table(heading: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a heading above a table; of a long one the first rows, and how many follow."""
+    found = [[_cell(value) for value in row] for row in rows]
+    left = len(found) - _MOST_ROWS
+    lines = [f"<p><b>{_escaped(heading)}</b></p><table>"]
+    if any(heads):
+        lines.append(f"<tr>{''.join(f'<th>{_escaped(head)}</th>' for head in heads)}</tr>")
+    lines += [
+        f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>"
+        for row in found[:_MOST_ROWS]
+    ]
+    return "".join([*lines, "</table>", f"<p>and {left} more rows</p>" if left > 0 else ""])
+
+
+def _cell(value: object) -> str:
+    return rounded(value) if isinstance(value, float) else formatted(value)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(unbroken(text))

@@ -1,0 +1,90 @@
+"""Settings from Python: mappings, nested or with dotted keys, as `section.key=value` texts.
+
+The texts are those of `--set`: one reader checks them, and a run that is resumed repeats them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+from flotilla.trainer.config.load import is_section, parse_value
+from flotilla.trainer.runtime.errors import ConfigError
+
+Settings = Mapping[str, Any] | Sequence[str]
+# What JSON leaves as it is within a text, and YAML takes as a line break or refuses.
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
+
+
+class Sections(TypedDict, total=False):
+    """Sections of the configuration as keywords, such as `training={"steps": 200}`."""
+
+    data: Mapping[str, Any]
+    task: Mapping[str, Any]
+    model: Mapping[str, Any]
+    training: Mapping[str, Any]
+    cluster: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+    gate: Mapping[str, Any]
+    export: Mapping[str, Any]
+    registry: Mapping[str, Any]
+    storage: Mapping[str, Any]
+
+
+def assignments_of(
+    settings: Settings = (), sections: Mapping[str, Any] | None = None
+) -> tuple[str, ...]:
+    """Return settings as `section.key=value` texts, then sections; raises `ConfigError`."""
+    if isinstance(settings, Mapping):
+        texts = [*_texts(settings)]
+    elif isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
+        raise ConfigError(
+            f"settings {settings!r}: write a mapping, such as {{'training.steps': 200}}, or a list "
+            "of 'section.key=value' texts"
+        )
+    else:
+        texts = [*settings]
+    return (*texts, *_texts(sections or {}))
+
+
+def value_text(key: str, value: Any) -> str:
+    """Return a value as `--set KEY=` takes it; raises `ConfigError` where it is no plain data."""
+    if isinstance(value, str | os.PathLike):
+        text = str(os.fspath(value))
+        try:
+            if parse_value(text, key) == text:
+                return text
+        except ConfigError:
+            # It is no YAML without quotes.
+            pass
+        value = text
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: the value is not plain data: {error}") from None
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield a text for each key; a section is merged by its keys, any other value is replaced."""
+    for name, value in tree.items():
+        path = (*above, *str(name).split("."))
+        if isinstance(value, Mapping) and is_section(path):
+            yield from _texts(value, path)
+        else:
+            key = ".".join(path)
+            yield f"{key}={value_text(key, value)}"
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has in place of a path, or of a number or an array of NumPy."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON")
