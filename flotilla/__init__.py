@@ -1,7 +1,102 @@
-"""Flotilla: TensorFlow models trained on parameter servers, as a Kubeflow pipeline."""
+"""Flotilla: TensorFlow models trained on parameter servers, as a Kubeflow pipeline.
+
+This is the public interface: what `flotilla` does from a shell, for a notebook, a script or a
+scheduler. Every function returns a value and prints nothing. What cannot be started raises a
+`UserError`; a run that started and failed is returned, with its `status`.
+
+    import flotilla
+
+    result = flotilla.run("configs/digits.yaml", training={"steps": 200})
+    result.status, result.metrics["accuracy"], result.report
+
+Names are loaded when they are first used, and none of them loads TensorFlow. What is not listed in
+`__all__` may change with any version; `flotilla.components` are for pipelines of your own.
+"""
 
 import os
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flotilla.pipelines import models
+    from flotilla.pipelines.compare import Comparison, compare
+    from flotilla.pipelines.predict import Prediction, predict
+    from flotilla.pipelines.replay.replay import evaluate
+    from flotilla.pipelines.runs.control import Cancellation, cancel, logs, status
+    from flotilla.pipelines.runs.kfp_access import Instance
+    from flotilla.pipelines.runs.kfp_watch import follow
+    from flotilla.pipelines.runs.local import prepare, run, train
+    from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.pipelines.runs.schedule import Scheduled, schedule
+    from flotilla.pipelines.runs.submission import Submitted, submit
+    from flotilla.pipelines.sweeps.local import SweepResult, sweep
+    from flotilla.trainer import events
+    from flotilla.trainer.config.schema import Config
+    from flotilla.trainer.runtime.errors import ConfigError, UserError
+
+__all__ = [
+    "Cancellation",
+    "Comparison",
+    "Config",
+    "ConfigError",
+    "Instance",
+    "Prediction",
+    "RunResult",
+    "Scheduled",
+    "Submitted",
+    "SweepResult",
+    "UserError",
+    "cancel",
+    "compare",
+    "evaluate",
+    "events",
+    "follow",
+    "logs",
+    "models",
+    "predict",
+    "prepare",
+    "run",
+    "schedule",
+    "status",
+    "submit",
+    "sweep",
+    "train",
+]
+
+# The client of KFP costs half a second, which runs on this machine do without.
+_HOMES = {
+    "flotilla.pipelines": ("models",),
+    "flotilla.pipelines.compare": ("Comparison", "compare"),
+    "flotilla.pipelines.predict": ("Prediction", "predict"),
+    "flotilla.pipelines.replay.replay": ("evaluate",),
+    "flotilla.pipelines.runs.control": ("Cancellation", "cancel", "logs", "status"),
+    "flotilla.pipelines.runs.kfp_access": ("Instance",),
+    "flotilla.pipelines.runs.kfp_watch": ("follow",),
+    "flotilla.pipelines.runs.local": ("prepare", "run", "train"),
+    "flotilla.pipelines.runs.outcome": ("RunResult",),
+    "flotilla.pipelines.runs.schedule": ("Scheduled", "schedule"),
+    "flotilla.pipelines.runs.submission": ("Submitted", "submit"),
+    "flotilla.pipelines.sweeps.local": ("SweepResult", "sweep"),
+    "flotilla.trainer": ("events",),
+    "flotilla.trainer.config.schema": ("Config",),
+    "flotilla.trainer.runtime.errors": ("ConfigError", "UserError"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME_OF[name]
+    found = getattr(import_module(home), name, None) or import_module(f"{home}.{name}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
 
 # `python -m flotilla.trainer` puts the working folder first, where a `json.py` is not Python's own.
 if (

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.components.records import gather_report
+from flotilla.pipelines import notebook
 from flotilla.pipelines.runs.local import check_run_id
+from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import BY_LOSS, MainMetric, main_first
 from flotilla.trainer.report import headline
@@ -20,7 +22,7 @@ _FEWEST = 2
 _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
     """Runs side by side: by group and name one value of each run, None where it has none.
 
@@ -35,10 +37,33 @@ class Comparison:
     best: tuple[str, ...] = ()
     intervals: Mapping[str, list[Any]] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Return the runs, and which of them is the best."""
+        best = f"best {', '.join(self.best)}" if self.best else ""
+        return notebook.short("Comparison", ", ".join(self.runs), best)
 
-def compare(runs: Sequence[str], workdir: Path) -> Comparison:
-    """Return verdict, metrics, progress, cost and settings of runs; raises `ConfigError`."""
-    runs = tuple(dict.fromkeys(runs))
+    def _repr_html_(self) -> str:
+        rows = (
+            [f"{group}: {name}", *row]
+            for group, of in self.groups.items()
+            for name, row in of.items()
+        )
+        best = f", best by {self.main_metric}: {', '.join(self.best)}" if self.best else ""
+        return notebook.table(f"{len(self.runs)} runs{best}", ("", *self.runs), rows)
+
+
+def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Comparison:
+    """Return verdict, metrics, progress, cost and settings of runs; raises `ConfigError`.
+
+    Example:
+        slow, fast = (flotilla.run(training={"steps": steps}) for steps in (2000, 200))
+        flotilla.compare([slow, fast]).best
+    """
+    return _compared([each if isinstance(each, str) else each.run_id for each in runs], workdir)
+
+
+def _compared(named: Sequence[str], place: str | Path) -> Comparison:
+    runs, workdir = tuple(dict.fromkeys(named)), Path(place)
     if len(runs) < _FEWEST:
         raise ConfigError("name two runs or more to compare")
     for run in runs:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flotilla.pipelines import notebook
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.promotion import registration, registry
@@ -16,10 +17,12 @@ from flotilla.trainer.promotion.registry import Promotion
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.storage.uri import require_uri
 
+__all__ = ["ModelDetails", "ModelVersion", "Promotion", "list", "promote", "rollback", "show"]
+
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ModelVersion:
     """One registered version of a model; its verdict is `promoted`, once a champion, or not.
 
@@ -39,8 +42,14 @@ class ModelVersion:
     verdict: str
     problem: str = ""
 
+    def __repr__(self) -> str:
+        """Return the version and its main metric."""
+        value = {self.main_metric: self.metrics.get(self.main_metric)} if self.main_metric else {}
+        words = (f"{self.name}@{self.version}", "champion" if self.champion else self.verdict)
+        return notebook.short("ModelVersion", *words, **value)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ModelDetails:
     """One version with its URI and lineage, and every promotion of its model, oldest first."""
 
@@ -49,19 +58,40 @@ class ModelDetails:
     lineage: Mapping[str, Any]
     promotions: tuple[Promotion, ...]
 
+    def __repr__(self) -> str:
+        """Return the version and where it is."""
+        return notebook.short(
+            "ModelDetails", f"{self.version.name}@{self.version.version}", self.uri
+        )
 
-def root_of(root: str, workdir: Path) -> str:
+    def _repr_html_(self) -> str:
+        facts = {"metrics": self.version.metrics, "created": self.version.created}
+        facts |= {"run": self.version.run_id, "where": self.uri, **self.lineage}
+        return notebook.card(f"{self.version.name}, version {self.version.version}", facts)
+
+
+def root_of(root: str, workdir: str | Path) -> str:
     """Return the storage root that was named, else that of the runs here; raises `ConfigError`."""
     if root:
         require_uri("--root", root)
     return root or storage.uri_of(workdir)
 
 
-def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
+def list_models(
+    name: str = "", *, workdir: str | Path = "runs", root: str = ""
+) -> tuple[ModelVersion, ...]:
     """Return every version of one model, or of all; raises `UserError`.
 
     Of all, one whose champion is not known hides no other.
+
+    Example:
+        for each in flotilla.models.list("digits"):
+            print(each.version, each.champion, each.metrics)
     """
+    return _versions(root_of(root, workdir), name)
+
+
+def _versions(root: str, name: str) -> tuple[ModelVersion, ...]:
     if name:
         made = registry.promotions(root, require_known(root, name))
         return tuple(_version(name, each, made) for each in registry.versions(root, name))
@@ -70,7 +100,7 @@ def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
 
 def _of_all(root: str, name: str) -> tuple[ModelVersion, ...]:
     try:
-        return versions(root, name)
+        return _versions(root, name)
     except UserError as error:
         return tuple(
             replace(_version(name, each, ()), verdict="unknown", problem=str(error))
@@ -78,13 +108,20 @@ def _of_all(root: str, name: str) -> tuple[ModelVersion, ...]:
         )
 
 
-def details(root: str, name: str, number: int = 0) -> ModelDetails:
-    """Return one version, the champion where the number is 0; raises `ConfigError`."""
-    require_known(root, name)
-    found = registry.version(root, name, number) if number else registry.champion(root, name)
+def show(
+    name: str, version: int = 0, *, workdir: str | Path = "runs", root: str = ""
+) -> ModelDetails:
+    """Return one version, the champion where the number is 0; raises `ConfigError`.
+
+    Example:
+        flotilla.models.show("digits").uri
+    """
+    place = root_of(root, workdir)
+    require_known(place, name)
+    found = registry.version(place, name, version) if version else registry.champion(place, name)
     if found is None:
-        raise ConfigError(f"{name} has no champion below {root}; name a version")
-    made = registry.promotions(root, name)
+        raise ConfigError(f"{name} has no champion below {place}; name a version")
+    made = registry.promotions(place, name)
     return ModelDetails(
         version=_version(name, found, made),
         uri=found.uri,
@@ -93,17 +130,28 @@ def details(root: str, name: str, number: int = 0) -> ModelDetails:
     )
 
 
-def promote(root: str, name: str, number: int) -> Promotion:
-    """Make a version the champion, and tell the trackers; raises `UserError`."""
-    require_known(root, name)
-    after = registry.newest(root, name)
-    return _announced(root, name, registry.promote(root, name, number, after=after, by=_user()))
+def promote(name: str, version: int, *, workdir: str | Path = "runs", root: str = "") -> Promotion:
+    """Make a version the champion, and tell the trackers; raises `UserError`.
+
+    Example:
+        flotilla.models.promote("digits", 3)
+    """
+    place = root_of(root, workdir)
+    require_known(place, name)
+    after = registry.newest(place, name)
+    made = registry.promote(place, name, version, after=after, by=_user())
+    return _announced(place, name, made)
 
 
-def rollback(root: str, name: str) -> Promotion:
-    """Make the version before the champion the champion again; raises `UserError`."""
-    require_known(root, name)
-    return _announced(root, name, registry.rollback(root, name, by=_user()))
+def rollback(name: str, *, workdir: str | Path = "runs", root: str = "") -> Promotion:
+    """Make the version before the champion the champion again; raises `UserError`.
+
+    Example:
+        flotilla.models.rollback("digits").version
+    """
+    place = root_of(root, workdir)
+    require_known(place, name)
+    return _announced(place, name, registry.rollback(place, name, by=_user()))
 
 
 def _announced(root: str, name: str, made: Promotion) -> Promotion:
@@ -155,3 +203,7 @@ def _user() -> str:
     except (OSError, KeyError):
         # A container may run as a number without a name.
         return "a person"
+
+
+# In the public interface this module is `flotilla.models`.
+list = list_models

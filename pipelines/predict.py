@@ -1,20 +1,23 @@
-"""`flotilla predict`: which model is meant, and the process that asks it."""
+"""Predictions of an exported model: which model is meant, and the process that asks it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla.pipelines import models
+from flotilla.pipelines import models, notebook
+from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.pipelines.runs.settings import plain
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process, termination
 from flotilla.trainer.events import Event
@@ -32,9 +35,23 @@ _POLL = 0.1
 EVENTS, _SUMMARY = "events.jsonl", "summary.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
-    """What was written: `closed` where the reader of standard output went away before the end."""
+    """What a model answered.
+
+    Attributes:
+        model: URI of the model.
+        output: the file that was written, `-` for standard output, empty for none.
+        rows: how many were answered.
+        skipped: rows that could not be read.
+        unsound: rows with an answer that is not finite.
+        seconds: from the first row read to the last one written.
+        closed: whether the reader of standard output went away before the end.
+        predictions: the answers in the order of the input, where no output was named.
+    """
 
     model: str
     output: str
@@ -43,11 +60,129 @@ class Prediction:
     unsound: int = 0
     seconds: float = 0.0
     closed: bool = False
+    predictions: tuple[dict[str, Any], ...] = ()
 
     @property
     def rows_per_second(self) -> float:
         """Rows written in a second, without the time to load the model."""
         return self.rows / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        """Return the model and the number of rows."""
+        left_out = {"skipped": self.skipped} if self.skipped else {}
+        return notebook.short("Prediction", self.model, self.output, rows=self.rows, **left_out)
+
+    def _repr_html_(self) -> str:
+        heads = list(dict.fromkeys(name for row in self.predictions for name in row))
+        rows = ([row.get(name) for name in heads] for row in self.predictions)
+        return notebook.table(f"{self.rows} rows {self.output}", heads, rows)
+
+
+def predict(
+    model: str | RunResult,
+    inputs: str | Path | Sequence[str | Path] | Rows = (),
+    *,
+    output: str | Path = "",
+    to: str = "",
+    format: str = "",
+    split: str = "",
+    columns: Sequence[str] = (),
+    batch_size: int = 0,
+    skip_bad: bool = False,
+    workdir: str | Path = "runs",
+    root: str = "",
+    on_event: Callable[[Event], None] | None = None,
+) -> Prediction:
+    """Ask a model about data of any size: classes, probabilities, numbers; raises `UserError`.
+
+    Args:
+        model: a run, `NAME` (its champion), `NAME@VERSION`, or the URI of a model.
+        inputs: files, folders, patterns or URIs: CSV, JSONL, Parquet, images; or rows: a list of
+            mappings, or a data frame.
+        output: the file to write: .csv, .jsonl or .parquet; `-` for standard output. Without one
+            the answers are in the result.
+        to: the form of the output, where its name does not say it.
+        format: the form of the inputs, where their names do not say it.
+        split: of a dataset; that of the model where there are no inputs.
+        columns: of the input, to copy to the rows; `*` for all.
+        batch_size: examples in a batch; as in the evaluation when 0.
+        skip_bad: whether rows that cannot be read are left out.
+        workdir: the folder of the runs on this machine.
+        root: the storage root of the registry; `workdir` when empty.
+        on_event: called with what the process says of its work and of the data.
+
+    Example:
+        answers = flotilla.predict("churn", [{"age": 41, "plan": "basic"}]).predictions
+        flotilla.predict("churn@3", "new.csv", output="answers.csv").rows
+    """
+    request = {"format": format, "split": split, "columns": list(columns)}
+    request |= {"batch_size": batch_size, "skip_bad": skip_bad}
+    with _as_files(inputs) as given, _place(str(output)) as place:
+        _check_inputs(given, split)
+        request |= {"inputs": given, "output": place, "form": form_of(place, to if output else "")}
+        if place != STANDARD_OUTPUT:
+            check_output(place, given)
+            request["output"] = os.path.abspath(place)
+        request["model"] = _uri_of(model, workdir, root)
+        found = answered(request, on_event or (lambda _event: None))
+        return found if output else replace(found, output="", predictions=_rows_in(place))
+
+
+@contextmanager
+def _place(output: str) -> Iterator[str]:
+    """Yield the output that was named, or else a file that is there for as long."""
+    if output:
+        yield output
+        return
+    with tempfile.TemporaryDirectory(prefix="flotilla-rows-") as name:
+        yield str(Path(name) / "rows.jsonl")
+
+
+def _rows_in(file: str) -> tuple[dict[str, Any], ...]:
+    with open(file, encoding="utf-8") as lines:
+        return tuple(json.loads(line) for line in lines)
+
+
+def _uri_of(model: str | RunResult, workdir: str | Path, root: str) -> str:
+    if not isinstance(model, RunResult):
+        return model_uri(model, models.root_of(root, Path(workdir)))
+    if uri := model.artifacts.get("model"):
+        return uri
+    raise ConfigError(f"MODEL: the run {model.run_id} exported none ({model.status})")
+
+
+@contextmanager
+def _as_files(inputs: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the paths and URIs of the inputs; rows are in a file for as long."""
+    # A data frame.
+    rows = inputs.to_dict("records") if hasattr(inputs, "to_dict") else inputs
+    if isinstance(rows, str | os.PathLike):
+        yield (os.fspath(rows),)
+    elif rows and all(isinstance(each, Mapping) for each in rows):
+        with tempfile.TemporaryDirectory(prefix="flotilla-inputs-") as name:
+            file = Path(name) / "rows.jsonl"
+            file.write_text("".join(f"{_line(each)}\n" for each in rows), encoding="utf-8")
+            yield (str(file),)
+    else:
+        yield tuple(os.fspath(each) for each in rows)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Return a row as JSON; what a data frame lacks is NaN."""
+    known = {
+        str(name): None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in row.items()
+    }
+    return json.dumps(known, default=plain)
+
+
+def _check_inputs(given: tuple[str, ...], split: str) -> None:
+    if any(not each.strip() for each in given):
+        raise ConfigError("INPUT: one is empty: name a file, a folder or a URI")
+    if not given and not split:
+        raise ConfigError("INPUT: name files, or a split of the model's own dataset by --split")
+    if split and given and (len(given) > 1 or "://" not in given[0]):
+        raise ConfigError("INPUT: with --split, name the URI of one dataset, or none")
 
 
 def model_uri(model: str, root: str) -> str:
@@ -98,7 +233,7 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
                 raise ConfigError(f"-o: {output} is an input as well; name another file")
 
 
-def predict(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
+def answered(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
     """Answer a `Request` as JSON in a process of its own, which writes rows to standard output.
 
     `on_event` is called with what that process says of its work and of the data. Raises

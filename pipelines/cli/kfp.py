@@ -222,7 +222,7 @@ def schedule(
     )
     access, loaded = instance.access(), configuration(config, assignments or ())
     submission = Submission(config=loaded, name=name or loaded.name, **target)
-    return _scheduled(scheduling.schedule(access, _with_code(submission, code), timing))
+    return _scheduled(scheduling.put_schedule(access, _with_code(submission, code), timing))
 
 
 def _scheduled(made: Scheduled) -> Answer:

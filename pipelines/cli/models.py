@@ -44,7 +44,7 @@ def list_models(
     from flotilla.trainer.report.headline import constant_of, main_value
 
     place = registered.root_of(root, workdir)
-    found = registered.versions(place, name)
+    found = registered.list_models(name, workdir=workdir, root=root)
     rows = [
         {
             "model": each.name,
@@ -90,7 +90,7 @@ def show_model(
     from flotilla.trainer.report.headline import headline
     from flotilla.trainer.report.wording import formatted, rounded
 
-    found = registered.details(registered.root_of(root, workdir), name, version)
+    found = registered.show(name, version, workdir=workdir, root=root)
     row = asdict(found.version)
     facts = {"name": name, "version": row["version"], "measured": row["measured"]}
     facts["verdict"] = "champion" if row["champion"] else "registered"
@@ -130,7 +130,7 @@ def promote_model(
     """Make a version the champion."""
     from flotilla.pipelines import models as registered
 
-    return _promoted(name, registered.promote(registered.root_of(root, workdir), name, version))
+    return _promoted(name, registered.promote(name, version, workdir=workdir, root=root))
 
 
 @models.command("rollback", epilog=PROMOTED)
@@ -139,7 +139,7 @@ def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
     """Make the previous champion the champion again."""
     from flotilla.pipelines import models as registered
 
-    return _promoted(name, registered.rollback(registered.root_of(root, workdir), name))
+    return _promoted(name, registered.rollback(name, workdir=workdir, root=root))
 
 
 def _promoted(name: str, made: Promotion) -> Answer:

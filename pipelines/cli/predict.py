@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal
 
 import typer
@@ -67,47 +66,31 @@ def predict(
     root: Root = "",
 ) -> Answer:
     """Ask a model about data of any size: classes, probabilities, numbers."""
-    from flotilla.pipelines import models
     from flotilla.pipelines import predict as predicting
     from flotilla.pipelines.cli.live import Display
 
-    given = _inputs(inputs, split)
-    form = predicting.form_of(output, to or "")
     if output == predicting.STANDARD_OUTPUT and context.obj:
         raise ConfigError("-o: with --json rows need a file: name it by -o")
-    if output != predicting.STANDARD_OUTPUT:
-        predicting.check_output(output, given)
-        output = os.path.abspath(output)
-    uri = predicting.model_uri(model, models.root_of(root, workdir))
-    request = {
-        "model": uri,
-        "inputs": given,
-        "output": output,
-        "form": form,
-        "split": split,
-        "format": format_ or "",
-        "columns": [name for each in columns or () for name in each.split(",") if name],
-        "batch_size": batch_size,
-        "skip_bad": skip_bad,
-    }
     with Display(f"predict {model}") as show:
-        found = predicting.predict(request, show)
+        found = predicting.predict(
+            model,
+            inputs or (),
+            output=output or predicting.STANDARD_OUTPUT,
+            to=to or "",
+            format=format_ or "",
+            split=split,
+            columns=[name for each in columns or () for name in each.split(",") if name],
+            batch_size=batch_size,
+            skip_bad=skip_bad,
+            workdir=workdir,
+            root=root,
+            on_event=show,
+        )
     if not found.closed:
         left_out = f", {found.skipped} left out" if found.skipped else ""
-        where = "standard output" if output == predicting.STANDARD_OUTPUT else output
+        where = "standard output" if found.output == predicting.STANDARD_OUTPUT else found.output
         say(f"{found.rows} rows{left_out} ({found.rows_per_second:,.0f} rows/s) in {where}")
     summary = ("rows", "skipped", "unsound", "output")
     more: dict[str, Any] = {name: getattr(found, name) for name in summary}
     more["rows_per_second"] = round(found.rows_per_second, 1)
-    return Answer(artifacts={"model": uri}, more=more)
-
-
-def _inputs(inputs: list[str] | None, split: str) -> tuple[str, ...]:
-    given = tuple(inputs or ())
-    if any(not each.strip() for each in given):
-        raise ConfigError("INPUT: one is empty: name a file, a folder or a URI")
-    if not given and not split:
-        raise ConfigError("INPUT: name files, or a split of the model's own dataset by --split")
-    if split and given and (len(given) > 1 or "://" not in given[0]):
-        raise ConfigError("INPUT: with --split, name the URI of one dataset, or none")
-    return given
+    return Answer(artifacts={"model": found.model}, more=more)

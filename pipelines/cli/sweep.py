@@ -17,6 +17,7 @@ from flotilla.trainer.runtime.output.streams import say
 if TYPE_CHECKING:
     from flotilla.pipelines.cli.tables import Table
     from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.pipelines.sweeps.local import SweepResult
     from flotilla.pipelines.sweeps.plan import SweepOptions
     from flotilla.trainer.sweeps.sweep import Result, Sweep, Trial
 
@@ -99,11 +100,8 @@ def sweep(
         better=better,
         parallel=parallel,
     )
-    if resume is not None and (to_compile or options != SweepOptions(parallel=parallel)):
-        raise ConfigError(
-            "--resume goes on with the trials of the sweep: leave all but --workdir and "
-            "--parallel out"
-        )
+    if resume is not None and to_compile:
+        raise ConfigError("--resume goes on with a sweep of this machine: leave --compile out")
     if to_compile:
         return _compiled(options, output_file or Path("build/sweep.yaml"), image, pods)
     if output_file or image or pods != NO_SETTINGS:
@@ -133,7 +131,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     from flotilla.pipelines.cli.live import SweepDisplay
     from flotilla.pipelines.sweeps import local
 
-    begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
+    begun = local.begin(options, workdir, resume)
     errors = Terminal(stderr=True)
 
     errors.print(
@@ -155,7 +153,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
         errors.print(f"flotilla: {line}")
     if result.measured:
         show_verdict(errors, result)
-    return _answer(begun.sweep, result)
+    return _answer(local.result_of(begun.sweep, result))
 
 
 def _line(sweep: Sweep, trial: Trial) -> str:
@@ -195,20 +193,20 @@ def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
     return lines
 
 
-def _answer(sweep: Sweep, result: RunResult) -> Answer:
-    best = sweep.chosen
+def _answer(result: SweepResult) -> Answer:
+    best = result.best
     return Answer(
         status=result.status,
         code=result.exit_code,
         run_id=best.run_id if best else "",
-        metrics=dict(sweep.test),
+        metrics=result.metrics,
         artifacts=result.artifacts,
         message=result.message,
         more={
-            "sweep": sweep.sweep_id,
+            "sweep": result.sweep_id,
             "best": best.number if best else 0,
-            "command": sweep.command(),
-            "trials": _trees(sweep),
+            "command": result.sweep.command(),
+            "trials": _trees(result.sweep),
         },
     )
 

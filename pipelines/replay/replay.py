@@ -17,13 +17,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, Unpack
 
 from flotilla.components import contract
 from flotilla.components.launchers import DEBUGGER
@@ -43,13 +43,22 @@ from flotilla.components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, s
 from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.control import step_named
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
+from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.form import SETTINGS, WHOLE, tree_of
+from flotilla.trainer.config.load import override
 from flotilla.trainer.events import StepBegin, StepEnd
 from flotilla.trainer.events.run_state import state_of
 from flotilla.trainer.promotion import lineage, registry
 from flotilla.trainer.runtime import cores, signals, user_code
-from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError, nearest
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    ConfigError,
+    RunInterruptedError,
+    UserError,
+    nearest,
+)
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
 from flotilla.trainer.runtime.user_code import frames_of
 from flotilla.trainer.storage.errors import reported
@@ -57,7 +66,7 @@ from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.uri import locate
 from flotilla.trainer.tracking.addresses import HUB
 
-REPLAYS, CALL, STORAGE = "replays", "replay.json", "storage"
+REPLAYS, CALL, STORAGE, LOG = "replays", "replay.json", "storage", "replay.log"
 # So long a step that was asked to end may take.
 _END_SECONDS = 20
 _MOST_SERVERS, _MOST_NAMED = 2, 3
@@ -87,12 +96,14 @@ def replay(
     workdir: Path,
     *,
     debug: bool = False,
+    quiet: bool = False,
     on_line: OnLine = lambda _line: None,
 ) -> ReplayResult:
     """Run a step of a run again on this machine; nothing of the run is changed.
 
     `on_line` is called with each remark before the step begins; with `debug` pdb stops where it
-    fails. Raises `UserError`, and `RunInterruptedError` at a signal.
+    fails. With `quiet` the output of the step is in a file of the folder. Raises `UserError`, and
+    `RunInterruptedError` at a signal.
     """
     local.require_current_folder()
     require_arguments(recorded.given)
@@ -115,9 +126,49 @@ def replay(
     call |= {"artifacts": dict(recorded.given.artifacts)}
     with reported(f"write to {folder}"):
         (folder / CALL).write_text(json.dumps(call, indent=2), encoding="utf-8")
-    stages, is_killed = _run(recorded, folder, debug=debug)
+    with (folder / LOG).open("wb") if quiet else nullcontext() as log:
+        stages, is_killed = _run(recorded, folder, log, debug=debug)
     shutil.rmtree(folder / "tmp", ignore_errors=True)
     return ReplayResult(stages=stages, is_killed=is_killed, folder=folder, remarks=tuple(remarks))
+
+
+def evaluate(
+    run: str | RunResult,
+    *,
+    settings: Settings = (),
+    workdir: str | Path = "runs",
+    root: str = "",
+    instance: Instance | None = None,
+    **sections: Unpack[Sections],
+) -> RunResult:
+    """Evaluate the model of a run again, and judge it by the gate; nothing of the run is changed.
+
+    Args:
+        run: a run, its id, or its name on an instance.
+        settings: laid over the configuration of the run, such as other slices, or another gate.
+        workdir: the folder of the runs on this machine, below which the evaluation is written.
+        root: the storage root of the run, where it is not that of the workdir.
+        instance: the KFP instance of the run.
+        sections: of the configuration, laid over `settings`.
+
+    Raises:
+        UserError: the run has no model, or what it had is gone.
+
+    Example:
+        flotilla.evaluate(result, gate={"min": {"accuracy": 0.99}}).reasons
+    """
+    folder, named = Path(workdir), run if isinstance(run, str) else run.run_id
+    place = [f"storage.root={root}"] if root else []
+    found = find(named, EVALUATE, settings=place, workdir=folder, instance=instance or Instance())
+    config = config_in(found.given.arguments)
+    if config and (texts := assignments_of(settings, sections)):
+        changed = override(config, texts).model_dump_json()
+        given = replace(found.given, arguments={**found.given.arguments, "config": changed})
+        found = replace(found, given=given)
+    done = replay(found, folder, quiet=True)
+    state = state_of(events.read(done.folder / local.EVENTS))
+    result = outcome_of(state, None if done.is_killed else DONE, interrupted=False)
+    return replace(result, run_id=named, folder=done.folder)
 
 
 def require_arguments(given: Given) -> None:
@@ -289,7 +340,9 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
     return {**left, **here}
 
 
-def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> tuple[tuple[StepEnd, ...], bool]:
+def _run(
+    recorded: RecordedStep, folder: Path, log: IO[bytes] | None, *, debug: bool
+) -> tuple[tuple[StepEnd, ...], bool]:
     """Run the process of a replay; return how its stages ended, and whether the last was killed."""
     # A debugger needs the terminal, whose Ctrl-C would reach the step as well: it gets none.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
@@ -299,7 +352,8 @@ def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> tuple[tuple[St
             env=_environment(recorded, folder, debug=debug),
             stdin=None if debug else subprocess.DEVNULL,
             # Standard output is that of the command.
-            stdout=sys.__stderr__,
+            stdout=log or sys.__stderr__,
+            stderr=log,
             start_new_session=not debug,
         )
     finally:

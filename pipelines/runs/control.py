@@ -70,7 +70,11 @@ def list_remote(
 
 
 def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> RunResult:
-    """Return the result of a run, or how far it has come; raises `UserError`."""
+    """Return the result of a run, or how far it has come; raises `UserError`.
+
+    Example:
+        flotilla.status("digits-20260101-120000-1a2b").status
+    """
     if local_status.is_local(Path(workdir), run):
         return local_status.status_of(Path(workdir), run)
     from flotilla.pipelines.runs.kfp_outcome import result_of
@@ -107,6 +111,9 @@ def logs(
 
     Raises:
         UserError: there is no such run, step or task, or its log cannot be read.
+
+    Example:
+        flotilla.logs(result.run_id, on_line=lambda line: print(line.label, line.text))
     """
     folder = Path(workdir)
     client = None if local_status.is_local(folder, run) else _client(run, workdir, instance)
@@ -147,7 +154,11 @@ def step_named(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...
 def cancel(
     run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None
 ) -> Cancellation:
-    """Cancel a run, which ends with a last checkpoint; raises `UserError`."""
+    """Cancel a run, which ends with a last checkpoint; raises `UserError`.
+
+    Example:
+        flotilla.cancel("digits-20260101-120000-1a2b").was_running
+    """
     folder = Path(workdir)
     if local_status.is_local(folder, run):
         # A second signal would end the upload of the last checkpoint.

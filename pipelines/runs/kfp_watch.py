@@ -56,6 +56,9 @@ def follow(
 
     Raises:
         UserError: there is no such run, or the instance cannot be reached.
+
+    Example:
+        flotilla.follow(flotilla.submit("configs/digits.yaml").run_id).metrics
     """
     client = connect((instance or Instance()).access())
     run_id = run_of(client, run).run_id

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, tzinfo
-from typing import Any
+from pathlib import Path
+from typing import Any, Unpack
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
@@ -24,10 +25,20 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
+from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import defaults_of
-from flotilla.pipelines.runs.kfp_access import Access
+from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
-from flotilla.pipelines.runs.submission import Submission, experiment_id, run_parameters
+from flotilla.pipelines.runs.local import GivenConfig
+from flotilla.pipelines.runs.settings import Settings
+from flotilla.pipelines.runs.submission import (
+    Submission,
+    Target,
+    experiment_id,
+    run_parameters,
+    submission_of,
+    with_code,
+)
 from flotilla.pipelines.runs.upload import Version, newest_version, version_of
 from flotilla.pipelines.step_settings import check_image
 from flotilla.trainer.code.bundle import forget_schedule, note_schedule
@@ -173,7 +184,7 @@ def zone_of(name: str) -> tzinfo:
         raise ConfigError(f"--timezone {name!r} is no time zone, such as Europe/Berlin") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Scheduled:
     """A schedule as it is on the instance now.
 
@@ -195,8 +206,61 @@ class Scheduled:
     version: Version
     remarks: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the schedule, what was done, and when it starts a run."""
+        return notebook.short("Scheduled", self.name, self.action, self.timing)
 
-def schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
+    def _repr_html_(self) -> str:
+        facts = {"when": self.timing, "next": self.next, "version": self.version.name}
+        return notebook.card(f"schedule {self.name} {self.action}", facts)
+
+
+def schedule(
+    config: GivenConfig = None,
+    *,
+    settings: Settings = (),
+    cron: str = "",
+    every: str = "",
+    timezone: str = "UTC",
+    name: str = "",
+    latest: bool = False,
+    catch_up: bool = False,
+    at_once: int = 1,
+    instance: Instance | None = None,
+    code: str | Path = "",
+    **target: Unpack[Target],
+) -> Scheduled:
+    """Start runs on a KFP instance regularly: one schedule of each name.
+
+    Args:
+        config: with `settings` and `code` as of `submit`.
+        settings: laid over the configuration.
+        cron: five fields, or six with seconds first.
+        every: in place of `cron`: 90s, 30m, 6h or 1d.
+        timezone: the one in which the instance reads `cron`.
+        name: of the schedule; the model's when empty.
+        latest: whether each run takes the newest version at its time.
+        catch_up: whether missed runs are started later.
+        at_once: how many runs there may be at a time.
+        instance: the KFP instance; from the environment when left out.
+        code: folder of your own modules.
+        target: see `flotilla.pipelines.runs.submission.Target`.
+
+    Example:
+        flotilla.schedule("configs/digits.yaml", cron="0 3 * * *", training={"steps": 200}).next
+    """
+    when = timing(
+        cron, every, zone=timezone, catch_up=catch_up, at_once=at_once, latest=latest,
+        version=target.get("version", ""),
+    )  # fmt: skip
+    access, submission = (instance or Instance()).access(), submission_of(config, settings, target)
+    submission = replace(submission, name=name or submission.config.name)
+    if code:
+        submission, _ = with_code(submission, code)
+    return put_schedule(access, submission, when)
+
+
+def put_schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
     """Make this the one schedule of its name; raises `UserError`."""
     words, upcoming = _when(timing)
     client = connect(access)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from flotilla.trainer.config.load import is_section, parse_value
@@ -50,6 +50,20 @@ def assignments_of(
     return (*texts, *_texts(sections or {}))
 
 
+def searched_texts(search: Settings) -> Iterator[str]:
+    """Yield the texts of a search: a list is values to try, a text is taken as it is."""
+    if not isinstance(search, Mapping):
+        yield from assignments_of(search)
+        return
+    for key, values in search.items():
+        if isinstance(values, str):
+            yield f"{key}={values}"
+        elif isinstance(values, Mapping) or not isinstance(values, Iterable):
+            raise ConfigError(f"search: {key}: {values!r} is no list of values, and no range")
+        else:
+            yield f"{key}={','.join(value_text(key, each) for each in values)}"
+
+
 def value_text(key: str, value: Any) -> str:
     """Return a value as `--set KEY=` takes it; raises `ConfigError` where it is no plain data."""
     if isinstance(value, str | os.PathLike):
@@ -62,7 +76,7 @@ def value_text(key: str, value: Any) -> str:
             pass
         value = text
     try:
-        text = json.dumps(value, ensure_ascii=False, default=_plain)
+        text = json.dumps(value, ensure_ascii=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key}: the value is not plain data: {error}") from None
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -79,7 +93,7 @@ def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str
             yield f"{key}={value_text(key, value)}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return what JSON has in place of a path, or of a number or an array of NumPy."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from kfp_server_api import V2beta1Experiment
 
 from flotilla.components.in_use import bundled
 from flotilla.components.records.run_store import FLOTILLA
+from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import Package, package_of, parameters_of
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
-from flotilla.pipelines.runs.local import configuration, run_name
+from flotilla.pipelines.runs.local import GivenConfig, configuration, run_name
+from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
 from flotilla.pipelines.runs.upload import Version, equals, version_of
 from flotilla.pipelines.step_settings import check_image, check_target
 from flotilla.trainer import storage
@@ -55,7 +57,7 @@ class Submission:
         check_target(self.pipeline_root, self.service_account)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Submitted:
     """A run that was started; `version` is None for a pipeline that was sent along."""
 
@@ -63,56 +65,80 @@ class Submitted:
     page: str
     version: Version | None = None
 
+    def __repr__(self) -> str:
+        """Return the run and its page."""
+        return notebook.short("Submitted", self.run_id, self.page)
+
+    def _repr_html_(self) -> str:
+        version = self.version.name if self.version else ""
+        return notebook.card(f"run {self.run_id}", {"page": self.page, "version": version})
+
+
+class Target(Sections, total=False):
+    """Where a run goes on an instance, and sections of the configuration.
+
+    Attributes:
+        pipeline: name of the uploaded pipeline.
+        version: of it; the newest when left out.
+        experiment: the group of runs, which is created where it does not exist.
+        pipeline_root: where KFP keeps artifacts; the instance's default when left out.
+        service_account: of the pods; the instance's default when left out.
+        image: of all steps and tasks; the one that the pipeline was compiled for when left out.
+    """
+
+    pipeline: str
+    version: str
+    experiment: str
+    pipeline_root: str
+    service_account: str
+    image: str
+
+
+_TARGET = ("pipeline", "version", "experiment", "pipeline_root", "service_account", "image")
+
 
 def submit(
-    config: Config | str | Path | None = None,
+    config: GivenConfig = None,
     *,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     instance: Instance | None = None,
     file: str | Path | None = None,
-    pipeline: str = PIPELINE,
-    version: str = "",
-    experiment: str = EXPERIMENT,
     name: str = "",
-    pipeline_root: str = "",
-    service_account: str = "",
-    image: str = "",
     code: str | Path = "",
+    **target: Unpack[Target],
 ) -> Submitted:
     """Start a run on a KFP instance and return at once; see `follow`.
 
     Args:
-        config: a configuration, its YAML file, or None for the default.
-        settings: `section.key=value` texts laid over the configuration.
+        config: a configuration, its YAML file, a mapping, or None for the default.
+        settings: laid over the configuration, as of `run`.
         instance: the KFP instance; from the environment when left out.
         file: a compiled pipeline to run in place of an uploaded version.
-        pipeline: name of the uploaded pipeline.
-        version: of it; the newest when empty.
-        experiment: the group of runs, which is created where it does not exist.
         name: of the run; from the configuration and the time when empty.
-        pipeline_root: where KFP keeps artifacts; the instance's default when empty.
-        service_account: of the pods; the instance's default when empty.
-        image: of all steps and tasks; the one that the pipeline was compiled for when empty.
         code: folder of your own modules, which the steps find; those of the image when empty.
+        target: see `Target`.
 
     Raises:
         UserError: the configuration or a parameter is wrong, or the instance refuses the run.
+
+    Example:
+        instance = flotilla.Instance(endpoint="http://localhost:8888")
+        flotilla.submit("configs/digits.yaml", instance=instance, training={"steps": 200}).page
     """
-    submission = Submission(
-        config=configuration(config, settings),
-        package=package_to_send(file, version),
-        pipeline=pipeline,
-        version=version,
-        experiment=experiment,
-        name=name,
-        pipeline_root=pipeline_root,
-        service_account=service_account,
-        image=image,
-    )
+    submission = submission_of(config, settings, target)
+    package = package_to_send(file, submission.version)
     access = (instance or Instance()).access()
+    submission = replace(submission, name=name, package=package)
     if code:
         submission, _ = with_code(submission, code)
     return start(connect(access), submission)
+
+
+def submission_of(config: GivenConfig, settings: Settings, target: Target) -> Submission:
+    """Return what is to be run, without a name; raises `ConfigError`."""
+    given: dict[str, Any] = dict(target)
+    own = {name: given.pop(name) for name in _TARGET if name in given}
+    return Submission(config=configuration(config, assignments_of(settings, given)), **own)
 
 
 def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bundle]:

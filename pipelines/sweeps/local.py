@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Unpack
 
 from flotilla.components.table import maker_of
+from flotilla.pipelines import notebook
 from flotilla.pipelines.runs import local, local_status
+from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.outcome import RunResult
+from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of, searched_texts
 from flotilla.pipelines.sweeps.plan import SweepOptions, planned
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import Event, StepEnd
@@ -35,13 +39,127 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.signals import on_interrupt
 from flotilla.trainer.sweeps import sweep as trials
 from flotilla.trainer.sweeps.study import FILE, OLD_FILE, Study
-from flotilla.trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of
+from flotilla.trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of, table_of
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
 # How long a request to stop may wait until it is passed on.
 LOOK_SECONDS = 0.2
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SweepResult:
+    """How a sweep ended.
+
+    Attributes:
+        status: of the best run: `blessed` or `refused`; `failed` or `interrupted`.
+        exit_code: of the command line.
+        message: one line that says why, empty when all went well.
+        metrics: of the best model on the test split.
+        artifacts: URI by name, of the best run.
+    """
+
+    sweep: Sweep
+    status: str
+    exit_code: int
+    message: str
+    metrics: Mapping[str, Any]
+    artifacts: Mapping[str, str]
+
+    @property
+    def sweep_id(self) -> str:
+        """The id, by which a sweep is resumed."""
+        return self.sweep.sweep_id
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All trials, in the order of their numbers."""
+        return self.sweep.trials
+
+    @property
+    def best(self) -> Trial | None:
+        """The best trial by validation; None until it is chosen."""
+        return self.sweep.chosen
+
+    def __repr__(self) -> str:
+        """Return the sweep, its status and its best trial."""
+        best = f"best {dict(self.best.settings)}" if self.best else ""
+        return notebook.short("SweepResult", self.sweep_id, self.status, best)
+
+    def _repr_html_(self) -> str:
+        return notebook.table(f"sweep {self.sweep_id}: {self.status}", *table_of(self.sweep))
+
+
+def sweep(
+    config: GivenConfig = None,
+    search: Settings = (),
+    *,
+    settings: Settings = (),
+    random: int | None = None,
+    tpe: int | None = None,
+    seed: int | None = None,
+    halving: bool = False,
+    metric: str = "",
+    better: str = "",
+    parallel: int = 1,
+    workdir: str | Path = "runs",
+    resume: str | None = None,
+    on_trial: OnTrial | None = None,
+    **sections: Unpack[Sections],
+) -> SweepResult:
+    """Try settings, choose the best by validation, and promote that one.
+
+    Args:
+        config: a configuration, its YAML file, a mapping, or None for the default.
+        search: a list of values by key, or a range as a text: `0.001..0.1` or `0.001..0.1:log`.
+        settings: the same for all trials; see `run`.
+        random: how many trials to draw; the whole grid when left out.
+        tpe: how many trials TPE chooses, each by those before it.
+        seed: of `random` and `tpe`.
+        halving: whether all train a little, and the best third goes on, repeatedly.
+        metric: of validation, to choose by; else the main one.
+        better: which value of `metric` is: `higher` or `lower`.
+        parallel: trials at a time.
+        workdir: the folder below which everything is written.
+        resume: id of a sweep to go on with.
+        on_trial: called with the sweep and each trial that begins or ends.
+        sections: of the configuration, laid over `settings`.
+
+    Example:
+        flotilla.sweep("configs/digits.yaml", {"training.batch_size": [32, 64]}).best.settings
+    """
+    options = SweepOptions(
+        config=config, settings=(*assignments_of(settings, sections), *searched_texts(search)),
+        random=random, tpe=tpe, seed=seed, halving=halving, metric=metric, better=better,
+        parallel=parallel,
+    )  # fmt: skip
+    begun = begin(options, Path(workdir), resume)
+    try:
+        run = execute(begun, parallel, on_trial)
+    finally:
+        begun.close()
+    return result_of(begun.sweep, run)
+
+
+def result_of(sweep: Sweep, run: RunResult) -> SweepResult:
+    """Return how a sweep ended, by the run of its best trial."""
+    return SweepResult(
+        sweep=sweep, status=run.status, exit_code=run.exit_code, message=run.message,
+        metrics=dict(sweep.test), artifacts=run.artifacts,
+    )  # fmt: skip
+
+
+def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
+    """Lay out a new sweep, or return the one that is to go on; raises `UserError`."""
+    if resume is None:
+        return start(options, workdir)
+    if options != SweepOptions(parallel=options.parallel):
+        raise ConfigError(
+            "--resume goes on with the trials of the sweep: leave all but --workdir and "
+            "--parallel out"
+        )
+    return resumed(resume, workdir)
 
 
 def start(options: SweepOptions, workdir: Path) -> Study:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from optuna.distributions import distribution_to_json
 
-from flotilla.pipelines.runs.local import DEFAULT_CONFIG, configuration
+from flotilla.pipelines.runs.local import DEFAULT_CONFIG, GivenConfig, configuration
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.space import MOST_TRIALS, Space, corners, drawn, grid, space_of
@@ -34,7 +33,7 @@ class SweepOptions:
         better: `higher` or `lower`; empty where the name of the metric says it.
     """
 
-    config: Config | str | Path | None = None
+    config: GivenConfig = None
     settings: Sequence[str] = ()
     random: int | None = None
     tpe: int | None = None
@@ -105,8 +104,8 @@ def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, .
     return "grid", grid(space)
 
 
-def _named(config: Config | str | Path | None) -> str:
-    if isinstance(config, Config):
+def _named(config: GivenConfig) -> str:
+    if isinstance(config, Config | Mapping):
         return ""
     if config is None:
         return str(DEFAULT_CONFIG) if DEFAULT_CONFIG.exists() else ""

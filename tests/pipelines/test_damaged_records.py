@@ -212,10 +212,10 @@ def check_run(runs, record):
 
 def check_registry(runs):
     root = storage.uri_of(runs)
-    found = models.versions(root)
+    found = models.list_models(root=root)
     assert [each.version for each in found if each.name == "other"] == [1, 2]
     for look in (
-        lambda: models.details(root, MODEL),
+        lambda: models.show(MODEL, root=root),
         lambda: registry.champion(root, MODEL),
         lambda: registry.newest(root, MODEL),
     ):

@@ -101,7 +101,7 @@ def flotilla(*arguments, capsys):
 
 @pytest.mark.usefixtures("root")
 def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(predict, "predict", None)
+    monkeypatch.setattr(predict, "answered", None)
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "in.csv"
     data.write_text("a\n1\n")
@@ -199,7 +199,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_whole(work, tmp_path
     killer.start()
     try:
         with pytest.raises(UserError, match=r"SIGKILL.*lower --batch-size"):
-            predict.predict(request, lambda _event: None)
+            predict.answered(request, lambda _event: None)
     finally:
         over.set()
         killer.join()

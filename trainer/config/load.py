@@ -323,11 +323,11 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
         kind = model.model_fields[str(part)].annotation
         of_entry = not _is_section(kind)
         model = next(filter(_is_section, get_args(kind)), kind)
-    key, keys = str(path[-1]), list(model.model_fields)
-    if hint := nearest(key, keys):
+    key, keys, known = str(path[-1]), list(model.model_fields), _keys(Config)
+    if key not in known and (hint := nearest(key, keys)):
         return hint
     # It may be in its right spelling, and in the wrong section.
-    alike = difflib.get_close_matches(key, known := _keys(Config), n=1, cutoff=0.8)
+    alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return f"; did you mean '{known[alike[0]]}'?" if alike else f" (one of {', '.join(keys)})"
 
 

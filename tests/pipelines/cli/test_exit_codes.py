@@ -137,7 +137,7 @@ ROWS = {
     "schedule": Row(
         words=f"{ENDPOINT} --every 6h",
         mistake=f"{ENDPOINT} --every soon",
-        calls="flotilla.pipelines.runs.schedule.schedule",
+        calls="flotilla.pipelines.runs.schedule.put_schedule",
         returns=SCHEDULED,
     ),
     "reschedule": Row(
@@ -171,8 +171,8 @@ ROWS = {
     "completion": Row(
         words="bash", mistake="tcsh", calls="flotilla.pipelines.cli.app.get_completion_script"
     ),
-    "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.versions"),
-    "models show": Row(words="digits", mistake="digitz", calls="flotilla.pipelines.models.details"),
+    "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.list_models"),
+    "models show": Row(words="digits", mistake="digitz", calls="flotilla.pipelines.models.show"),
     "models promote": Row(
         words="digits 1", mistake="digits 9", calls="flotilla.pipelines.models.promote"
     ),

@@ -405,7 +405,7 @@ def test_a_signed_model_is_used_and_a_changed_one_is_not(tmp_path, monkeypatch, 
     folder = storage.local_path(version.uri)
     assert signing.verify(version.uri)
     assert (folder / signing.PROVENANCE).is_file()
-    assert models.promote(root, "digits", 1).version == 1
+    assert models.promote("digits", 1, root=root).version == 1
 
     def predict():
         words = ["predict", "digits", "--split", "test", "-o", str(tmp_path / "answers.csv")]
@@ -419,7 +419,7 @@ def test_a_signed_model_is_used_and_a_changed_one_is_not(tmp_path, monkeypatch, 
     for name in (graph, "labels.txt", signing.SIGNATURE):
         change(folder, name)
         with pytest.raises(UserError, match="signature is not valid"):
-            models.promote(root, "digits", 1)
+            models.promote("digits", 1, root=root)
         for path, content in before.items():
             path.write_bytes(content)
     change(folder, graph)

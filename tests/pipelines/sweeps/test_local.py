@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from flotilla.components.records.step_record import StepRecord
-from flotilla.pipelines.models import versions
+from flotilla.pipelines.models import list_models
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.sweeps import local
 from flotilla.pipelines.sweeps.plan import SweepOptions
@@ -301,5 +301,5 @@ def test_nine_real_trials_promote_one_version(tmp_path):
     assert done.code == 0, done.err
     assert len(done.answer["trials"]) == 9
     assert done.answer["metrics"]["accuracy"] > 0.5
-    (version,) = versions(done.workdir.as_uri())
+    (version,) = list_models(root=done.workdir.as_uri())
     assert version.champion

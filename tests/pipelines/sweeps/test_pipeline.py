@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flotilla.pipelines.models import versions
+from flotilla.pipelines.models import list_models
 from flotilla.pipelines.sweeps.pipeline import compile_sweep
 from flotilla.pipelines.sweeps.plan import SweepOptions
 from flotilla.trainer.config.schema import Config
@@ -111,5 +111,5 @@ def test_a_compiled_halving_runs_on_the_local_runner_with_a_trial_that_fails(tmp
     assert [each["status"] for each in ended] == ["done", "done", "failed"]
     (best,) = json.loads(file.read_text())
     assert [each["steps"] for each in ended[best - 1]["results"]] == [30, 90]
-    (version,) = versions(tmp_path.as_uri())
+    (version,) = list_models(root=tmp_path.as_uri())
     assert version.champion

@@ -1,14 +1,16 @@
-"""The Python API as a notebook uses it: cheap to import, in any thread, in a running event loop."""
+"""The public interface as a notebook uses it: cheap to import, in any thread or event loop."""
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
+from dataclasses import FrozenInstanceError
 
 import pytest
 
-from flotilla.pipelines import runs
-from flotilla.pipelines.runs import Instance, follow, logs, prepare, run, status, submit, train
+import flotilla
+from flotilla import Instance, follow, logs, prepare, run, status, submit, train
 from flotilla.pipelines.runs.local import RunOptions, configuration
 from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config
@@ -20,6 +22,10 @@ from tests.docs.markdown import read
 HEAVY = ("kfp", "numpy", "tensorflow", "rich", "typer", "flotilla.pipelines.cli")
 BLOCKS = read(ROOT / "docs" / "how-to" / "python-api.md", ROOT).of("python")
 WHOLE_RUN, STAGES, EVENTS, THREAD, REMOTE = (block.text for block in BLOCKS)
+COMMANDS = (
+    "run", "train", "prepare", "evaluate", "predict", "sweep", "compare", "models", "submit",
+    "schedule", "status", "cancel", "Config",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -40,30 +46,58 @@ def broken(here, monkeypatch):
     return here
 
 
-def test_the_names_are_those_of_the_page():
-    for name in runs.__all__:
-        assert getattr(runs, name).__name__ == name
+def test_every_public_name_is_what_it_says():
+    assert set(COMMANDS) <= set(flotilla.__all__) <= set(dir(flotilla))
+    assert "os" not in dir(flotilla)
+    for name in flotilla.__all__:
+        assert getattr(flotilla, name).__name__.rpartition(".")[2] == name
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
-        runs.runn  # noqa: B018
+        flotilla.runn  # noqa: B018
 
 
-def test_runs_on_this_machine_load_nothing_heavy():
-    program = (
-        "import sys; import flotilla.pipelines.runs; "
-        "from flotilla.pipelines.runs import run, train, prepare; "
-        f"print([name for name in {HEAVY} if name in sys.modules])"
-    )
-    command = [sys.executable, "-c", program]
+def test_every_function_has_an_example():
+    every = [getattr(flotilla, name) for name in flotilla.__all__]
+    every += [getattr(flotilla.models, name) for name in flotilla.models.__all__]
+    functions = [each for each in every if inspect.isfunction(each)]
+    assert len(functions) == 17
+    assert [each.__name__ for each in functions if "Example:\n" not in (each.__doc__ or "")] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import flotilla", (*HEAVY, "pydantic", "yaml", "flotilla.trainer", "flotilla.pipelines")),
+        ("from flotilla import run, train, prepare, cancel, events, UserError", HEAVY),
+        (
+            "import flotilla; [getattr(flotilla, name) for name in flotilla.__all__]",
+            ("tensorflow",),
+        ),
+        (
+            "from flotilla.pipelines.cli.app import called; called(['--help'])",
+            ("tensorflow", "kfp"),
+        ),
+    ],
+)
+def test_nothing_heavy_is_loaded(program, absent):
+    code = f"{program}; import sys; print([name for name in {absent!r} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: run("no/such.yaml"), "cannot read the configuration no/such.yaml"),
-        (lambda: run(settings="training.steps=5"), "settings 'training.steps=5' is no list"),
-        (lambda: run(settings={"training.steps": 5}), "is no list: write"),
+        (lambda: run(settings="training.steps=5"), "settings 'training.steps=5': write a mapping"),
+        (lambda: run(settings={"training.steps": "many"}), "training.steps: 'many' is not allowed"),
+        (lambda: run(training={"step": 5}), "training.step: no such key; did you mean 'steps'"),
+        (lambda: run(steps=5), "steps: no such key; did you mean 'training.steps'"),
+        (lambda: flotilla.sweep(search={"training.steps": 5}), "5 is no list of values"),
+        (lambda: flotilla.predict("m", []), "INPUT: name files"),
+        (lambda: flotilla.compare(["one"]), "name two runs or more"),
+        (lambda: flotilla.models.show("absent"), "no model 'absent'"),
+        (lambda: flotilla.evaluate("absent"), "no run 'absent' below runs"),
         (lambda: train(settings=["training.step=5"]), "training.step: no such key"),
         (lambda: prepare(workdir="configs/digits.yaml"), "choose another --workdir"),
         (lambda: run(resume=""), "no run '' below runs"),
@@ -85,6 +119,7 @@ def test_settings_are_laid_over_a_configuration(here):
     found = configuration(given, ["training.steps=7"])
     assert (found.name, found.training.steps) == ("mine", 7)
     assert configuration(given, []) == given
+    assert configuration({"name": "mine", "training": {"steps": 7}}, []) == found
     assert configuration(here / "configs" / "digits.yaml", []) == configuration(None, [])
 
 
@@ -111,10 +146,13 @@ def test_a_run_works_in_a_running_event_loop(broken, capsys):
     assert result.status == "failed"
     assert result.folder == broken / "work" / result.run_id
     assert tuple(capsys.readouterr()) == ("", "")
+    assert repr(result) == f"RunResult({result.run_id} failed)"
+    with pytest.raises(FrozenInstanceError):
+        result.status = "done"
 
 
 def test_a_failed_run_is_resumed(broken):
-    first = run(workdir=broken / "work", settings=["training.steps=7"])
+    first = run(workdir=broken / "work", training={"steps": 7})
     again = run(workdir=broken / "work", resume=first.run_id)
     assert again.run_id == first.run_id
     begun = list(events.read(first.folder / "events.jsonl"))
@@ -144,6 +182,7 @@ def test_the_code_for_an_instance_runs(instance, here, monkeypatch, capsys):
     assert names["result"].run_id == names["submitted"].run_id
     assert names["result"].global_step == 200
     assert names["submitted"].page in names["result"].page
+    assert names["submitted"].page in names["submitted"]._repr_html_()
     out, err = capsys.readouterr()
     assert "{'train_model': 'RUNNING'}" in out
     assert "a line of training" in out
