@@ -115,7 +115,7 @@ def predict(
         answers = flotilla.predict("churn", [{"age": 41, "plan": "basic"}]).predictions
         flotilla.predict("churn@3", "new.csv", output="answers.csv").rows
     """
-    request = {"format": format, "split": split, "columns": list(columns)}
+    request: dict[str, Any] = {"format": format, "split": split, "columns": list(columns)}
     request |= {"batch_size": batch_size, "skip_bad": skip_bad}
     with _as_files(inputs) as given, _place(str(output)) as place:
         _check_inputs(given, split)
