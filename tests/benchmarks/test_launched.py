@@ -143,9 +143,11 @@ def test_rows_of_the_table_that_is_watched_are_given_to_other_ids(tmp_path):
 
 def test_tasks_are_known_by_their_folder(tmp_path):
     # Any program will do that has a task's command line.
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer/__init__.py").touch()
-    (tmp_path / "trainer/__main__.py").write_text("print(flush=True)\ninput()\n")
+    package = tmp_path / "flotilla" / "trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    (package / "__main__.py").write_text("print(flush=True)\ninput()\n")
     command = [sys.executable, "-m", "flotilla.trainer", "task", "--workdir"]
     settings = {**os.environ, "PYTHONPATH": str(tmp_path)}
     running = [

@@ -302,7 +302,7 @@ def test_a_job_and_the_pods_of_every_role_have_the_labels_that_kubernetes_recomm
         "app.kubernetes.io/managed-by": "flotilla",
         "app.kubernetes.io/component": "ps",
         "app.kubernetes.io/instance": "run-1",
-        "app.kubernetes.io/version": distribution("flotilla").version,
+        "app.kubernetes.io/version": distribution("kfp-flotilla").version,
     }
 
 

@@ -28,7 +28,7 @@ def test_what_fits_is_the_last_line(ends):
     assert fitting.tried(Config(), "file:///d") == {"task": "regression"}
     ((arguments, options),) = calls
     assert Config.model_validate_json(options["request"]) == Config()
-    assert arguments == ("trainer", "fit", "--dataset", "file:///d")
+    assert arguments == ("flotilla.trainer", "fit", "--dataset", "file:///d")
     # A fork server of a run has it.
     assert options["loads"] == "flotilla.trainer.training.chief"
 
@@ -43,7 +43,7 @@ def test_a_run_on_other_machines_says_so(ends):
     calls = ends(0, "{}\n")
     fitting.tried(Config(), elsewhere=True)
     ((arguments, _),) = calls
-    assert arguments == ("trainer", "fit", "--dataset", "", "--elsewhere")
+    assert arguments == ("flotilla.trainer", "fit", "--dataset", "", "--elsewhere")
 
 
 @pytest.mark.parametrize("code", [1, 75])

@@ -96,15 +96,15 @@ def test_a_file_that_changes_meanwhile_is_refused(folder, root, monkeypatch):
 
 
 def test_names_that_come_second_are_remarked(folder, root):
-    for name in ("json.py", "yaml.py", "unheard.py", "trainer/blocks.py", "notes/json.txt"):
+    for name in ("json.py", "yaml.py", "unheard.py", "flotilla/blocks.py", "notes/json.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     (folder / "key.pem").touch()
     secret, *named = bundle.publish(folder, root).remarks
     assert secret.startswith("--code leaves out key.pem: secrets by their names; a line !NAME of")
     assert len(named) == 3
-    assert "json.py is not found by a run: json is a name of Python itself" in named[0]
-    assert "trainer is not found by a run: trainer is a name of Flotilla itself" in named[1]
+    assert "flotilla is not found by a run: flotilla is a name of Flotilla itself" in named[0]
+    assert "json.py is not found by a run: json is a name of Python itself" in named[1]
     assert "yaml.py has the name of an installed package" in named[2]
 
 

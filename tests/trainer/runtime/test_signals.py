@@ -118,7 +118,7 @@ def run(name, code="print('on')"):
     command = [
         sys.executable,
         "-c",
-        f"from flotilla.trainer.cluster import signals\nsignals.end_with_parent()\n{code}",
+        f"from flotilla.trainer.runtime import signals\nsignals.end_with_parent()\n{code}",
     ]
     environment = {
         key: value for key, value in os.environ.items() if key != signals.PARENT_VARIABLE

@@ -214,7 +214,7 @@ def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(UserError, match=r"s3:// needs boto3: pip install 'flotilla\[s3\]'"):
+    with pytest.raises(UserError, match=r"s3:// needs boto3: pip install 'kfp-flotilla\[s3\]'"):
         storage.read_bytes("s3://bucket/k")
 
 

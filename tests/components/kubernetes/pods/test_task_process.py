@@ -259,7 +259,7 @@ def test_a_task_that_cannot_be_started_again_ends_with_its_code(tmp_path):
 def test_a_task_does_not_outlive_a_guard_that_is_killed(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        f"from flotilla.trainer.cluster import signals; signals.end_with_parent()\n{SERVES}"
+        f"from flotilla.trainer.runtime import signals; signals.end_with_parent()\n{SERVES}"
     )
     with guarded(tmp_path, code) as process:
         line_of(process, "ready")

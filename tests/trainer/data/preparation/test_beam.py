@@ -120,7 +120,9 @@ def test_without_the_extra_there_is_one_line(monkeypatch):
     for name in [each for each in sys.modules if each.partition(".")[0] == "apache_beam"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "apache_beam", None)
-    with pytest.raises(ConfigError, match=r"data.runner: beam needs .*pip install 'flotilla\[beam"):
+    with pytest.raises(
+        ConfigError, match=r"data.runner: beam needs .*pip install 'kfp-flotilla\[beam"
+    ):
         require_reachable(DataConfig(runner=beam()), BUCKET)
 
 
