@@ -24,7 +24,8 @@ NAMES = list("abcdef")
 def test_training_does_not_load_scikit_learn():
     # Keras's own import of it is let go.
     script = (
-        "import sys; from flotilla.trainer.runtime import tensorflow_import; tensorflow_import.prepare();"
+        "import sys; from flotilla.trainer.runtime import tensorflow_import;"
+        "tensorflow_import.prepare();"
         "import flotilla.trainer.tasks.metrics;"
         "print(sorted({'sklearn', 'pandas'} & set(sys.modules)))"
     )
