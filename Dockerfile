@@ -35,6 +35,7 @@ RUN if [ "$VARIANT $(uname -m)" = "cpu x86_64" ]; then \
     fi
 COPY pyproject.toml README.md LICENSE ./
 COPY flotilla flotilla
+COPY configs configs
 COPY trainer trainer
 COPY components components
 COPY pipelines pipelines

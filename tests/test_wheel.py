@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email.parser import Parser
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 HIDING = ("components", "pipelines", "trainer")
 MODEL = """
-import sibling
+from components import sizes
 from flotilla.trainer.models.spec import scaled_input
 import keras
 
@@ -26,16 +27,15 @@ import keras
 def small(spec):
     given, x = scaled_input(spec)
     x = keras.layers.Flatten(name="flatten")(x)
-    return keras.Model(given, keras.layers.Dense(sibling.classes(spec), name="logits")(x))
+    return keras.Model(given, keras.layers.Dense(sizes.classes(spec), name="logits")(x))
 """
 SMALL = [
     "training.steps=60",
     "training.checkpoint_every=30",
     "training.validate_every=30",
     "gate.min.accuracy=0.05",
-    "cluster.workers=1",
-    "cluster.evaluator=true",
-    "model.name=blocks:small",
+    "training.strategy=single",
+    "model.name=trainer.task:small",
     "model.args={}",
 ]
 
@@ -73,17 +73,17 @@ def flotilla(wheel, tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path):
-    """A folder with a model, and with names of Flotilla and Python that fail when imported."""
+    """A project with a model, in folders and files of the names of Flotilla's rooms and Python's."""
     folder = tmp_path / "own"
-    folder.mkdir()
     for name in HIDING:
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text(f"raise RuntimeError('{name} of the user')")
+        (folder / name).mkdir(parents=True)
+    (folder / "trainer/__init__.py").touch()
+    (folder / "trainer/task.py").write_text(MODEL)
+    (folder / "components/sizes.py").write_text("def classes(spec): return spec.num_classes")
+    (folder / "pipelines/__init__.py").write_text("raise RuntimeError('pipelines of the user')")
     for name in ("json", "queue", "types"):
         (folder / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user')")
-    (folder / "blocks.py").write_text(MODEL)
-    (folder / "sibling.py").write_text("def classes(spec): return spec.num_classes")
-    shutil.copy(ROOT / "configs/digits.yaml", folder / "digits.yaml")
+    (folder / "flotilla.yaml").write_text("name: digits\n")
     return folder
 
 
@@ -106,23 +106,53 @@ def test_it_holds_every_module_and_template(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = [path for top in HIDING for path in (ROOT / top).rglob("*")]
+    examples = [*(ROOT / "configs").glob("*.yaml"), ROOT / "configs/tumors.csv"]
     expected = {
-        f"flotilla/{path.relative_to(ROOT)}" for path in files if path.suffix in (".py", ".j2")
-    } | {"flotilla/__init__.py"}
+        f"flotilla/{path.relative_to(ROOT)}"
+        for path in [*(path for path in files if path.suffix in (".py", ".j2")), *examples]
+    } | {"flotilla/__init__.py", "flotilla/py.typed"}
     assert any(name.endswith(".j2") for name in expected)
     assert held == expected
 
 
-def test_help_and_compile(flotilla, own):
+def test_it_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith("/METADATA"))
+        (licence,) = (each for each in archive.namelist() if each.endswith("/LICENSE"))
+        assert "TERMS AND CONDITIONS" in archive.read(licence).decode()
+        said = Parser().parsestr(archive.read(name).decode())
+    assert (said["Name"], said["License-Expression"]) == ("kfp-flotilla", "Apache-2.0")
+    assert "Typing :: Typed" in said.get_all("Classifier")
+
+
+def test_help_compile_and_examples(flotilla, own):
     assert "compile" in run([flotilla, "--help"], cwd=own)
-    run([flotilla, "compile", "-o", "pipeline.yaml"], cwd=own)
+    run([flotilla, "compile", "flotilla.yaml", "-o", "pipeline.yaml"], cwd=own)
     assert re.search(r"^# PIPELINE DEFINITION", (own / "pipeline.yaml").read_text())
+    assert "tumors.csv" in run([flotilla, "configs"], cwd=own)
+    run([flotilla, "configs", "wine"], cwd=own)
+    assert (own / "wine.yaml").read_bytes() == (ROOT / "configs/wine.yaml").read_bytes()
+
+
+def test_a_run_with_a_model_of_the_users_own_trainer(flotilla, own):
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    words = ["run", "flotilla.yaml", *settings, "--code", ".", "--json"]
+    printed = run([flotilla, *words], cwd=own)
+    result = json.loads(printed.splitlines()[-1])
+    assert (result["status"], result["global_step"]) == ("blessed", 60)
 
 
 @pytest.mark.long
-def test_a_run_with_a_model_of_the_users(flotilla, own):
-    settings = [word for setting in SMALL for word in ("--set", setting)]
-    printed = run([flotilla, "run", "digits.yaml", *settings, "--json"], cwd=own)
-    result = json.loads(printed.splitlines()[-1])
-    assert result["status"] == "blessed"
-    assert result["global_step"] == 60
+def test_a_run_from_python(flotilla, own):
+    program = f"""
+import flotilla
+result = flotilla.run("flotilla.yaml", settings={SMALL!r})
+print(flotilla.evaluate(result, gate={{"min": {{"accuracy": 1.0}}}}).status, flotilla.__file__)
+print(result.status, len(flotilla.predict(result, split="test").predictions))
+"""
+    # As from a notebook, whose folder is not the first one.
+    printed = run([flotilla.with_name("python"), "-P", "-c", program], cwd=own).splitlines()
+    assert printed[0].startswith(f"refused {flotilla.parents[1]}")
+    status, rows = printed[1].split()
+    assert status == "blessed"
+    assert int(rows) > 100

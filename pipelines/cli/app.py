@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -138,6 +139,29 @@ def compile_(
     if remark := image_remark(image or IMAGE):
         say(f"flotilla: {remark}")
     return Answer(artifacts=written)
+
+
+@app.command(epilog="--json adds `configs`, an object each, or `path`.")
+@answers
+def configs(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="Copy this one into the current folder.")
+    ] = "",
+) -> Answer:
+    """List the example configurations, or copy one into the current folder."""
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.configs import copy_example, list_examples
+
+    if name:
+        path = copy_example(name)
+        say(f"wrote {path}")
+        return Answer(artifacts={"config": str(path)}, more={"path": str(path)})
+    found = list_examples()
+    rows = [{"name": each.name, "what it is": each.description} for each in found]
+    with output():
+        Terminal().print(Table(rows=rows, words=("what it is",)))
+    return Answer(more={"configs": [asdict(each) for each in found]})
 
 
 @app.command(

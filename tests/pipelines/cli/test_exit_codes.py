@@ -112,6 +112,7 @@ ROWS = {
     "compile": Row(
         mistake="--image no:such:image", calls="flotilla.pipelines.compile.compile_all", returns={}
     ),
+    "configs": Row(mistake="digitz", calls="flotilla.pipelines.configs.list_examples"),
     "compare": Row(
         words=" ".join(RUNS), mistake="absent gone", calls="flotilla.pipelines.compare.compare"
     ),

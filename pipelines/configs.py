@@ -1,0 +1,70 @@
+"""The example configurations and the example table that come with the package."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from flotilla.trainer.runtime.errors import ConfigError, nearest
+
+# A table has no comment that says what it is.
+_TABLES = {
+    "tumors.csv": "569 tumours by 30 measures of their cells; the column to predict is diagnosis."
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A file that comes with the package, and what it is in a sentence."""
+
+    name: str
+    description: str
+
+
+def list_examples() -> tuple[Example, ...]:
+    """Return the files that come with the package, the configurations first."""
+    found = sorted(files("flotilla").joinpath("configs").iterdir(), key=lambda each: each.name)
+    configurations = [
+        Example(name=each.name, description=_first_sentence(each.read_text(encoding="utf-8")))
+        for each in found
+        if each.name.endswith(".yaml")
+    ]
+    tables = [Example(name=name, description=text) for name, text in _TABLES.items()]
+    return (*configurations, *tables)
+
+
+def copy_example(name: str, folder: str | Path = ".") -> Path:
+    """Copy a file by its name, with or without its ending, into a folder; return its path.
+
+    Raises:
+        ConfigError: there is no such file, or another one of this name is in the folder.
+    """
+    names = {
+        key: each.name for each in list_examples() for key in (each.name, Path(each.name).stem)
+    }
+    if name not in names:
+        hint = nearest(name, names) or "; `flotilla configs` lists them"
+        raise ConfigError(f"no example {name!r} comes with Flotilla{hint}")
+    path = Path(folder, names[name])
+    content = files("flotilla").joinpath("configs", path.name).read_bytes()
+    try:
+        # Exclusive, so that a file of the user's is never written over.
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists; rename or remove it first") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(number, "wb") as file:
+        file.write(content)
+    return path
+
+
+def _first_sentence(text: str) -> str:
+    comment = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    return f"{' '.join(comment).partition('. ')[0].rstrip('.')}."

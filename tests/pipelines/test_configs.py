@@ -1,0 +1,42 @@
+"""The files that come with the package: listed with a sentence each, copied by name."""
+
+import pytest
+
+from flotilla.pipelines.configs import copy_example, list_examples
+from flotilla.trainer.runtime.errors import ConfigError
+from tests.conftest import ROOT
+
+
+def test_each_file_has_a_sentence():
+    found = {each.name: each.description for each in list_examples()}
+    assert set(found) == {each.name for each in (ROOT / "configs").iterdir()}
+    assert all(len(text) > 20 and text.endswith(".") for text in found.values())
+    assert found["brackets.yaml"].startswith("One class for a padded sequence")
+
+
+@pytest.mark.parametrize("name", ["digits", "digits.yaml", "tumors.csv", "tumors"])
+def test_one_is_copied_by_its_name(tmp_path, name):
+    path = copy_example(name, tmp_path)
+    assert path.read_bytes() == (ROOT / "configs" / path.name).read_bytes()
+
+
+def test_a_file_of_the_users_stays(tmp_path):
+    (tmp_path / "digits.yaml").write_text("mine")
+    (tmp_path / "wine.yaml").symlink_to("nowhere.yaml")
+    for name in ("digits", "wine"):
+        with pytest.raises(ConfigError, match=f"{name}.yaml exists"):
+            copy_example(name, tmp_path)
+    assert (tmp_path / "digits.yaml").read_text() == "mine"
+    assert not (tmp_path / "nowhere.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["../digits", "/etc/passwd", "digitz", "..", "."])
+def test_a_name_that_is_none_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="no example"):
+        copy_example(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write .*: No such file"):
+        copy_example("digits", tmp_path / "absent")
