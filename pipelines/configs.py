@@ -41,9 +41,8 @@ def copy_example(name: str, folder: str | Path = ".") -> Path:
     Raises:
         ConfigError: there is no such file, or another one of this name is in the folder.
     """
-    names = {
-        key: each.name for each in list_examples() for key in (each.name, Path(each.name).stem)
-    }
+    every = [each.name for each in list_examples()]
+    names = {key: each for each in every for key in (each, Path(each).stem)}
     if name not in names:
         hint = nearest(name, names) or "; `flotilla configs` lists them"
         raise ConfigError(f"no example {name!r} comes with Flotilla{hint}")

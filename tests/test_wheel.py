@@ -73,7 +73,7 @@ def flotilla(wheel, tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path):
-    """A project with a model, in folders and files of the names of Flotilla's rooms and Python's."""
+    """A project whose folders are named as Flotilla's rooms, and whose files as Python's."""
     folder = tmp_path / "own"
     for name in HIDING:
         (folder / name).mkdir(parents=True)

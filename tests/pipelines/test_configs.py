@@ -38,5 +38,5 @@ def test_a_name_that_is_none_is_refused(tmp_path, name):
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="cannot write .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot write .*: No such file"):
         copy_example("digits", tmp_path / "absent")
