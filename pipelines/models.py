@@ -57,6 +57,7 @@ class ModelDetails:
     uri: str
     lineage: Mapping[str, Any]
     promotions: tuple[Promotion, ...]
+    fields: Mapping[str, Any]
 
     def __repr__(self) -> str:
         """Return the version and where it is."""
@@ -127,6 +128,7 @@ def show(
         uri=found.uri,
         lineage=found.manifest.fields.get("lineage", {}),
         promotions=tuple(made),
+        fields=found.manifest.fields,
     )
 
 

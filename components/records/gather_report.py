@@ -160,6 +160,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "curves": made.read("evaluation", "curves.json", list),
         "pictures": made.pictures(evaluation),
         "registered": registered,
+        "model": made.fields("model"),
         "lineage": {key: lineage[key] for key in _LINEAGE if key in lineage},
         "artifacts": _artifacts(steps, root, run_id),
         "workdir": str(folder.parent) if shared else "",
@@ -274,6 +275,12 @@ class _Made:
             if uri:
                 return _checked(storage.read_file(uri, name), f"{uri}: {name}", of)
         return of()
+
+    def fields(self, kind: Output) -> dict[str, Any]:
+        with _left_out_if_unreadable():
+            if uri := self.uri(kind):
+                return dict(storage.read_manifest(uri).fields)
+        return {}
 
     def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
         found = {}

@@ -84,10 +84,14 @@ def show_model(
     root: Root = "",
 ) -> Answer:
     """Show one version with its lineage; the champion when left out."""
+    from rich.text import Text
+
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Terminal, display_path
     from flotilla.pipelines.cli.tables import Table
+    from flotilla.trainer import storage
     from flotilla.trainer.report.headline import headline
+    from flotilla.trainer.report.programs import programs
     from flotilla.trainer.report.wording import formatted, rounded
 
     found = registered.show(name, version, workdir=workdir, root=root)
@@ -108,6 +112,8 @@ def show_model(
         {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
         for each in found.promotions
     ]
+    path = storage.local_path(found.uri)
+    python = programs(str(path or "model"), found.fields)
     with output():
         terminal = Terminal()
         terminal.print(headline(facts))
@@ -115,7 +121,9 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line)
-    model = {**row, "lineage": found.lineage, "promotions": made}
+        for program in [*python.values()][:1]:
+            terminal.print(Text(f"\nIn Python:\n\n{program}"), soft_wrap=True)
+    model = {**row, "lineage": found.lineage, "promotions": made, "python": python}
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 
 

@@ -27,6 +27,7 @@ from flotilla.trainer.events import StepEnd, WarmStart
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 from flotilla.trainer.models import tabular
 from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.report.programs import programs
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.training import dry_run
@@ -454,9 +455,18 @@ def test_each_program_runs_unchanged(exported, tmp_path):
     logits = dataclasses.replace(run, images=images).logits
     expected = [str(place) for place in np.argmax(logits, axis=-1)]
     settings = {**os.environ, "PYTHONSAFEPATH": "1"}
+    made = programs("models/digits/1", storage.read_manifest(storage.uri_of(folder)).fields)
+    assert PROGRAMS[:2] == [made["Keras"], made["SavedModel"]]
+    (tmp_path / "models" / "digits").mkdir(parents=True)
+    (tmp_path / "models" / "digits" / "1").symlink_to(folder)
+    chosen = (
+        "\nanswers = answers if keras else answers['probabilities']"
+        "\nprint([str(each) for each in np.argmax(answers, axis=-1)])"
+    )
     for number, program in enumerate(PROGRAMS):
         path = tmp_path / f"program{number}.py"
-        path.write_text(program)
+        more = chosen.replace("if keras", f"if {number == 0}") if number < len(made) else ""
+        path.write_text(program + more)
         ended = subprocess.run(
             [sys.executable, path, folder], cwd=tmp_path, env=settings,
             capture_output=True, text=True, check=False,

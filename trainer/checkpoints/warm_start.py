@@ -229,10 +229,23 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
         ) from None
     names = _renamed([variable.path for variable in model.variables], paths)
     values = {f"{_MODEL}{names[each.path]}": each.value for each in model.variables}
+    values |= _in_shards(values, [f"{_MODEL}{path}" for path in paths])
     folder = source.folder / "read"
     folder.mkdir(exist_ok=True)
     tensor_bundle.write(values, folder / PREFIX, io_device)
     return RestoredCheckpoint(uri=source.uri, global_step=0, folder=folder, fields={})
+
+
+def _in_shards(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Take the tables that an exported file has whole, and return their shards in this model."""
+    found = {}
+    for path in [each for each in values if each.endswith("/embeddings")]:
+        table = path.removesuffix("embeddings")
+        shards = [each for each in paths if each.startswith(f"{table}shard_")]
+        if path not in paths and shards:
+            rows = values.pop(path)
+            found |= {f"{table}shard_{n}": rows[n :: len(shards)] for n in range(len(shards))}
+    return found
 
 
 def _renamed(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:

@@ -51,6 +51,23 @@ def by_output(said: Any) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {"": said}
 
 
+def links_of(task: Task) -> dict[str, Any]:
+    """Return what makes an answer of each output, where a model gives it as it was trained.
+
+    That is a function by its name, `first` for the sigmoid of the first number alone, or the mean
+    and the deviation that numbers are standardized by. A single output has no name.
+    """
+    found = dict[str, Any]()
+    for name, part in task.parts.items():
+        scale = getattr(part, "scale", (0.0, 1.0))
+        found[name] = "" if part.from_probabilities else part.link
+        if part.name == "recommendation":
+            found[name] = "first"
+        elif scale != (0.0, 1.0):
+            found[name] = [*scale]
+    return found
+
+
 def kinds_of(task: Task) -> dict[str, str]:
     """Return the kind of task of each output, or none; that of a single one has no name."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}

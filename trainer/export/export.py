@@ -31,6 +31,7 @@ from flotilla.trainer.evaluation.signature import (
     described,
     kinds_of,
     labels_of,
+    links_of,
     positive_of,
 )
 from flotilla.trainer.export import model_card
@@ -38,6 +39,7 @@ from flotilla.trainer.export.formats import FORMATS, format_path
 from flotilla.trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.statistics import statistics
+from flotilla.trainer.models import keras_file
 from flotilla.trainer.promotion import gate, kserve
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.signing import signing
@@ -94,6 +96,8 @@ def export(  # noqa: PLR0913, PLR0917
             subject = _original(config, model, objective, spec, dataset, scratch)
             fields = _fields(facts, subject, evaluation, made_from)
             parity = _proved(folder, subject, fields, process)
+        if "keras" in config.export.formats:
+            fields["keras_modules"] = keras_file.modules_of(folder / format_path("keras", "", 0))
         _write_json(folder / "parity.json", parity)
         if spec.learnt.data:
             (folder / statistics.FILE).write_bytes(spec.learnt.data)
@@ -121,6 +125,7 @@ def _fields(
         "num_labels": len(subject.task.labels),
         "labels": labels_of(subject.task),
         "kinds": kinds_of(subject.task),
+        "links": links_of(subject.task),
         "positive": positive_of(subject.task),
         "threshold": _thresholds(evaluation),
         "saved_model": format_path("saved_model", config.name, facts.step),

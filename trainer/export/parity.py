@@ -297,7 +297,12 @@ def _plain(value: Any) -> Any:
     """Return a value as TensorFlow Serving's REST interface takes it."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return {"b64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"b64": base64.b64encode(value).decode()}
 
 
 def _ask_process(process: Fresh, saved_model: str) -> dict[str, Any]:

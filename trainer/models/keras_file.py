@@ -50,8 +50,8 @@ def modules_of(path: Path) -> list[str]:
     """Return the modules whose classes a file names, besides Keras's own."""
     with zipfile.ZipFile(path) as file:
         tree = json.loads(file.read("config.json"))
-    found = {name.partition(".")[0] for name in _modules(tree)} - {"keras", "builtins"}
-    return sorted(found)
+    found = {*_modules(tree)}
+    return sorted(each for each in found if each.partition(".")[0] not in {"keras", "builtins"})
 
 
 def _modules(tree: Any) -> Iterator[str]:

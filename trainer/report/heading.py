@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from flotilla.trainer.config.topology import topology_of
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.charts import number
+from flotilla.trainer.report.programs import programs
 from flotilla.trainer.report.wording import formatted
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import time_at
@@ -123,7 +124,7 @@ def use(facts: Facts) -> dict[str, Any]:
         "model": model,
         "uri": uri,
         "predict": shlex.join(predict),
-        "python": _python(folder or "model"),
+        "python": "\n\n\n".join(programs(folder or "model", facts.get("model") or {}).values()),
         "copied": "" if folder else f"Copy {uri} to the folder `model` first.",
     }
 
@@ -141,20 +142,6 @@ def href(uri: object) -> str:
     """Return the URI if it is that of a local file: a page from data links to nothing else."""
     text = str(uri)
     return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
-
-
-def _python(folder: str) -> str:
-    keras, manifest = f"{folder}/model.keras", f"{folder}/MANIFEST.json"
-    return "\n".join(
-        [
-            "import keras",
-            f"model = keras.models.load_model({keras!r})",
-            "",
-            "import json, tensorflow as tf",
-            f"saved = json.load(open({manifest!r}))['saved_model']",
-            f"serve = tf.saved_model.load({folder!r} + '/' + saved).signatures['serving_default']",
-        ]
-    )
 
 
 def _workdir(facts: Facts) -> list[str]:

@@ -22,6 +22,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     pictures    {path of a worst example: PNG in base64}
     validation  `validation.json`
     registered  `registration.json`
+    model       the manifest of the model
     lineage     {name: value}
     artifacts   {name: URI} of everything that was published
     workdir     the folder of the runs, where the run was on one machine

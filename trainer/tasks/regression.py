@@ -92,6 +92,11 @@ class Regression(Task):
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
 
     @property
+    def scale(self) -> tuple[float, float]:
+        """The mean and the deviation that outputs are standardized by; 0 and 1 without."""
+        return float(self._mean), float(self._std)
+
+    @property
     def output_shape(self) -> Shape:
         """The label's; a single number is a row of one, as a dense layer gives it."""
         return self.target.shape or (1,)

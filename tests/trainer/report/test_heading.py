@@ -34,6 +34,10 @@ BLESSED = {
     "run_id": "digits-1", "verdict": "blessed", "workdir": "/r", "config": FAILED["config"],
     "registered": {"version": 3, "model": "file:///r/digits-1/model/step-5"},
     "artifacts": {"model": "file:///r/digits-1/model/step-5", "dataset": "gs://b/datasets/k"},
+    "model": {
+        "formats": ["keras"], "links": {"": "softmax"}, "saved_model": "serving/digits/5",
+        "inputs": [{"feature": "image", "name": "image", "dtype": "uint8"}],
+    },
 }  # fmt: skip
 
 
@@ -94,7 +98,8 @@ def test_examples_a_second_are_those_that_the_workers_counted() -> None:
 def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() -> None:
     page = Page(report.render(BLESSED))
     assert "flotilla predict --workdir /r digits@3 FILE" in page.words
-    assert "load_model('/r/digits-1/model/step-5/model.keras')" in page.text
+    assert "folder = '/r/digits-1/model/step-5'" in page.text
+    assert "answers = keras.ops.softmax(outputs)" in page.text
     links = [value for name, value in page.attributes if name == "href"]
     assert links == ["file:///r/digits-1/model/step-5"], "no browser opens a bucket"
     assert "gs://b/datasets/k" in page.words
@@ -102,7 +107,7 @@ def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() ->
 
 def test_a_model_in_a_bucket_says_what_to_copy() -> None:
     uri = "s3://b/model"
-    page = Page(report.render({"artifacts": {"model": uri}}))
+    page = Page(report.render({"artifacts": {"model": uri}, "model": BLESSED["model"]}))
     assert f"flotilla predict {uri} FILE" in page.words
     assert f"Copy {uri} to the folder `model` first." in page.words
 
