@@ -238,7 +238,7 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
 
 def _in_shards(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """Take the tables that an exported file has whole, and return their shards in this model."""
-    found = {}
+    found = dict[str, Any]()
     for path in [each for each in values if each.endswith("/embeddings")]:
         table = path.removesuffix("embeddings")
         shards = [each for each in paths if each.startswith(f"{table}shard_")]

@@ -345,6 +345,17 @@ class TestOfKeras:
         storage.publish(source, uri, kind="model")
         assert begin(net_parts(), uri)[0] == BODY | HEAD
 
+    def test_the_table_of_an_exported_file_is_taken_in_shards(self, begin, tmp_path):
+        def model():
+            ids = keras.Input((), dtype="int64")
+            return keras.Model(ids, ShardedEmbedding(5, 2, shards=2, name="city")(ids))
+
+        there, here = model(), model()
+        keras_file.write(there, tmp_path / "model.keras")
+        taken, _ = begin(here, str(tmp_path / "model.keras"))
+        assert taken == {"city/shard_0", "city/shard_1"}
+        np.testing.assert_array_equal(here(np.arange(5)), there(np.arange(5)))
+
     def test_an_exported_model_without_the_file_is_refused(self, begin, tmp_path):
         source = tmp_path / "exported"
         source.mkdir()
