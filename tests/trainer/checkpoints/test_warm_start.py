@@ -10,7 +10,9 @@ import tensorflow as tf
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import warm_start
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.events import AttemptBegin, WarmStart
+from flotilla.trainer.models import keras_file
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.strategies.strategy import checkpoint_variables
 from tests.trainer.counting import Counting, Run
