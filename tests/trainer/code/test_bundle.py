@@ -165,6 +165,31 @@ def test_processes_at_once_import_it_and_what_is_pythons_own_stays(made, tmp_pat
         assert out.split()[:2] == ["1", str(next(scratch.iterdir()) / storage.name_of(made))]
 
 
+PROJECT = """
+import sys
+from flotilla.trainer.code import bundle
+from flotilla.trainer.runtime import user_code
+bundle.enter(sys.argv[1])
+print(user_code.import_module("trainer.task").SIZE, "components" in user_code.folder())
+"""
+
+
+def test_a_project_may_have_folders_of_the_names_of_our_rooms(tmp_path):
+    home = tmp_path / "project"
+    for name in ("trainer", "components", "pipelines"):
+        (home / name).mkdir(parents=True)
+        (home / name / "__init__.py").touch()
+    (home / "trainer" / "task.py").write_text("from components.sizes import SIZE\n")
+    (home / "components" / "sizes.py").write_text("from pipelines import size as SIZE\n")
+    (home / "pipelines" / "__init__.py").write_text("size = 7\n")
+    made = bundle.publish(home, storage.uri_of(tmp_path / "root"))
+    assert made.remarks == ()
+    # As in the image: Python does not look into the folder of the process.
+    command = [sys.executable, "-P", "-c", PROJECT, made.uri]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stdout == "7 False\n", ended.stderr
+
+
 def test_it_comes_before_what_an_image_has_on_pythonpath(made, tmp_path, monkeypatch):
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "blocks.py").write_text("A = 2\n")
