@@ -244,7 +244,8 @@ def _in_shards(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
         shards = [each for each in paths if each.startswith(f"{table}shard_")]
         if path not in paths and shards:
             rows = values.pop(path)
-            found |= {f"{table}shard_{n}": rows[n :: len(shards)] for n in range(len(shards))}
+            for number in range(len(shards)):
+                found[f"{table}shard_{number}"] = tf.Variable(rows[number :: len(shards)])
     return found
 
 
