@@ -42,6 +42,16 @@ Halving = Annotated[
     bool,
     typer.Option("--asha", help="Train all a little, and go on with the best third, repeatedly."),
 ]
+Auto = Annotated[
+    bool,
+    typer.Option(
+        "--auto", help="Search a space made for the model, by TPE, and stop weak trials early."
+    ),
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(metavar="N", help="Begin no trial after N minutes; promote the best so far."),
+]
 Metric = Annotated[
     str,
     typer.Option(metavar="NAME", help="Of validation, to choose by; else the main one."),
@@ -76,6 +86,8 @@ def sweep(
     tpe: Tpe = None,
     seed: Seed = None,
     halving: Halving = False,
+    auto: Auto = False,
+    minutes: Minutes = None,
     metric: Metric = "",
     better: Better = "",
     parallel: Parallel = 1,
@@ -96,6 +108,8 @@ def sweep(
         tpe=tpe,
         seed=seed,
         halving=halving,
+        auto=auto,
+        minutes=minutes,
         metric=metric,
         better=better,
         parallel=parallel,
@@ -134,9 +148,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     begun = local.begin(options, workdir, resume)
     errors = Terminal(stderr=True)
 
-    errors.print(
-        f"sweep {begun.sweep.sweep_id} of {len(begun.sweep.trials)} trials in {begun.folder}"
-    )
+    errors.print(f"sweep {begun.sweep.sweep_id} of {_planned(begun.sweep)} in {begun.folder}")
     try:
         with SweepDisplay(begun.sweep) as show:
             result = local.execute(
@@ -156,9 +168,15 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     return _answer(local.result_of(begun.sweep, result))
 
 
+def _planned(sweep: Sweep) -> str:
+    minutes = f" in {sweep.minutes:g} minutes" if sweep.minutes else ""
+    return f"{'at most ' if minutes else ''}{len(sweep.trials)} trials{minutes}"
+
+
 def _line(sweep: Sweep, trial: Trial) -> str:
     what = ", ".join(f"{_short(key)}={value}" for key, value in trial.settings.items())
-    begin = f"trial {trial.number}/{len(sweep.trials)} ({what})"
+    of = "" if sweep.minutes else f"/{len(sweep.trials)}"
+    begin = f"trial {trial.number}{of} ({what})"
     steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""
     if trial.status == "running":
         return f"{begin} ...{steps}"
@@ -177,11 +195,17 @@ def _value(sweep: Sweep, result: Result) -> str:
 
 
 def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
-    best = sweep.chosen
+    from flotilla.pipelines.sweeps.local import BEST
+    from flotilla.trainer.sweeps.sweep import best_of
+
+    best = sweep.chosen or best_of(sweep.trials, sweep.objective)
     lines = [f"trial {each.number} failed: {each.error}" for each in sweep.trials if each.error]
     if best and best.last:
-        lines.append(f"best: trial {best.number} ({_value(sweep, best.last)}), run {best.run_id}")
-        lines.append(f"the same again: {sweep.command()}")
+        so_far = "" if sweep.best else " so far"
+        found = f"trial {best.number} ({_value(sweep, best.last)}), run {best.run_id}"
+        lines.append(f"best{so_far}: {found}")
+        lines.append(f"its configuration: {workdir / sweep.sweep_id / BEST}")
+        lines += [f"the same again: {again}"] if (again := sweep.command()) else []
     if result.status not in ("blessed", "done") and not result.reasons:
         message = result.message
         is_said = not message or message.startswith(result.status)

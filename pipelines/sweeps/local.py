@@ -7,9 +7,11 @@ thread.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -18,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import yaml
+
 from flotilla.components.table import maker_of
 from flotilla.pipelines import notebook
 from flotilla.pipelines.runs import local, local_status
@@ -25,6 +29,7 @@ from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of, searched_texts
 from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import Event, StepEnd
 from flotilla.trainer.runtime.errors import (
@@ -45,6 +50,8 @@ OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
 # How long a request to stop may wait until it is passed on.
 LOOK_SECONDS = 0.2
+#: The configuration of the best trial, in the folder of a sweep.
+BEST = "best.yaml"
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
 
 
@@ -100,6 +107,8 @@ def sweep(
     tpe: int | None = None,
     seed: int | None = None,
     halving: bool = False,
+    auto: bool = False,
+    minutes: float | None = None,
     metric: str = "",
     better: str = "",
     parallel: int = 1,
@@ -118,6 +127,8 @@ def sweep(
         tpe: how many trials TPE chooses, each by those before it.
         seed: of `random` and `tpe`.
         halving: whether all train a little, and the best third goes on, repeatedly.
+        auto: whether the space is made for the model, and searched by TPE and halving.
+        minutes: after which no trial is begun, and the best so far is promoted.
         metric: of validation, to choose by; else the main one.
         better: which value of `metric` is: `higher` or `lower`.
         parallel: trials at a time.
@@ -131,7 +142,8 @@ def sweep(
     """
     options = SweepOptions(
         config=config, settings=(*assignments_of(settings, sections), *searched_texts(search)),
-        random=random, tpe=tpe, seed=seed, halving=halving, metric=metric, better=better,
+        random=random, tpe=tpe, seed=seed, halving=halving,
+        auto=auto, minutes=minutes, metric=metric, better=better,
         parallel=parallel,
     )  # fmt: skip
     begun = begin(options, Path(workdir), resume)
@@ -211,16 +223,27 @@ def execute(
             begun, parallel, on_trial or (lambda _sweep, _trial: None), hear
         ).train()
         sweep = begun.sweep
+        write_best(begun)
         if was_interrupted:
             return _ended("interrupted", INTERRUPTED, "the sweep was interrupted")
     best = sweep.chosen or best_of(sweep.trials, sweep.objective)
     if best is None:
         first = next(each for each in sweep.trials if each.error)
-        count = len(sweep.trials)
+        count = sum(1 for each in sweep.trials if each.error)
         message = f"all {count} trials failed; trial {first.number}: {first.error}"
         begun.end("failed", message, {})
         return _ended("failed", FAILED, message)
     return _promoted(begun, best, hear)
+
+
+def write_best(begun: Study) -> None:
+    """Write the configuration of the best trial so far next to the journal, where there is one."""
+    if best := begun.sweep.chosen or best_of(begun.sweep.trials, begun.sweep.objective):
+        config = config_of(begun.sweep.base, best.settings).model_dump(mode="json")
+        text = f"# Trial {best.number} of {begun.sweep.sweep_id}.\n" + yaml.safe_dump(
+            config, sort_keys=False, allow_unicode=True
+        )
+        storage.write_bytes(storage.uri_of(begun.folder / BEST), text.encode())
 
 
 def _promoted(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
@@ -251,6 +274,8 @@ class _Workers:
         # Two at once would both download and convert the same dataset.
         self._preparing = threading.Lock()
         self._requests = 0
+        minutes = self._sweep.minutes
+        self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
         self._passed_on: dict[str, int] = {}
 
     def train(self) -> bool:
@@ -272,8 +297,14 @@ class _Workers:
     def _interrupt(self) -> None:
         self._requests += 1
 
+    def _is_over(self) -> bool:
+        """Return whether the time is over, and a trial has ended: then none is begun any more."""
+        return time.monotonic() >= self._deadline and any(
+            each.last or each.error for each in self._begun.sweep.trials
+        )
+
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        while len(self._running) < self._parallel and not self._requests:
+        while len(self._running) < self._parallel and not (self._requests or self._is_over()):
             trial = self._going_on.pop() if self._going_on else self._begun.begin()
             if trial is None:
                 return
@@ -314,7 +345,7 @@ class _Workers:
             trial = self._running.pop(future)
             if keep:
                 self._end(trial, future.result())
-        if self._requests:
+        if self._requests or self._is_over():
             self._pass_on()
 
     def _end(self, trial: Trial, result: RunResult) -> None:
@@ -329,7 +360,7 @@ class _Workers:
         )
         if result.status == "done":
             self._reached(known, step.main if step else None)
-        elif result.status == "interrupted" and self._requests:
+        elif result.status == "interrupted" and (self._requests or self._is_over()):
             self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
             # One that someone cancelled would be begun again for ever.
@@ -351,7 +382,7 @@ class _Workers:
 
     def _pass_on(self) -> None:
         """Ask each run that still trains to end: at the second request at once."""
-        number = signal.SIGTERM if self._requests == 1 else signal.SIGKILL
+        number = signal.SIGTERM if self._requests <= 1 else signal.SIGKILL
         for each in self._running.values():
             # A second SIGTERM would end the upload of the last checkpoint.
             if self._passed_on.get(each.run_id) == number:

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from optuna.distributions import distribution_to_json
 
 from flotilla.pipelines.runs.local import DEFAULT_CONFIG, GivenConfig, configuration
+from flotilla.trainer.config.load import override
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.sweeps.space import MOST_TRIALS, Space, corners, drawn, grid, space_of
-from flotilla.trainer.sweeps.sweep import Settings, Sweep, Trial, objective_of, rungs_of
+from flotilla.trainer.sweeps.space import (
+    MOST_TRIALS,
+    Space,
+    automatic,
+    corners,
+    drawn,
+    grid,
+    is_searched,
+    space_of,
+)
+from flotilla.trainer.sweeps.sweep import (
+    LEAST_STEPS,
+    REDUCTION,
+    Settings,
+    Sweep,
+    Trial,
+    objective_of,
+    rungs_of,
+)
 
 MOST_PARALLEL = 64
 # A generator of NumPy takes 32 bits; a sweep that is resumed adds its trials to the seed.
 MOST_SEED = 1 << 31
+# Of `--auto`: by their number, or by time at most so many.
+TRIALS, TRIALS_BY_TIME = 20, 200
+MOST_MINUTES = 60 * 24 * 365
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +50,8 @@ class SweepOptions:
         random: how many random draws; None for the whole grid, or for `tpe`.
         tpe: how many trials that TPE samples, each by what those before have reached.
         halving: whether a third of the trials goes on from each rung.
+        auto: whether the space is made for the model, and TPE and halving search it.
+        minutes: after which no trial is begun; None for no end.
         metric: of validation; empty for the loss.
         better: `higher` or `lower`; empty where the name of the metric says it.
     """
@@ -39,6 +62,8 @@ class SweepOptions:
     tpe: int | None = None
     seed: int | None = None
     halving: bool = False
+    auto: bool = False
+    minutes: float | None = None
     metric: str = ""
     better: str = ""
     parallel: int = 1
@@ -49,7 +74,7 @@ class SweepOptions:
             raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
         if self.random is not None and self.tpe is not None:
             raise ConfigError("--random and --tpe are two ways to choose the trials: take one")
-        if self.seed is not None and self.random is None and self.tpe is None:
+        if self.seed is not None and self.random is None and self.tpe is None and not self.auto:
             raise ConfigError(
                 f"--seed {self.seed} is for --random N and --tpe N; a grid draws none"
             )
@@ -58,13 +83,20 @@ class SweepOptions:
         for name, count in (("--random", self.random), ("--tpe", self.tpe)):
             if count is not None and not 1 <= count <= MOST_TRIALS:
                 raise ConfigError(f"{name} {count}: draw from 1 to {MOST_TRIALS} trials")
+        if self.minutes is not None and not 0 < self.minutes < MOST_MINUTES:
+            raise ConfigError(f"--minutes {self.minutes:g}: above 0, and below {MOST_MINUTES}")
+        if self.auto and self.random is not None:
+            raise ConfigError("--auto lets TPE choose the trials: leave --random out")
         if self.better not in ("", "higher", "lower"):
             raise ConfigError(f"--better {self.better!r} is none of higher, lower")
 
 
 def planned(options: SweepOptions) -> Sweep:
     """Return a sweep with all of its trials; raises `ConfigError` before anything is started."""
-    space = space_of(configuration(options.config, ()), options.settings)
+    config = configuration(options.config, ())
+    if options.auto:
+        options = _automatic(options, config)
+    space = space_of(config, options.settings)
     sampler, every = _trials(space, options)
     known = corners(space) if sampler == "tpe" else every
     if len(every) == 1:
@@ -90,7 +122,23 @@ def planned(options: SweepOptions) -> Sweep:
         ),
         sampler=sampler,
         seed=options.seed or 0,
+        minutes=options.minutes or 0.0,
         space={key: distribution_to_json(values) for key, values in space.keys.items()},
+    )
+
+
+def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
+    """Return the options of a search by TPE in a space for the model, with halving where it can."""
+    given = override(config, (each for each in options.settings if not is_searched(each)))
+    count = TRIALS if options.minutes is None else TRIALS_BY_TIME
+    training = given.training
+    may_halve = training.schedule.name != "cosine" and isinstance(training.steps, int)
+    return replace(
+        options,
+        auto=False,
+        settings=(*options.settings, *automatic(given, options.settings)),
+        tpe=options.tpe or count,
+        halving=options.halving or (may_halve and training.steps >= LEAST_STEPS * REDUCTION),
     )
 
 

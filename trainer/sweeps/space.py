@@ -22,6 +22,7 @@ from optuna.distributions import (
 )
 
 from flotilla.trainer.config.load import override, parse_value
+from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.sweep import Settings, assignments_of, config_of
@@ -87,6 +88,55 @@ def space_of(config: Config, assignments: Iterable[str]) -> Space:
             "--set training.optimizer.learning_rate=0.01,0.003,0.001"
         )
     return Space(base=base, keys=keys)
+
+
+# Of each model what changes most of its quality, as texts of `--set`.
+_WIDTHS = "[64],[128],[256],[64, 64],[128, 128],[256, 256],[128, 128, 128]"
+_SHARES = "0.0,0.1,0.2,0.3,0.5"
+_TOWERS = {"dimension": "8,16,32,64", "hidden_units": "[],[64],[64, 64]"}
+_OF_MODELS = {
+    "mlp": {"hidden_units": _WIDTHS, "dropout": _SHARES},
+    "tabular": {"hidden_units": _WIDTHS, "dropout": _SHARES, "dimension": "8,16,32"},
+    "cnn": {
+        "filters": "[16, 32],[32, 64],[64, 128],[32, 64, 128]",
+        "hidden_units": "[64],[128],[256]",
+        "dropout": _SHARES,
+    },
+    "gru": {"units": "16,32,64,128", "dimension": "8,16,32,64"},
+    "two_tower": _TOWERS,
+    "two_tower_ranker": {**_TOWERS, "ranking_units": "[],[32],[64]"},
+}
+_RATE, _DECAY = "training.optimizer.learning_rate", "training.optimizer.args.weight_decay"
+_LEAST_BATCH = 8
+
+
+def is_searched(assignment: str) -> bool:
+    """Return whether a text of `--set` has several values, or a range."""
+    text = assignment.partition("=")[2]
+    return len(_split(text)) > 1 or bool(_RANGE.match(text))
+
+
+def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
+    """Return a search space for the model of a configuration, as texts of `--set`.
+
+    It has rate, weight decay, batch size, and of a model that is built in width, depth and dropout.
+    A key that is among the `given` texts, in whole or in part, is left to these.
+    """
+    training = config.training
+    rate, batch = training.optimizer.learning_rate, training.batch_size
+    found = {
+        f"model.args.{key}": text for key, text in _OF_MODELS.get(config.model.name, {}).items()
+    }
+    if training.optimizer.name != OF_MODEL:
+        found |= {_RATE: f"{rate / 10:g}..{rate * 10:g}:log", _DECAY: "1e-06..0.1:log"}
+    sizes = sorted({max(_LEAST_BATCH, size) for size in (batch // 4, batch, batch * 4)})
+    found["training.batch_size"] = ",".join(map(str, sizes))
+    names = [each.partition("=")[0].strip() for each in given]
+    return tuple(
+        f"{key}={text}"
+        for key, text in found.items()
+        if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for n in names)
+    )
 
 
 def grid(space: Space) -> tuple[Settings, ...]:

@@ -109,6 +109,7 @@ class Sweep:
         verdict: how that ended: `blessed`, `refused`, `failed` and so on; empty before.
         test: metrics of the best trial on the test split.
         sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`, with its seed.
+        minutes: after which no trial is begun; 0 for no end. A sweep that is resumed has them anew.
         space: the distribution of each searched key, as Optuna writes it; none on a cluster.
     """
 
@@ -126,6 +127,7 @@ class Sweep:
     test: Mapping[str, Any] = field(default_factory=dict)
     sampler: str = "grid"
     seed: int = 0
+    minutes: float = 0.0
     space: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -340,6 +342,8 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
             "best" if each.number == sweep.best else each.status,
         ]
         for each in sorted(sweep.trials, key=order)
+        # Of a sweep by time most are never sampled.
+        if each.settings or not sweep.minutes
     ]
     metric = spoken(objective.metric)
     short = [key.rpartition(".")[2] for key in sweep.keys]

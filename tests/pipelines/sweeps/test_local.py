@@ -15,9 +15,11 @@ from flotilla.pipelines.models import list_models
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.sweeps import local
 from flotilla.pipelines.sweeps.plan import SweepOptions
+from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.sweeps import study
+from flotilla.trainer.sweeps.sweep import table_of
 from tests.pipelines.called import call
 
 ROOT = Path(__file__).parents[3]
@@ -303,3 +305,45 @@ def test_nine_real_trials_promote_one_version(tmp_path):
     assert done.answer["metrics"]["accuracy"] > 0.5
     (version,) = list_models(root=done.workdir.as_uri())
     assert version.champion
+
+
+def test_a_space_is_made_and_the_best_by_time_is_promoted(machine, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
+
+    def later(_run):
+        now[0] += 10.0
+
+    machine.ends = dict.fromkeys(range(1, 201), later)
+    machine.values = {2: 0.5}
+    result = swept(tmp_path, settings=("training.batch_size=32",), auto=True, minutes=3)
+    trained = {number for pipeline, number, _ in machine.begun if pipeline == "train"}
+    assert len([each for each in machine.begun if each[0] == "train"]) == 18
+    assert (result.status, result.sweep.best) == ("blessed", 2)
+    assert machine.begun[-1][:2] == ("run", 2)
+    assert "training.optimizer.learning_rate" in result.sweep.keys
+    assert "training.batch_size" not in result.sweep.keys
+    best = load_config(tmp_path / result.sweep.sweep_id / local.BEST)
+    assert best == result.sweep.config_on(result.sweep.chosen, 0, result.sweep.base).model_copy(
+        update={"training": best.training}
+    )
+    assert best.training.batch_size == 32
+    assert len(table_of(result.sweep)[1]) == len(trained)
+
+
+def test_an_interrupted_search_leaves_its_best_and_goes_on(machine, tmp_path):
+    interrupted = RunResult(status="interrupted", exit_code=130, message="", steps=())
+
+    def stop(_run):
+        signal.raise_signal(signal.SIGINT)
+        return interrupted
+
+    machine.ends = {3: stop}
+    result = swept(tmp_path, auto=True, tpe=4, halving=False, settings=("training.steps=20",))
+    assert (result.status, result.exit_code) == ("interrupted", 130)
+    assert (tmp_path / result.sweep.sweep_id / local.BEST).read_text().startswith("# Trial 1 of ")
+    machine.ends = {}
+    again = resumed(result.sweep.sweep_id, tmp_path)
+    assert (again.status, again.sweep.best) == ("blessed", 1)
+    trained = [number for pipeline, number, _ in machine.begun if pipeline == "train"]
+    assert trained == [1, 2, 3, 3, 4]

@@ -1,10 +1,15 @@
 """The search space: parsed and checked as a whole, without duplicates, by seed."""
 
+import importlib
+import inspect
+
 import pytest
 
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.model import MODELS
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.sweeps.space import config_of, corners, drawn, grid, space_of
+from flotilla.trainer.sweeps.space import automatic, config_of, corners, drawn, grid, space_of
 
 RATE = "training.optimizer.learning_rate"
 
@@ -82,3 +87,27 @@ def test_what_is_wrong_is_said_before_the_first_trial(given, message):
 def test_every_value_and_both_ends_of_a_range_are_checked(given):
     with pytest.raises(ConfigError, match=r"the trial .*(=-1.0|=99|=none_such):"):
         corners(space_of(Config(), [given]))
+
+
+@pytest.mark.parametrize("name", [*MODELS, "own_module:net"])
+def test_the_space_of_every_model_is_allowed_and_trains_what_it_says(name):
+    config = parse_config({"model": {"name": name}})
+    texts = automatic(config, ())
+    found = space_of(config, texts)
+    assert {"training.optimizer.learning_rate", "training.batch_size"} <= found.keys.keys()
+    assert corners(found)
+    if ":" not in name:
+        place, _, function = MODELS[name].partition(":")
+        takes = inspect.signature(getattr(importlib.import_module(place), function)).parameters
+        own = {
+            key.removeprefix("model.args.") for key in found.keys if key.startswith("model.args.")
+        }
+        assert own <= takes.keys()
+
+
+def test_what_is_given_is_not_made():
+    given = ["training.optimizer={name: sgd}", "training.batch_size=32", "model.args.dropout=0,0.4"]
+    keys = {each.partition("=")[0] for each in automatic(Config(), given)}
+    assert keys == {"model.args.hidden_units"}
+    config = parse_config({"training": {"optimizer": {"name": "model"}}})
+    assert not [each for each in automatic(config, ()) if "optimizer" in each]
