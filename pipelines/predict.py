@@ -86,7 +86,7 @@ def predict(
     to: str = "",
     format: str = "",
     split: str = "",
-    columns: Sequence[str] = (),
+    columns: str | Sequence[str] = (),
     batch_size: int = 0,
     skip_bad: bool = False,
     workdir: str | Path = "runs",
@@ -104,7 +104,7 @@ def predict(
         to: the form of the output, where its name does not say it.
         format: the form of the inputs, where their names do not say it.
         split: of a dataset; that of the model where there are no inputs.
-        columns: of the input, to copy to the rows; `*` for all.
+        columns: of the input, to copy to the rows; a text has commas between them; `*` for all.
         batch_size: examples in a batch; as in the evaluation when 0.
         skip_bad: whether rows that cannot be read are left out.
         workdir: the folder of the runs on this machine.
@@ -115,7 +115,9 @@ def predict(
         answers = flotilla.predict("churn", [{"age": 41, "plan": "basic"}]).predictions
         flotilla.predict("churn@3", "new.csv", output="answers.csv").rows
     """
-    request: dict[str, Any] = {"format": format, "split": split, "columns": list(columns)}
+    named = columns.split(",") if isinstance(columns, str) else columns
+    request: dict[str, Any] = {"format": format, "split": split}
+    request["columns"] = [name for name in named if name]
     request |= {"batch_size": batch_size, "skip_bad": skip_bad}
     with _as_files(inputs) as given, _place(str(output)) as place:
         _check_inputs(given, split)

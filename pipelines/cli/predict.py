@@ -79,7 +79,7 @@ def predict(
             to=to or "",
             format=format_ or "",
             split=split,
-            columns=[name for each in columns or () for name in each.split(",") if name],
+            columns=",".join(columns or ()),
             batch_size=batch_size,
             skip_bad=skip_bad,
             workdir=workdir,

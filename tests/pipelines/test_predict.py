@@ -92,6 +92,33 @@ def test_the_ending_says_the_form(output, said, form):
     assert predict.form_of(output, said) == form
 
 
+@pytest.mark.parametrize("columns", ["id,city", ["id", "city"]])
+def test_rows_are_asked_about_as_a_file_is(root, tmp_path, monkeypatch, columns):
+    asked = []
+
+    def answered(request, _on_event):
+        asked.append(request)
+        with open(request["inputs"][0], encoding="utf-8") as file:
+            rows = [{"prediction": json.loads(line)["age"], "a": "x\u2028y"} for line in file]
+        with open(request["output"], "w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        return predict.Prediction(model=request["model"], output=request["output"], rows=len(rows))
+
+    class Frame:
+        def to_dict(self, _form):
+            return [{"age": np.int64(4), "city": "Rome"}, {"age": float("nan"), "city": "Köln"}]
+
+    monkeypatch.setattr(predict, "answered", answered)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "runs"))
+    before = os.listdir(tmp_path / "runs")
+    for inputs in (Frame(), Frame().to_dict("records")):
+        found = predict.predict("digits@2", inputs, columns=columns, root=root)
+        assert [each["prediction"] for each in found.predictions] == [4, None]
+        assert (found.rows, found.output) == (2, "")
+    assert asked[0]["columns"] == ["id", "city"]
+    assert os.listdir(tmp_path / "runs") == before
+
+
 def flotilla(*arguments, capsys):
     code = app.called(["predict", *map(str, arguments)])
     written = capsys.readouterr()

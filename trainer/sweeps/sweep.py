@@ -61,7 +61,7 @@ class Result:
     by: Objective = _NOT_SAID
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Trial:
     """One trial.
 
@@ -85,6 +85,10 @@ class Trial:
     checkpoint: str = ""
     error: str = ""
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        """Return the number, the settings and the status."""
+        return f"Trial({self.number} {self.status}, {dict(self.settings)})"
 
     def on(self, rung: int) -> Result | None:
         """Return what it reached on a rung; None where it did not end there."""
