@@ -55,7 +55,7 @@ class TwoClasses:
         tree = {
             "name": "leavers",
             "data": {"source": str(path), "label": "status", "shards": 2, "weight": "weight"},
-            "model": {"name": "tabular", "args": {"hidden_units": []}},
+            "model": {"name": "tabular", "args": {"hidden_units": [], "pieces": 0}},
             "evaluation": {"baseline": "none"},
             "gate": {"constant": "reported"},
             **sections,
