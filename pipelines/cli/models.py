@@ -84,8 +84,6 @@ def show_model(
     root: Root = "",
 ) -> Answer:
     """Show one version with its lineage; the champion when left out."""
-    from rich.text import Text
-
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Terminal, display_path
     from flotilla.pipelines.cli.tables import Table
@@ -121,8 +119,10 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line)
+        # A text of several lines would be made one.
         for program in [*python.values()][:1]:
-            terminal.print(Text(f"\nIn Python:\n\n{program}"), soft_wrap=True)
+            for line in ("", "In Python:", "", *program.split("\n")):
+                terminal.print(line)
     model = {**row, "lineage": found.lineage, "promotions": made, "python": python}
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 

@@ -169,7 +169,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
 
 
 def _planned(sweep: Sweep) -> str:
-    minutes = f" in {sweep.minutes:g} minutes" if sweep.minutes else ""
+    minutes = f" by time ({sweep.minutes:g} min)" if sweep.minutes else ""
     return f"{'at most ' if minutes else ''}{len(sweep.trials)} trials{minutes}"
 
 

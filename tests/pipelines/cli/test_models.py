@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from flotilla.pipelines import models
 from flotilla.pipelines.cli import app
+from flotilla.pipelines.models import ModelDetails, ModelVersion
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.contents import StoredVariable
+from flotilla.trainer.report.programs import programs
 
 FIELDS = {
     "global_step": 20,
@@ -106,3 +109,25 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     assert (code, "of kind 'model' and not a checkpoint" in err) == (1, True)
     code, _, err = show(capsys, "nope", "--workdir", str(tmp_path / "runs"))
     assert (code, "no run 'nope' below" in err) == (2, True)
+
+
+FIELDS = {
+    "formats": ["keras"], "links": {"mood": "softmax", "age": [40.0, 9.0]}, "saved_model": "s",
+    "inputs": [{"feature": each, "name": each, "dtype": "string"} for each in ("a", "b")],
+}  # fmt: skip
+
+
+def test_a_model_is_shown_with_a_program_that_can_be_copied(capsys, monkeypatch):
+    version = ModelVersion(
+        name="m", version=1, champion=True, main_metric="loss", better="lower", metrics={},
+        measured={}, global_step=1, created="", run_id="", verdict="promoted",
+    )  # fmt: skip
+    details = ModelDetails(
+        version=version, uri="file:///m", lineage={}, promotions=(), fields=FIELDS
+    )
+    monkeypatch.setattr(models, "show", lambda *_args, **_named: details)
+    assert app.called(["models", "show", "m"]) == 0
+    program = programs("/m", FIELDS)["Keras"]
+    assert f"\nIn Python:\n\n{program}\n" in capsys.readouterr().out
+    assert "{'mood': keras.ops.softmax(outputs['mood']), 'age': outputs['age'] * 9.0" in program
+    compile(program, "program", "exec")
