@@ -20,6 +20,7 @@ from flotilla.trainer import events
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.code.bundle import configured
 from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.masking import printable
 
 
 # The fields of the form; a test holds them against `flotilla.trainer.config.form`.
@@ -32,6 +33,7 @@ def prepare_data(
     task: str,
     model: str,
     steps: int,
+    epochs: float,
     batch_size: int,
     learning_rate: float,
     strategy: str,
@@ -84,7 +86,7 @@ def work(step: Step) -> Prepared:
     if step.published:
         return Prepared(**run, dataset_uri=step.published, Output=READY)
     with _tried(step, resolved.config):
-        uri = step.stage("prepare_data", prepare, **run)
+        uri, run["config"] = step.stage("prepare_data", prepare, **run)
         word = step.stage("validate_data", validate, **run, dataset_uri=uri)
     return Prepared(**run, dataset_uri=uri, Output=READY if word == "accepted" else REFUSED)
 
@@ -133,12 +135,13 @@ def _tried(step: Step, config: str) -> Iterator[None]:
         step.stage("resolve_config", refuse)
 
 
-def prepare(step: Step) -> str:
-    """Download, split, shard and publish the dataset; a published one is reused."""
+def prepare(step: Step) -> tuple[str, str]:
+    """Publish the dataset, or find it; return where, and the configuration with its numbers."""
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 
-        section = configured(step.config).data
+        config = configured(step.config)
+        section = config.data
         key = f"version of {section.name}"
         chosen = section.version or run_store.pinned(key)
         exact = section.model_copy(update={"version": chosen})
@@ -159,7 +162,8 @@ def prepare(step: Step) -> str:
         step.output.done(prepared.uri, {**examples, **made})
         origin = {"fingerprint": fields["fingerprint"], "version": version}
         descriptor.describe(step.dataset, prepared.uri, {**origin, **examples})
-        return prepared.uri
+        known = resolve_config.with_length(config, prepared.uri, step.root, step.run_id)
+        return prepared.uri, printable(known.model_dump_json())
 
 
 def validate(step: Step) -> str:

@@ -15,10 +15,12 @@ from flotilla.components.records import record, run_store, step_record
 from flotilla.components.records.record import Step
 from flotilla.trainer import events, storage
 from flotilla.trainer.code import bundle
+from flotilla.trainer.config import length
+from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.config.form import from_form
 from flotilla.trainer.config.model import CHAMPION, initial_weights
-from flotilla.trainer.config.schema import AUTO, OF_TWO_CLASSES, Config, OutputConfig
+from flotilla.trainer.config.schema import OF_TWO_CLASSES, Config, OutputConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import champion_checkpoint, champion_positive
@@ -66,6 +68,8 @@ def work(step: Step) -> Resolved:
     config = with_positive(with_champion(config, root), root)
     step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
     step.output.metrics = {"name": config.name, "data_version": config.data.version, **code}
+    if step.published:
+        config = with_length(config, step.published, root, run_id)
     if earlier:
         reason = f"files and configuration are those of {earlier}, which has finished"
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
@@ -185,6 +189,17 @@ def _listed(config: Config, root: str) -> str:
         len(taken.files), f" of the spans {spans}" if spans else "", taken.digest,
     )  # fmt: skip
     return taken.digest
+
+
+def with_length(config: Config, dataset: str, root: str, run_id: str) -> Config:
+    """Return the configuration with numbers for `auto`, by the examples of a prepared dataset."""
+    if length.is_resolved(config):
+        return config
+    splits = length.Splits.of(storage.read_manifest(dataset).fields)
+    known = length.resolved(config, splits)
+    events.emit(events.DataNote(text=length.described(config, known, splits)))
+    step_record.publish_config(run_store.run_at(root, run_id), known.model_dump_json(indent=2))
+    return known
 
 
 def finished_by(config: Config, root: str) -> str:

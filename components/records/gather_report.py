@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla.components.records.run_store import CONFIG
+from flotilla.components.records.run_store import CONFIG, config_in, read_given
 from flotilla.components.records.step_record import (
     OF_STEPS,
     StepRecord,
@@ -23,6 +23,7 @@ from flotilla.components.records.step_record import (
 )
 from flotilla.components.table import (
     EXIT_STEP,
+    TRAIN,
     UNCHANGED,
     WORKING,
     Output,
@@ -32,6 +33,7 @@ from flotilla.components.table import (
 )
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import merge_validations, read_history, read_validations
+from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import topology_of
 from flotilla.trainer.events import (
@@ -135,7 +137,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     decision = made.read("decision", "decision.json")
     evaluation = made.read("evaluation", "metrics.json")
     registered = made.read("registration", "registration.json")
-    config = _config(folder, root, run_id)
+    config = _with_numbers(_config(folder, root, run_id), folder)
     lineage = registered.get("lineage") or {}
     # The local runner calls a run that was asked to end between two steps a failed one.
     ended = _CANCELED[0] if known.interrupted else state
@@ -319,6 +321,17 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
                 raise ValueError(f"{place}: {wrong[0]} is no section")
             return tree
     return {}
+
+
+def _with_numbers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a configuration of this machine with what training was given in place of `auto`."""
+    if AUTO not in str(config.get("training")):
+        return config
+    with suppress(UserError):
+        given = config_in(read_given(storage.uri_of(folder), TRAIN).arguments)
+        if given:
+            return {**config, "training": given.model_dump(mode="json")["training"]}
+    return config
 
 
 _SECTIONS = {

@@ -16,6 +16,7 @@ from flotilla.components.records.run_store import TRIALS, file_of
 from flotilla.components.records.step_record import StepRecord, published_records
 from flotilla.components.table import maker_of
 from flotilla.trainer import storage
+from flotilla.trainer.config import length
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, record_in, tree_of
@@ -62,13 +63,14 @@ def run_step(call: Mapping[str, Any]) -> str:
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
         settings = plan.config_on(trial, rung, Config.model_validate_json(call["config"]))
+        settings = length.of_dataset(settings, call["dataset"])
         training = {name: each for name, each in call.items() if name not in _OWN}
         of_trial = {"config": settings.model_dump_json(), "run_id": trial.run_id}
         uri = run(train_model.work, {**training, **of_trial})
         record = _record_of(root, trial.run_id)
         trial = replace(trial, metrics=dict(record.metrics) if record else {}, checkpoint=uri)
         main = record.main if record else None
-        trial = plan.reached(trial, rung, settings.training.steps, main)
+        trial = plan.reached(trial, rung, main)
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:

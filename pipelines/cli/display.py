@@ -244,7 +244,8 @@ def _far(run: RunResult) -> str:
     reached = [each.metrics for each in run.steps if each.status == "running"]
     for each in reached:
         if each.get("global_step") and each.get("steps"):
-            return f"step {each['global_step']}/{each['steps']}"
+            epoch = f", epoch {each['epoch']:.3g}" if each.get("epoch") else ""
+            return f"step {each['global_step']}/{each['steps']}{epoch}"
         if text := each.get("progress"):
             return str(text)
     return ""

@@ -29,7 +29,7 @@ from flotilla.trainer.events import (
     Validation,
     WorkProgress,
 )
-from flotilla.trainer.events.event_lines import LogLines, TimeLeft, line_of, work_of
+from flotilla.trainer.events.event_lines import LogLines, TimeLeft, epoch_of, line_of, work_of
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.events.progress.wording import line_of as line_of_work
 from flotilla.trainer.events.progress.wording import parts_of
@@ -240,7 +240,8 @@ class Display(LiveView):
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
-            lines.append(f"training    loss {rounded(progress.loss)}  {speed}")
+            parts = [f"training    loss {rounded(progress.loss)}", speed, epoch_of(progress)]
+            lines.append("  ".join(filter(None, parts)))
         if found := self._validation:
             values = [f"{name} {rounded(value)}" for name, value in found.metrics.items()]
             end = f"at {found.global_step}"

@@ -369,8 +369,7 @@ class _Workers:
 
     def _reached(self, trial: Trial, main: MainMetric | None) -> None:
         """Keep what a trial has reached on its rung; let it go on where it may."""
-        steps = self._sweep.config_on(trial, trial.rung, self._sweep.base).training.steps
-        trial = self._sweep.reached(trial, trial.rung, steps, main)
+        trial = self._sweep.reached(trial, trial.rung, main)
         compared_by([*self._begun.sweep.trials, trial], self._sweep.objective)
         self._keep(trial)
         if trial.last and self._begun.goes_on(trial, trial.last):

@@ -7,13 +7,23 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WrapValidator,
+    model_validator,
+)
 
 from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import credentials_in, masked
 
 #: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53
+#: A number that is chosen by the data, before they are known; the word is how it is written.
+AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
     "a configuration is written into logs and reports: leave them out, and give credentials by the "
@@ -24,6 +34,15 @@ _REMEDY = (
 def key(default: _Default, description: str, **limits: Any) -> _Default:
     """Return the field of a key; its description is shown in the reference and by KFP."""
     return Field(default, description=description, **limits)  # type: ignore[no-any-return]
+
+
+def _or_automatic(value: object, number: Callable[[object], Any]) -> Any:
+    return AUTOMATIC if value == AUTO else number(value)
+
+
+#: Of the type of a key: it takes the word `auto` as well, which is `AUTOMATIC` for Python.
+OR_AUTO = WrapValidator(_or_automatic)
+AS_WRITTEN = PlainSerializer(lambda value: AUTO if value == AUTOMATIC else value)
 
 
 class Section(BaseModel):

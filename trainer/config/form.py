@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.base import AUTO, AUTOMATIC
+from flotilla.trainer.config.load import BY_DATA, parse_config
 from flotilla.trainer.config.model import MODELS
-from flotilla.trainer.config.schema import AUTO, STRATEGIES, TASKS, Config
+from flotilla.trainer.config.schema import STRATEGIES, TASKS, Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
@@ -27,6 +28,9 @@ from flotilla.trainer.storage.uri import is_uri
 #: The field of all other keys, its word in a drop-down, and the key of a whole configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
+_STEPS = ("training", "steps")
+# Fields of numbers for which zero means `auto`.
+_AUTOMATIC = ("steps", "batch_size", "learning_rate")
 # Of JSON, in place of the one name that a label mostly is.
 _LIST = "["
 
@@ -74,10 +78,21 @@ FIELDS = (
     ),
     _field("task", "task.name", str, "what is predicted; auto: by the label", AUTO, *TASKS),
     _field("model", "model.name", str, "the Keras model", *MODELS),
-    _field("steps", "training.steps", int, "global steps: updates that are applied"),
-    _field("batch_size", "training.batch_size", int, "examples of one worker in one gradient"),
+    _field("steps", "training.steps", int, "global steps: updates that are applied; 0: auto"),
     _field(
-        "learning_rate", "training.optimizer.learning_rate", float, "initial rate of the schedule"
+        "epochs",
+        "training.epochs",
+        float,
+        "passes over the training examples, in place of steps; 0: by steps",
+    ),
+    _field(
+        "batch_size", "training.batch_size", int, "examples of one worker in one gradient; 0: auto"
+    ),
+    _field(
+        "learning_rate",
+        "training.optimizer.learning_rate",
+        float,
+        "initial rate of the schedule; 0: auto",
     ),
     _field("strategy", "training.strategy", str, "how a step is distributed", *STRATEGIES),
     _field("workers", "cluster.workers", int, "workers of the training cluster"),
@@ -127,8 +142,13 @@ def from_form(values: Mapping[str, Any]) -> Config:
             key = _SOURCE if "://" in value or value.startswith("/") else _DATASET
         elif key == _LABEL:
             value = _labels(value)
+        elif each.name in _AUTOMATIC and not value:
+            value = AUTO
         _refuse_twice(settings, each.key, each)
         _put(tree, key, value)
+    if values["epochs"]:
+        # A form always has a number of steps, whether or not anybody has written it.
+        _put(tree, _STEPS, AUTO)
     return parse_config(tree)
 
 
@@ -166,12 +186,16 @@ def _value(config: Config, field: Field) -> Any:
         return value[0] if plain else json.dumps(value) if value else ""
     if field.choices and value not in field.choices:
         return SETTINGS
-    return value
+    return 0 if field.name in _AUTOMATIC and value == AUTOMATIC else value
 
 
 def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that are not of their default, without those that have a field."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
+    if config.training.steps == AUTOMATIC:
+        # Of these a key that is left out is not of its default.
+        whole = config.training.model_dump(mode="json")
+        tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):
         _remove(tree, key)
     return tree

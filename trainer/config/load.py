@@ -17,7 +17,7 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from flotilla.trainer.config.base import require_writable
+from flotilla.trainer.config.base import AUTO, require_writable
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
@@ -33,6 +33,15 @@ REMOVED: Mapping[str, str] = {
 _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
+}
+#: What training takes whose steps are `auto`; see `flotilla.trainer.config.length`.
+BY_DATA: Mapping[str, Any] = {
+    "batch_size": AUTO,
+    "checkpoint_every": AUTO,
+    "validate_every": AUTO,
+    "patience": AUTO,
+    "optimizer": {"name": "adamw", "learning_rate": AUTO, "args": {"weight_decay": 0.01}},
+    "schedule": {"name": "constant", "warmup_steps": AUTO},
 }
 # Of the data section, where they may be relative.
 _PATHS = ("source", "manual_dir", "schema_file")
@@ -98,8 +107,7 @@ def load_config(
     tree = _read(Path(path)) if path else {}
     if path and rebases:
         _rebase(tree.get("data"), Path(path).parent)
-    for assignment in assignments:
-        _assign(tree, assignment)
+    _lay_over(tree, assignments)
     return parse_config(tree)
 
 
@@ -114,8 +122,7 @@ def _rebase(data: Any, folder: Path) -> None:
 def override(config: Config, assignments: Iterable[str]) -> Config:
     """Lay `section.key=value` assignments over a configuration; raises `ConfigError`."""
     tree = config.model_dump(mode="json")
-    for assignment in assignments:
-        _assign(tree, assignment)
+    _lay_over(tree, assignments)
     return parse_config(tree)
 
 
@@ -125,6 +132,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     for name, unset in _UNSET.items():
         if isinstance(keys := tree.get(name), Mapping):
             tree[name] = {key: keys[key] for key in keys if (key, keys[key]) not in unset}
+    _choose_by_data(tree)
     try:
         text = json.dumps(tree, default=str)
     except (ValueError, TypeError, RecursionError) as error:
@@ -139,6 +147,30 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     except ValidationError as invalid:
         message = "; ".join(_explain(each) for each in _innermost(invalid)[:3])
         raise ConfigError(_one_line(message)) from None
+
+
+def _choose_by_data(tree: dict[str, Any]) -> None:
+    """Make `auto` of what training is not told, where no number of steps is."""
+    data, training = (tree.get(name) or {} for name in ("data", "training"))
+    if not isinstance(data, Mapping) or not isinstance(training, Mapping):
+        return
+    by_data = training.get("steps", AUTO if data.get("source") else "") == AUTO
+    if training.get("epochs"):
+        tree["training"] = training = {"steps": AUTO, **training}
+    if not by_data:
+        return
+    chosen = {"steps": AUTO, **training}
+    for name, value in BY_DATA.items():
+        given = training.get(name, value)
+        if isinstance(value, Mapping) and isinstance(given, Mapping):
+            # One of another name is the user's own.
+            is_own = given.get("name", value["name"]) != value["name"]
+            given = given if is_own else {**value, **given}
+        chosen[name] = given
+    if training.get("epochs"):
+        # What has a length is not ended before.
+        chosen["patience"] = training.get("patience", 0)
+    tree["training"] = chosen
 
 
 def parse_value(text: str, key: str = "") -> Any:
@@ -256,7 +288,18 @@ def _values(node: Any, seen: dict[int, int]) -> int:
     return seen[id(node)]
 
 
-def _assign(tree: dict[str, Any], assignment: str) -> None:
+def _lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
+    """Apply assignments; of the two keys of the length, one replaces the other one below."""
+    given = {_assign(tree, assignment) for assignment in assignments}
+    training = tree.get("training")
+    for key, other in (("epochs", "steps"), ("steps", "epochs")):
+        replaces = f"training.{key}" in given and f"training.{other}" not in given
+        if replaces and isinstance(training, dict) and training.get(key):
+            training.pop(other, None)
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> str:
+    """Apply one assignment; return its key."""
     key, equals, text = assignment.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
@@ -271,6 +314,7 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
         node[last] = parse_value(text, key.strip())
     except ConfigError as error:
         raise ConfigError(_one_line(f"--set {assignment!r}: {error}")) from None
+    return key.strip()
 
 
 def _one_line(text: str) -> str:

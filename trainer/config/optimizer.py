@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from flotilla.trainer.config.base import Free, Section, key
+from flotilla.trainer.config.base import AS_WRITTEN, OR_AUTO, Free, Section, key
 from flotilla.trainer.runtime.errors import nearest
 
 # `tests/trainer/optimizers/test_optimizers.py` compares this list with Keras.
@@ -27,7 +27,9 @@ class OptimizerConfig(Section):
     name: str = key(
         "adam", f"{', '.join(OPTIMIZERS)}, or {OF_MODEL}: that which the model is compiled with"
     )
-    learning_rate: float = key(0.003, "initial rate of the schedule", gt=0)
+    learning_rate: Annotated[float, Field(gt=0), OR_AUTO, AS_WRITTEN] = key(
+        0.003, "initial rate of the schedule"
+    )
     args: Free = key({}, "further arguments of the optimizer, such as beta_1")
     dense_updates: bool = key(
         False, "move whole tables, and not only the rows that a batch looks up"
@@ -103,7 +105,9 @@ class ScheduleConfig(Section):
     name: Literal["constant", "cosine", "exponential", "piecewise"] = key(
         "constant", "learning rate schedule"
     )
-    warmup_steps: int = key(0, "global steps of linear warm-up", ge=0)
+    warmup_steps: Annotated[int, Field(ge=0), OR_AUTO, AS_WRITTEN] = key(
+        0, "global steps of linear warm-up"
+    )
     args: Free = key({}, "further arguments of the schedule")
 
     @model_validator(mode="after")

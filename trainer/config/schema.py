@@ -13,7 +13,17 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from flotilla.trainer.config.base import MOST, Free, Section, key, known_name
+from flotilla.trainer.config.base import (
+    AS_WRITTEN,
+    AUTO,
+    AUTOMATIC,
+    MOST,
+    OR_AUTO,
+    Free,
+    Section,
+    key,
+    known_name,
+)
 from flotilla.trainer.config.cluster import ClusterConfig
 from flotilla.trainer.config.data import DYNAMIC, DataConfig
 from flotilla.trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
@@ -39,7 +49,6 @@ TASKS = {
 }
 #: Those of one label that have a positive class.
 OF_TWO_CLASSES = ("binary_classification", "ranking", "recommendation")
-AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
 # The word for weights that make all classes weigh the same, in `class_weights`.
 BALANCED = "balanced"
@@ -118,14 +127,25 @@ class TaskConfig(Section):
     _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
 
+Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
+Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
+# Zero is never.
+Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
+
+
 class TrainingConfig(Section):
     """Steps, strategy, optimizer, checkpoints and validation."""
 
     strategy: str = key(
         "async_parameter_server", f"{', '.join(STRATEGIES)}, or package.module:Class"
     )
-    steps: int = key(1500, "global steps (updates applied)", ge=1, le=MOST)
-    batch_size: int = key(64, "examples of one replica in one gradient", ge=1, lt=2**31)
+    steps: Steps = key(
+        1500, "global steps (updates applied); auto: those of training.epochs, else by validation"
+    )
+    epochs: float = key(
+        0, "passes over the training examples, in place of steps; 0: by steps", ge=0, le=MOST
+    )
+    batch_size: Batch = key(64, "examples of one replica in one gradient")
     accumulate: int = key(
         1, "gradients of a replica, of batch_size each, whose mean is one update", ge=1, le=10_000
     )
@@ -137,16 +157,14 @@ class TrainingConfig(Section):
     replicas_to_aggregate: int = key(
         0, "gradients of one update, 0: of all workers: sync_parameter_server", ge=0
     )
-    checkpoint_every: int = key(500, "global steps between checkpoints", ge=1, le=MOST)
+    checkpoint_every: Steps = key(500, "global steps between checkpoints")
     checkpoint_seconds: float = key(0, "seconds between checkpoints; 0: none", ge=0)
     checkpoint_parts_mb: int = key(
         64, "megabytes on parameter servers from which each writes its own part", ge=0, le=MOST
     )
     keep: int = key(3, "newest checkpoints that are kept, besides the best", ge=1, le=MOST)
-    validate_every: int = key(500, "global steps between validations; 0: none", ge=0, le=MOST)
-    patience: int = key(
-        0, "validations without improvement before an early stop; 0: never", ge=0, le=MOST
-    )
+    validate_every: Count = key(500, "global steps between validations; 0: none")
+    patience: Count = key(0, "validations without improvement before an early stop; 0: never")
     stall_timeout: float = key(
         120, "seconds without progress until a task is restarted", ge=1, le=MOST
     )
@@ -298,6 +316,17 @@ class Config(Section):
         return value
 
     @model_validator(mode="after")
+    def _one_length(self) -> Config:
+        """`training.epochs` is in place of a number of `training.steps`, and not beside it."""
+        training = self.training
+        if training.epochs and training.steps != AUTOMATIC:
+            raise ValueError(
+                f"training.epochs: {training.epochs:g}, and training.steps is {training.steps} as "
+                "well: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _validation_where_it_is_needed(self) -> Config:
         """`cluster.evaluator` needs `data.validation`.
 
@@ -308,7 +337,7 @@ class Config(Section):
         validates = self.cluster.evaluator or (
             self.training.validate_every and self.data.validation
         )
-        if self.training.patience and not validates:
+        if self.training.patience > 0 and not validates:
             raise ValueError(
                 "training.patience: an early stop needs training.validate_every and "
                 "data.validation, or cluster.evaluator"
@@ -319,7 +348,7 @@ class Config(Section):
     def _profiled_within_the_run(self) -> Config:
         """`training.profile` ends within `training.steps`."""
         profile, steps = self.training.profile, self.training.steps
-        if profile and profile[-1] > steps:
+        if profile and profile[-1] > steps != AUTOMATIC:
             raise ValueError(
                 f"training.profile: step {profile[-1]} is never reached; training.steps is {steps}"
             )

@@ -117,6 +117,7 @@ class AttemptBegin(Event):
     global_step: int
     steps: int
     resumed: bool
+    epochs: float = 0.0  # Of `steps`; 0 where it is not known.
     checkpoint: int = -1  # Global step of the newest, where those on the servers are newer.
 
 
@@ -128,6 +129,8 @@ class Progress(Event):
         steps: where training ends.
         loss: mean over the stretch, as is `steps_per_second`.
         seconds: of training so far, over all attempts.
+        epoch: passes over the training examples so far, and `epochs` where training ends; 0 where
+            it is not known.
         metrics: further ones of the strategy.
     """
 
@@ -138,6 +141,8 @@ class Progress(Event):
     seconds_left: float
     seconds: float = 0.0
     learning_rate: float = 0.0
+    epoch: float = 0.0
+    epochs: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -101,6 +101,19 @@ def metrics_of(progress: Progress) -> str:
     return f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s{left}"
 
 
+def reached(progress: Progress) -> str:
+    """Return how far training is, in global steps and epochs."""
+    epoch = f" ({epoch_of(progress)})" if progress.epochs else ""
+    return f"global step {progress.global_step}/{progress.steps}{epoch}"
+
+
+def epoch_of(progress: Progress) -> str:
+    """Return how far training is in epochs; empty where it is not known."""
+    # The last batch of an epoch reaches into the next one.
+    epoch = min(progress.epoch, progress.epochs)
+    return f"epoch {epoch:.3g} of {progress.epochs:.3g}" if progress.epochs else ""
+
+
 def of_first_stretch(progress: Progress) -> Progress:
     """Return the first progress of an attempt, which builds the functions: the speed is no base."""
     return replace(progress, seconds_left=-1.0)
@@ -117,7 +130,7 @@ def work_of(progress: Progress) -> WorkProgress:
         rate=progress.steps_per_second,
         seconds=progress.seconds,
         seconds_left=progress.seconds_left,
-        detail=f"loss {progress.loss:.4g}",
+        detail="  ".join(filter(None, (f"loss {progress.loss:.4g}", epoch_of(progress)))),
     )
 
 
@@ -144,7 +157,7 @@ class LogLines:
             return ""
         event = of_first_stretch(event) if self._progress_at < 0 else event
         self._progress_at = event.time
-        return f"global step {event.global_step}/{event.steps}  {metrics_of(event)}"
+        return f"{reached(event)}  {metrics_of(event)}"
 
     def _work(self, event: WorkProgress) -> str:
         if event.is_over:

@@ -120,7 +120,7 @@ class RunState:
         found: dict[str, Any] = {}
         training, work = self.newest(events.Progress), self.newest(events.WorkProgress)
         if training and training.time >= began:
-            names = ("global_step", "steps", "loss", "seconds_left")
+            names = ("global_step", "steps", "loss", "seconds_left", "epoch", "epochs")
             found = {name: getattr(training, name) for name in names}
         if work and work.time >= began and not work.is_over:
             found["progress"] = line_of(work)

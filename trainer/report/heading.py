@@ -6,10 +6,13 @@ import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from flotilla.trainer.config.length import examples_of_step, in_words, is_resolved
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import topology_of
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.charts import number
@@ -50,7 +53,9 @@ def particulars(facts: Facts) -> list[tuple[str, str]]:
     if config:
         rows += [("Model", _model(config, facts)), ("Dataset", _dataset(config, steps))]
         rows.append(("Strategy", _strategy(config)))
-    speed = examples_a_second(facts.get("history") or (), config)
+    history = facts.get("history") or ()
+    rows.append(("Length", _length(history)))
+    speed = examples_a_second(history, config)
     if speed:
         rows.append(("Speed", f"{_three(speed)} examples/s"))
     return [(name, text) for name, text in rows if text]
@@ -212,15 +217,27 @@ def _counted(workers: object) -> float:
 
 
 def _by_config(config: Facts) -> float:
-    training, cluster = config.get("training") or {}, config.get("cluster") or {}
-    try:
-        topology = topology_of(str(training.get("strategy") or ""))
-        replicas = int(cluster.get("workers") or 1) if topology.workers else 1
-        replicas = int(training.get("replicas_to_aggregate") or 0) or replicas
-        each = int(training["batch_size"]) * int(training.get("accumulate") or 1)
-    except (UserError, KeyError, ValueError, TypeError):
-        return 0.0
-    return float(each * replicas * max(int(cluster.get("gpus_per_worker") or 0), 1))
+    # One of another version may lack a section, or have a key that is none.
+    with suppress(UserError):
+        found = parse_config(config)
+        return (
+            float(examples_of_step(found)) if "training" in config and is_resolved(found) else 0.0
+        )
+    return 0.0
+
+
+def steps_of_epoch(last: Facts) -> str:
+    """Return the steps of an epoch, by the last row of the history; empty where it has none."""
+    step, epoch = number(last.get("global_step")), number(last.get("epoch"))
+    return _three(step / epoch) if step and epoch else ""
+
+
+def _length(history: Sequence[Facts]) -> str:
+    """Return how long training was, in global steps and epochs; empty where there was none."""
+    last = history[-1] if history else {}
+    step, epoch = number(last.get("global_step")), number(last.get("epoch"))
+    steps = f"{step:,.0f} steps" if step else ""
+    return f"{steps}, {in_words(epoch)}" if steps and epoch else steps
 
 
 def _three(value: float) -> str:

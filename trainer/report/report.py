@@ -179,7 +179,8 @@ def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
         "charts": [chart for chart in charts if chart],
         "constant": constant,
         "flagged": views.counted(text for _, text in flags),
-        "last": history[-1] if history else {},
+        "last": (last := history[-1] if history else {}),
+        "epoch": heading.steps_of_epoch(last),
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flotilla.trainer.config.base import AUTOMATIC
 from flotilla.trainer.config.load import override, parse_config
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from flotilla.trainer.config.schema import Config
@@ -175,7 +176,7 @@ class Sweep:
         training = config.training.model_copy(update={"steps": self.rungs[rung]})
         return config.model_copy(update={"training": training})
 
-    def reached(self, trial: Trial, rung: int, steps: int, main: MainMetric | None) -> Trial:
+    def reached(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
         """Return a trial with what its metrics say that it reached on a rung.
 
         `main` is the metric by which its training has selected; None where it does not say so.
@@ -187,6 +188,7 @@ class Sweep:
             _require_same_loss(by.metric, self.keys)
         value = value_of(trial.metrics, by)
         before = tuple(each for each in trial.results if each.rung != rung)
+        steps = self.rungs[rung] or int(trial.metrics.get("global_step") or 0)
         result = Result(rung=rung, steps=steps, value=value, by=by)
         return replace(trial, status=DONE, error="", rung=rung, results=(*before, result))
 
@@ -289,6 +291,11 @@ def rungs_of(
             "each rung of --asha; choose constant, exponential or piecewise"
         )
     steps = base.training.steps
+    if steps == AUTOMATIC:
+        raise ConfigError(
+            "training.steps: auto depends on the examples, and --asha needs a number before they "
+            "are prepared: set it"
+        )
     if count < REDUCTION:
         raise ConfigError(
             f"--asha: one of {REDUCTION} trials goes on from each rung, and there are "

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from flotilla.trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
+from flotilla.trainer.config.base import AUTO
+from flotilla.trainer.config.schema import TASKS, Config, OutputConfig, TaskConfig
 from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.statistics.statistics import Feature
 from flotilla.trainer.runtime import user_code

@@ -52,6 +52,7 @@ _GAUGES = {
     "learning_rate": "Learning rate of the next update",
     "remaining_seconds": "Time left at this speed",
     "training_seconds": "Time in training steps so far, over all attempts",
+    "epoch": "Passes over the training examples so far",
     "progress_timestamp_seconds": "When the last update was seen",
     "attempt_examples": "Examples that the workers took in this attempt",
     "strategy_metric": "Further metrics of the strategy by name",
@@ -154,6 +155,7 @@ class RunMetrics(Collector):
                 "learning_rate": progress.learning_rate,
                 "remaining_seconds": progress.seconds_left,
                 "training_seconds": progress.seconds,
+                "epoch": progress.epoch,
             }
             if workers:
                 values["attempt_examples"] = sum(each["examples"] for each in workers.values())

@@ -28,6 +28,7 @@ from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.cluster.liveness import probe_peers
 from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
 from flotilla.trainer.config.data import DYNAMIC
+from flotilla.trainer.config.length import examples_of_step
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, topology_of
@@ -197,6 +198,7 @@ def hooks_of(  # noqa: PLR0913, PLR0917
         should_stop_early=partial(_evaluator_sees_no_gain, config, checkpoints, objective),
         judged_by=lambda: objective.judged_by,
         watch_steps=watch.stepping,
+        steps_of_epoch=spec.examples("train") / examples_of_step(config),
     )
 
 
@@ -274,11 +276,9 @@ def _batches(
 
 def _taken(config: Config, start: int) -> int:
     """Return about how many examples each worker has taken before a global step; 0: not known."""
-    training, cluster = config.training, config.cluster
-    if not topology_of(training.strategy).capabilities.mixes_steps:
+    if not topology_of(config.training.strategy).capabilities.mixes_steps:
         return 0
-    of_step = training.step_examples * training.pull_every * max(1, cluster.gpus_per_worker)
-    return start * of_step // cluster.workers
+    return start * examples_of_step(config) // config.cluster.workers
 
 
 def _totals(  # noqa: PLR0913, PLR0917

@@ -25,6 +25,7 @@ from keras.src.backend import Variable
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import index, warm_start
+from flotilla.trainer.config.length import Splits, resolved
 from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.pod_fields import amount
 from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
@@ -225,6 +226,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     `UserError`.
     """
     dataset = dataset_of(config, scratch, uri)
+    config = resolved(config, Splits(*map(dataset.examples, Splits._fields)))
     if whole:
         return _fitted(config, dataset, uri)
     errors = []

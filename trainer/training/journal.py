@@ -29,16 +29,19 @@ MAX_ROWS = 2000
 # The field of a checkpoint that says which examples were trained on.
 INPUT_POSITION = "input_position"
 
-_PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds")
+_PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds", "epoch")
 
 
 class Journal:
     """The rows and checkpoints of a run, going on from a global step."""
 
-    def __init__(self, config: Config, checkpoints: Checkpoints, start: int) -> None:
-        """Read the rows up to global step `start`."""
+    def __init__(
+        self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
+    ) -> None:
+        """Read the rows up to global step `start`; an `epoch` has so many steps, 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
+        self._epochs = self._steps / epoch if epoch else 0.0
         self._fields: dict[str, Any] = {
             "strategy": config.training.strategy,
             "config_hash": config.digest(),
@@ -77,6 +80,7 @@ class Journal:
             events.AttemptBegin(
                 global_step=start,
                 steps=self._steps,
+                epochs=self._epochs,
                 resumed=start > 0,
                 checkpoint=saved if saved < start else -1,
             )
@@ -89,7 +93,8 @@ class Journal:
         left = round((self._steps - row["global_step"]) / speed, 1) if speed else 0.0
         known = {name: value for name, value in row.items() if name in _PROGRESS}
         metrics = {name: value for name, value in row.items() if name not in _PROGRESS}
-        events.emit(events.Progress(steps=self._steps, seconds_left=left, metrics=metrics, **known))
+        known |= {"steps": self._steps, "epochs": self._epochs, "seconds_left": left}
+        events.emit(events.Progress(metrics=metrics, **known))
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Emit what a validation at a global step measured."""

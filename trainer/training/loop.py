@@ -71,6 +71,7 @@ class Hooks:
         judged_by: called once the model is built; what checkpoints say of the metric by which
             validations are compared, as `MainMetric.of` reads it.
         watch_steps: entered around each inner loop, to see that its steps make progress.
+        steps_of_epoch: 0 where the examples are not known.
     """
 
     make_problem: Callable[[int], Problem]
@@ -79,6 +80,7 @@ class Hooks:
     should_stop_early: Callable[[], bool] = lambda: False
     judged_by: Callable[[], Mapping[str, Any]] = dict
     watch_steps: Callable[[], AbstractContextManager[None]] = nullcontext
+    steps_of_epoch: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -167,7 +169,7 @@ def _begun(  # noqa: PLR0913, PLR0917
     if found or warm:
         strategy.restored()
     journal_type = Journal if strategy.publishes else UnpublishedJournal
-    journal = journal_type(config, checkpoints, strategy.global_step())
+    journal = journal_type(config, checkpoints, strategy.global_step(), hooks.steps_of_epoch)
     judged_by = hooks.judged_by()
     journal.begin(strategy.global_step(), {**begun, **judged_by}, start)
     stopping = EarlyStopping(patience=config.training.patience, main=MainMetric.of(judged_by))
@@ -359,6 +361,8 @@ class _OuterLoop:
         }
         if stream := self._strategy.stream:
             row["epoch"] = stream.epoch(self._strategy.position)
+        elif self._hooks.steps_of_epoch:
+            row["epoch"] = round(step / self._hooks.steps_of_epoch, 4)
         self._journal.progress(row)
         if self._validations.is_due(before, step):
             row |= self._validate(step)

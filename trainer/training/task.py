@@ -18,7 +18,7 @@ from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.cluster.local import HOST, free_port
 from flotilla.trainer.cluster.process import CONFIG
 from flotilla.trainer.code import bundle
-from flotilla.trainer.config import topology
+from flotilla.trainer.config import length, topology
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, leader, topology_of
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the task that flags or TF_CONFIG name; a server never returns; raises `UserError`."""
-    config = load_config(options.config)
+    config = length.of_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)
     _require_roles(config, tasks)

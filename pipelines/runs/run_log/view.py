@@ -13,7 +13,13 @@ from flotilla.pipelines.runs.outcome import key_metrics
 from flotilla.pipelines.runs.run_log.text import RUNNER_FAILED, Line
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
-from flotilla.trainer.events.event_lines import LINE_SECONDS, LogLines, metrics_of, of_first_stretch
+from flotilla.trainer.events.event_lines import (
+    LINE_SECONDS,
+    LogLines,
+    metrics_of,
+    of_first_stretch,
+    reached,
+)
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.wording import rounded
 from flotilla.trainer.runtime.errors import ConfigError, nearest
@@ -29,7 +35,7 @@ _EVALUATOR = "evaluator-0"
 # So many of the newest texts are looked at for one that comes again.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
-    Progress: lambda event: f"global step {event.global_step}/{event.steps}  {metrics_of(event)}",
+    Progress: lambda event: f"{reached(event)}  {metrics_of(event)}",
     events.Validation: lambda event: (
         f"validation of global step {event.global_step}: "
         + "  ".join(f"{name} {rounded(value)}" for name, value in event.metrics.items())
@@ -269,7 +275,8 @@ def _words_of(event: Event) -> list[str]:
         case events.Interrupted():
             return ["the run is asked to end"]
         case events.AttemptBegin() if not event.resumed:
-            return [f"training begins: {event.steps} steps"]
+            epochs = f" ({event.epochs:.3g} epochs)" if event.epochs else ""
+            return [f"training begins: {event.steps} steps{epochs}"]
         case events.TaskFailed():
             return [f"ended with {event.cause}"]
         case StepEnd():

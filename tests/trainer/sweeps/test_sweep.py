@@ -110,7 +110,7 @@ def test_halving_that_is_not_possible_is_refused(tree, settings, count, message)
 def reached(sweep, trial, rung, value, main=None):
     """Return a trial that has this value of the metric by which it selects."""
     trial = replace(trial, metrics={(main or BY_LOSS).column: value})
-    return sweep.reached(trial, rung, sweep.rungs[rung], main)
+    return sweep.reached(trial, rung, main)
 
 
 def test_the_objective_is_of_validation():

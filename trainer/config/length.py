@@ -1,0 +1,189 @@
+"""The length of training: global steps, epochs, and what is chosen by the number of examples.
+
+A configuration says `auto` until the dataset is prepared; `resolved` puts numbers in its place. What
+they are follows published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models
+for Tabular Data: AdamW, batches by the size of the table, a constant rate, the weights that are
+best by validation, patience of 16 epochs), and was tried on the tables of `docs/tasks.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flotilla.trainer import storage
+from flotilla.trainer.config.base import AUTOMATIC
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.optimizer import OF_MODEL
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import topology_of
+
+LEARNING_RATE = 0.002
+PATIENCE = 20
+# A validation for an update or two would cost more than training.
+LEAST_STEPS = 20
+# An epoch of more steps has several validations, of which each costs a part of an epoch.
+MOST_STEPS, MOST_VALIDATIONS = 250, 4
+# Adam's second moments say little before; Ma and Yarats 2021, On the Adequacy of Untuned Warmup.
+WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
+# Training that no validation ends learns the examples by heart.
+WITHOUT_VALIDATION = 0.2
+# Fewer epochs are said with a fraction.
+_WHOLE = 10
+
+
+class Size(NamedTuple):
+    """What is chosen for fewer training examples than these."""
+
+    examples: float
+    batch: int
+    epochs: int
+
+
+SIZES = (
+    Size(2_000, 32, 100),
+    Size(5_000, 64, 100),
+    Size(12_000, 128, 100),
+    Size(50_000, 256, 100),
+    Size(200_000, 512, 50),
+    Size(1_000_000, 1024, 20),
+    Size(math.inf, 1024, 10),
+)
+
+
+class Splits(NamedTuple):
+    """The examples of a prepared dataset."""
+
+    train: int
+    validation: int
+
+    @classmethod
+    def of(cls, dataset: Mapping[str, Any]) -> Splits:
+        """Return those that the fields of its manifest say."""
+        found = (dataset["splits"].get(name) for name in cls._fields)
+        return cls(*(int(each["examples"]) if each else 0 for each in found))
+
+
+def examples_of_step(config: Config) -> int:
+    """Return the examples of one update: of one worker where they do not wait for each other."""
+    training, topology = config.training, topology_of(config.training.strategy)
+    return (
+        training.step_examples
+        * _batches_of_step(config)
+        * (training.pull_every if topology.capabilities.mixes_steps else 1)
+    )
+
+
+def _batches_of_step(config: Config) -> int:
+    training, cluster = config.training, config.cluster
+    topology, devices = topology_of(training.strategy), max(1, cluster.gpus_per_worker)
+    if not topology.workers or topology.capabilities.mixes_steps:
+        return devices
+    needed = training.replicas_to_aggregate if topology.capabilities.aggregates else 0
+    return devices * (needed or cluster.workers)
+
+
+def steps_of(config: Config, epochs: float, examples: int) -> int:
+    """Return the global steps of so many passes over the training examples; at least one."""
+    return max(1, math.ceil(epochs * examples / examples_of_step(config)))
+
+
+def is_resolved(config: Config) -> bool:
+    """Return whether all that depends on the number of examples is a number."""
+    training = config.training
+    return AUTOMATIC not in (
+        training.steps,
+        training.batch_size,
+        training.checkpoint_every,
+        training.validate_every,
+        training.patience,
+        training.schedule.warmup_steps,
+        training.optimizer.learning_rate,
+    )
+
+
+def of_dataset(config: Config, uri: str) -> Config:
+    """Return the configuration with the numbers of a published dataset; raises `UserError`."""
+    if is_resolved(config):
+        return config
+    return resolved(config, Splits.of(storage.read_manifest(uri).fields))
+
+
+def resolved(config: Config, splits: Splits) -> Config:
+    """Return the configuration with numbers for `auto`; raises `ConfigError`."""
+    if is_resolved(config):
+        return config
+    size = next(each for each in SIZES if splits.train < each.examples)
+    # What the workers of one update take is one batch of that size, down to the smallest.
+    batch = max(size.batch // _batches_of_step(config), min(size.batch, SIZES[0].batch))
+    config = _chosen(config, batch_size=batch)
+    validates = splits.validation and (config.training.validate_every or config.cluster.evaluator)
+    ceiling = size.epochs if validates else size.epochs * WITHOUT_VALIDATION
+    config = _chosen(
+        config, steps=steps_of(config, config.training.epochs or ceiling, splits.train)
+    )
+    config = _chosen(config, validate_every=_between_validations(config, splits.train))
+    every, steps = config.training.validate_every, config.training.steps
+    config = _chosen(
+        config,
+        patience=PATIENCE if validates else 0,
+        # Only what is saved can be handed on.
+        checkpoint_every=every or _between_validations(config, splits.train),
+        learning_rate=LEARNING_RATE,
+        warmup_steps=min(WARMUP_STEPS, int(WARMUP_SHARE * steps)),
+        epochs=0.0,
+    )
+    # Of the rules between keys some are of these numbers.
+    return parse_config(config.model_dump(mode="json"))
+
+
+def _chosen(config: Config, **values: float) -> Config:
+    """Return the configuration with these values where it says `auto`, and with `epochs`."""
+
+    def within(section: Any) -> Any:
+        fields = type(section).model_fields
+        new = {
+            name: value
+            for name, value in values.items()
+            if name in fields and (name == "epochs" or getattr(section, name) == AUTOMATIC)
+        }
+        return section.model_copy(update=new)
+
+    training = within(config.training)
+    below = {name: within(getattr(training, name)) for name in ("optimizer", "schedule")}
+    return config.model_copy(update={"training": training.model_copy(update=below)})
+
+
+def _between_validations(config: Config, examples: int) -> int:
+    epoch = examples / examples_of_step(config)
+    number = min(MOST_VALIDATIONS, max(1, int(epoch // MOST_STEPS)))
+    return max(LEAST_STEPS, math.ceil(epoch / number))
+
+
+def described(asked: Config, known: Config, splits: Splits) -> str:
+    """Return in a line what was chosen by the number of examples, and what it means."""
+    training, batch = known.training, known.training.batch_size
+    epochs = asked.training.epochs or epochs_of(known, splits.train)
+    by_validation = training.patience and asked.training.steps == AUTOMATIC
+    most = "at most " if by_validation and not asked.training.epochs else ""
+    parts = [
+        f"{splits.train:,} examples: batches of {batch:,}",
+        f"{most}{in_words(epochs)} ({training.steps:,} steps)",
+    ]
+    if training.optimizer.name != OF_MODEL:
+        parts.append(f"learning rate {training.optimizer.learning_rate:g}")
+    if training.patience:
+        parts.append(f"ends after {training.patience} validations without gain")
+    return ", ".join(parts)
+
+
+def epochs_of(config: Config, examples: int) -> float:
+    """Return how many times all steps pass over so many training examples."""
+    return config.training.steps * examples_of_step(config) / max(examples, 1)
+
+
+def in_words(epochs: float) -> str:
+    """Return a number of epochs for a person."""
+    text = f"{epochs:,.0f}" if epochs >= _WHOLE else f"{epochs:.2g}"
+    return f"{text} epoch{'' if text == '1' else 's'}"
