@@ -15,13 +15,13 @@ from flotilla.components.records import record, run_store, step_record
 from flotilla.components.records.record import Step
 from flotilla.trainer import events, storage
 from flotilla.trainer.code import bundle
-from flotilla.trainer.config import length
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.config.form import from_form
 from flotilla.trainer.config.model import CHAMPION, initial_weights
 from flotilla.trainer.config.schema import OF_TWO_CLASSES, Config, OutputConfig
 from flotilla.trainer.data import listing
+from flotilla.trainer.features import length
 from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import champion_checkpoint, champion_positive
 from flotilla.trainer.runtime.errors import ConfigError

@@ -16,8 +16,8 @@ from flotilla.components.records.run_store import TRIALS, file_of
 from flotilla.components.records.step_record import StepRecord, published_records
 from flotilla.components.table import maker_of
 from flotilla.trainer import storage
-from flotilla.trainer.config import length
 from flotilla.trainer.config.schema import Config
+from flotilla.trainer.features import length
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, record_in, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial

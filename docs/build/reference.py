@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flotilla.components.table import STAGES, STEPS, StepSpec
 from flotilla.pipelines.training import SIGNATURE
+from flotilla.trainer.config.base import AUTO, OR_AUTO
 from flotilla.trainer.config.form import FIELDS
 from flotilla.trainer.config.optimizer import ARGS, ScheduleConfig
 from flotilla.trainer.config.schema import Config
@@ -78,6 +79,11 @@ A run is one YAML file and any number of `--set section.key=value` that override
 left out has its default. An unknown key, and a value of the wrong type or out of bounds, is refused
 by name before anything starts (exit code 2). `configs/digits.yaml` shows every key in one file;
 [parameters.md](parameters.md) lists the KFP run parameters that are generated from them.
+
+The word `auto` is chosen by the number of training examples once the dataset is prepared, is said
+in a line, and is a number in the records of the run. Where `data.source` is set and
+`training.steps` is not, all that takes `auto` and is left out is `auto`, and training ends by
+validation.
 
 Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *value* and a
 *variable* are texts as Kubernetes defines them. A key of one role overrides that of
@@ -179,6 +185,8 @@ def _allowed(field: FieldInfo) -> str:
     ]
     if least := _bounds(field, "min_length"):
         words.append("not empty" if least == [1] else f"{_number(max(least))} or more of them")
+    if OR_AUTO in field.metadata:
+        words.append(f"or {code(AUTO)}")
     choices = kind if get_origin(kind) is Literal else next(iter(get_args(kind)), None)
     if get_origin(choices) is Literal:
         words.append(codes(get_args(choices)))

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("emitted")
 
 def resolve(values):
     """Return what the first stage returns for these values, called without its component."""
-    return Step(at="", **values).stage("resolve_config", resolve_config.work)
+    step = Step(at="", **{"published": "", **values})
+    return step.stage("resolve_config", resolve_config.work)
 
 
 def version_of(resolved):
@@ -86,10 +87,10 @@ class TestResolveConfig:
         assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
 
     def test_a_wrong_value_is_the_users(self, values, capsys, emitted):
-        wrong = {**values, "steps": 0}
+        wrong = {**values, "steps": -5}
         code, line = refused(resolve, wrong, capsys=capsys)
         assert code == 2
-        assert line.startswith("training.steps: 0 is not allowed")
+        assert line.startswith("training.steps: -5 is not allowed")
         assert emitted()[-1].exit_code == 2
 
     def test_a_key_that_has_a_field_is_the_users(self, values, capsys):

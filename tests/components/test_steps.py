@@ -51,7 +51,7 @@ def prepared(root, emitted, monkeypatch, tmp_path):
         monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / run))
         artifact = artifact_in(tmp_path, dsl.Dataset)
         config = Config(data=DataConfig(**section)).model_dump_json()
-        uri = stage("prepare_data", prepare_data.prepare, config, root, dataset=artifact)
+        uri, _ = stage("prepare_data", prepare_data.prepare, config, root, dataset=artifact)
         version = storage.read_manifest(uri).fields["version"]
         *_, before, step = emitted()
         metrics = step.metrics

@@ -34,7 +34,7 @@ _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
 }
-#: What training takes whose steps are `auto`; see `flotilla.trainer.config.length`.
+#: What training takes whose steps are `auto`; see `flotilla.trainer.features.length`.
 BY_DATA: Mapping[str, Any] = {
     "batch_size": AUTO,
     "checkpoint_every": AUTO,

@@ -143,7 +143,7 @@ class TrainingConfig(Section):
         1500, "global steps (updates applied); auto: those of training.epochs, else by validation"
     )
     epochs: float = key(
-        0, "passes over the training examples, in place of steps; 0: by steps", ge=0, le=MOST
+        0.0, "passes over the training examples, in place of steps; 0: by steps", ge=0, le=MOST
     )
     batch_size: Batch = key(64, "examples of one replica in one gradient")
     accumulate: int = key(

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from flotilla.trainer.config.length import examples_of_step, in_words, is_resolved
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import topology_of
 from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.features.length import examples_of_step, in_words, is_resolved
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.programs import programs
 from flotilla.trainer.report.wording import formatted

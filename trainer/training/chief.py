@@ -28,7 +28,6 @@ from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.cluster.liveness import probe_peers
 from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
 from flotilla.trainer.config.data import DYNAMIC
-from flotilla.trainer.config.length import examples_of_step
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, topology_of
@@ -38,6 +37,7 @@ from flotilla.trainer.data.shards.shard_store import Streaming
 from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.evaluation.signature import positive_of
 from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets
+from flotilla.trainer.features.length import examples_of_step
 from flotilla.trainer.models.registry import freeze, refused_input
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime import signals, user_code

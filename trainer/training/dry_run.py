@@ -25,7 +25,6 @@ from keras.src.backend import Variable
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import index, warm_start
-from flotilla.trainer.config.length import Splits, resolved
 from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.pod_fields import amount
 from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
@@ -44,6 +43,7 @@ from flotilla.trainer.features.dataset_spec import (
     require_buckets,
     require_slices,
 )
+from flotilla.trainer.features.length import Splits, resolved
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.registry import freeze

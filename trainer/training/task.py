@@ -18,10 +18,11 @@ from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.cluster.local import HOST, free_port
 from flotilla.trainer.cluster.process import CONFIG
 from flotilla.trainer.code import bundle
-from flotilla.trainer.config import length, topology
+from flotilla.trainer.config import topology
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, leader, topology_of
+from flotilla.trainer.features import length
 from flotilla.trainer.runtime import signals, user_code
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.errors import reported

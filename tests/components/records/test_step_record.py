@@ -528,10 +528,10 @@ def test_the_report_counts_restarts_and_names_task_and_cause(pods, monkeypatch):
 
 def test_a_wrong_value_is_reported_with_its_line(pods):
     with pytest.raises(SystemExit):
-        pods.resolved(steps=0)
+        pods.resolved(steps=-5)
     page, summary = pods.finished()
-    assert "resolve_config: training.steps: 0 is not allowed" in page.text
-    assert "resolve\\_config: training.steps: 0 is not allowed" in summary
+    assert "resolve_config: training.steps: -5 is not allowed" in page.text
+    assert "resolve\\_config: training.steps: -5 is not allowed" in summary
 
 
 def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):

@@ -88,8 +88,8 @@ def as_kfp_passes(values):
 
 def test_the_fields_are_few_and_in_the_order_of_a_person():
     assert list(BY_NAME) == [
-        "name", "source", "label", "task", "model", "steps", "batch_size", "learning_rate",
-        "strategy", "workers", "servers", "gpus", "storage_root", "settings",
+        "name", "source", "label", "task", "model", "steps", "epochs", "batch_size",
+        "learning_rate", "strategy", "workers", "servers", "gpus", "storage_root", "settings",
     ]  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_whole_numbers_arrive_as_doubles():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"steps": 0}, "training.steps: 0 is not allowed"),
+        ({"steps": -5}, "training.steps: -5 is not allowed"),
         ({"steps": 3.5}, "training.steps: 3.5 is not allowed"),
         ({"model": "mpl"}, "model.name: 'mpl' is not allowed: no model of this name; did you"),
         ({"label": "[a"}, "label: '[a' is not a list such as"),

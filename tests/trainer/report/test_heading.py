@@ -81,6 +81,7 @@ def test_what_ran_is_at_the_head() -> None:
         "Model": "digits (mlp)",
         "Dataset": "digits 1.0.0: 1,293 train, 360 test",
         "Strategy": "async parameter server, 1 parameter server, 2 workers",
+        "Length": "5 steps",
     }
 
 
@@ -92,7 +93,9 @@ def test_examples_a_second_are_those_that_the_workers_counted() -> None:
     assert heading.examples_a_second(rows, {}) == 3200
     assert heading.examples_a_second([], FAILED["config"]) == 0
     plain = [{"global_step": 1, "steps_per_second": 10.0}]
-    assert heading.examples_a_second(plain, FAILED["config"]) == 10 * 64 * 2
+    assert heading.examples_a_second(plain, FAILED["config"]) == 10 * 64, (
+        "each worker pushes for itself"
+    )
 
 
 def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() -> None:
