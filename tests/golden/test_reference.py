@@ -68,7 +68,7 @@ def test_every_key_has_a_type_and_a_meaning():
 @pytest.mark.parametrize(
     ("key", "cells"),
     [
-        ("training.steps", ["whole number", "`1500`", "at least 1, at most 2^53"]),
+        ("training.steps", ["whole number", "`1500`", "at least 1, at most 2^53, or `auto`"]),
         ("gate.champion.confidence", ["number", "`0.995`", "at least 0.5, below 1"]),
         ("data.partition", ["text", "`disjoint`", "`disjoint`, `dynamic`, `reshuffle`"]),
         ("export.formats", ["list of text", '`["saved_model", "keras"]`']),

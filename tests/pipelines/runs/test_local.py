@@ -412,6 +412,7 @@ def test_no_value_of_these_is_the_default(config):
         "data_source",
         "registry_hub",
         "training_accumulate",
+        "training_epochs",
         "training_profile",
     }
 

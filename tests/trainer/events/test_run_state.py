@@ -98,7 +98,9 @@ class TestProgressSince:
 
     def test_training(self):
         found = state_of([progress(5, 3.0)]).progress_since(2.5)
-        assert found == {"global_step": 5, "steps": 9, "loss": 0.5, "seconds_left": 1.0}
+        assert found == {
+            "global_step": 5, "steps": 9, "loss": 0.5, "seconds_left": 1.0, "epoch": 0, "epochs": 0,
+        }  # fmt: skip
 
     def test_work_in_words_and_numbers(self):
         work = WorkProgress(
