@@ -148,7 +148,7 @@ def from_form(values: Mapping[str, Any]) -> Config:
         _put(tree, key, value)
     if values["epochs"]:
         # A form always has a number of steps, whether or not anybody has written it.
-        _put(tree, _STEPS, AUTO)
+        _remove(tree, _STEPS)
     return parse_config(tree)
 
 
@@ -186,7 +186,8 @@ def _value(config: Config, field: Field) -> Any:
         return value[0] if plain else json.dumps(value) if value else ""
     if field.choices and value not in field.choices:
         return SETTINGS
-    return 0 if field.name in _AUTOMATIC and value == AUTOMATIC else value
+    # KFP takes no whole number for one with a point.
+    return field.type(0) if field.name in _AUTOMATIC and value == AUTOMATIC else value
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -233,3 +233,28 @@ def test_a_whole_configuration_takes_the_place_of_all_fields():
     values = form(settings={WHOLE: config.model_dump_json()}, steps=5)
     assert from_form(values).training.steps == 9
     assert tree_of(values[SETTINGS])["training"]["steps"] == 9
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"data": {"source": "gs://b/t.csv"}},
+        {"data": {"source": "gs://b/t.csv"}, "training": {"epochs": 2.5, "patience": 4}},
+        {"training": {"epochs": 3}},
+        {"training": {"steps": "auto", "optimizer": {"learning_rate": 1}}},
+    ],
+)
+def test_what_is_chosen_by_the_data_is_zero_in_the_form(tree):
+    config = parse_config(tree)
+    form = to_form(config)
+    assert form["steps"] == 0
+    assert {name: type(form[name]) for name in BY_NAME} == {
+        name: each.type for name, each in BY_NAME.items()
+    }
+    assert from_form(form) == config
+
+
+def test_epochs_of_a_form_are_in_place_of_its_steps():
+    config = from_form({**to_form(Config()), "epochs": 2.0})
+    assert config.training.epochs == 2
+    assert config.training.validate_every == 500
