@@ -186,8 +186,10 @@ def _value(config: Config, field: Field) -> Any:
         return value[0] if plain else json.dumps(value) if value else ""
     if field.choices and value not in field.choices:
         return SETTINGS
-    # KFP takes no whole number for one with a point.
-    return field.type(0) if field.name in _AUTOMATIC and value == AUTOMATIC else value
+    if field.name in _AUTOMATIC and value == AUTOMATIC:
+        # KFP takes no whole number for one with a point.
+        return 0.0 if field.type is float else 0
+    return value
 
 
 def _settings(config: Config) -> dict[str, Any]:
