@@ -116,8 +116,7 @@ def predict(
         flotilla.predict("churn@3", "new.csv", output="answers.csv").rows
     """
     named = columns.split(",") if isinstance(columns, str) else columns
-    request: dict[str, Any] = {"format": format, "split": split}
-    request["columns"] = [name for name in named if name]
+    request: dict[str, Any] = {"format": format, "split": split, "columns": [*filter(None, named)]}
     request |= {"batch_size": batch_size, "skip_bad": skip_bad}
     with _as_files(inputs) as given, _place(str(output)) as place:
         _check_inputs(given, split)

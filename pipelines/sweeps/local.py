@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,9 +120,9 @@ def sweep(
     """Try settings, choose the best by validation, and promote that one.
 
     Args:
-        config: a configuration, its YAML file, a mapping, or None for the default.
+        config: with `settings` and `sections`, what all trials share; see `run`.
         search: a list of values by key, or a range as a text: `0.001..0.1` or `0.001..0.1:log`.
-        settings: the same for all trials; see `run`.
+        settings: laid over the configuration.
         random: how many trials to draw; the whole grid when left out.
         tpe: how many trials TPE chooses, each by those before it.
         seed: of `random` and `tpe`.
@@ -135,23 +135,18 @@ def sweep(
         workdir: the folder below which everything is written.
         resume: id of a sweep to go on with.
         on_trial: called with the sweep and each trial that begins or ends.
-        sections: of the configuration, laid over `settings`.
 
     Example:
         flotilla.sweep("configs/digits.yaml", {"training.batch_size": [32, 64]}).best.settings
     """
     options = SweepOptions(
         config=config, settings=(*assignments_of(settings, sections), *searched_texts(search)),
-        random=random, tpe=tpe, seed=seed, halving=halving,
-        auto=auto, minutes=minutes, metric=metric, better=better,
-        parallel=parallel,
+        random=random, tpe=tpe, seed=seed, halving=halving, auto=auto, minutes=minutes,
+        metric=metric, better=better, parallel=parallel,
     )  # fmt: skip
-    begun = begin(options, Path(workdir), resume)
-    try:
+    with closing(begin(options, Path(workdir), resume)) as begun:
         run = execute(begun, parallel, on_trial)
-    finally:
-        begun.close()
-    return result_of(begun.sweep, run)
+        return result_of(begun.sweep, run)
 
 
 def result_of(sweep: Sweep, run: RunResult) -> SweepResult:
