@@ -85,6 +85,14 @@ def test_what_ran_is_at_the_head() -> None:
     }
 
 
+def test_the_length_is_said_in_steps_and_epochs() -> None:
+    history = [{"global_step": 500, "epoch": 7.9}, {"global_step": 1500, "epoch": 23.7}]
+    rows = dict(heading.particulars({**FAILED, "history": history}))
+    assert rows["Length"] == "1,500 steps, 24 epochs"
+    page = Page(report.render({**FAILED, "history": [{**row, "loss": 1.0} for row in history]}))
+    assert "Across: global steps, 63.3 an epoch." in page.text
+
+
 def test_examples_a_second_are_those_that_the_workers_counted() -> None:
     rows = [
         {"global_step": n, "steps_per_second": speed, "workers": {"w": {"examples": n * 32}}}

@@ -74,3 +74,14 @@ def test_a_table_without_a_row_at_the_end_is_named_once(checkpoints, monkeypatch
             table="old", why="all of its rows were given up by their age: raise max_age"
         ),
     ]
+
+
+def test_progress_says_how_many_epochs_it_is_of(checkpoints, monkeypatch):
+    said = []
+    monkeypatch.setattr(events, "emit", said.append)
+    journal = Journal(config_of(steps=20), checkpoints, 0, 8.0)
+    journal.begin(0, {})
+    journal.progress(row(12, epoch=1.5, learning_rate=0.1, steps_per_second=4.0))
+    begin, progress = said
+    assert (begin.steps, begin.epochs) == (20, 2.5)
+    assert (progress.epoch, progress.epochs, progress.seconds_left) == (1.5, 2.5, 2.0)
