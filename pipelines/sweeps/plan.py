@@ -132,7 +132,7 @@ def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
     given = override(config, (each for each in options.settings if not is_searched(each)))
     count = TRIALS if options.minutes is None else TRIALS_BY_TIME
     training = given.training
-    may_halve = training.schedule.name != "cosine" and isinstance(training.steps, int)
+    may_halve = training.schedule.name != "cosine"
     return replace(
         options,
         auto=False,

@@ -21,6 +21,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
+from flotilla.trainer.config.base import AUTOMATIC
 from flotilla.trainer.config.load import override, parse_value
 from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.schema import Config
@@ -123,7 +124,8 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     A key that is among the `given` texts, in whole or in part, is left to these.
     """
     training = config.training
-    rate, batch = training.optimizer.learning_rate, training.batch_size
+    rate = _or(training.optimizer.learning_rate, 0.001)
+    batch = _or(training.batch_size, 128)
     found = {
         f"model.args.{key}": text for key, text in _OF_MODELS.get(config.model.name, {}).items()
     }
@@ -137,6 +139,11 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
         for key, text in found.items()
         if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for n in names)
     )
+
+
+def _or(value: Any, usual: Any) -> Any:
+    """Return the value, or the usual one where it is chosen by the number of examples."""
+    return usual if value == AUTOMATIC else value
 
 
 def grid(space: Space) -> tuple[Settings, ...]:

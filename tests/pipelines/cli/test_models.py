@@ -111,7 +111,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     assert (code, "no run 'nope' below" in err) == (2, True)
 
 
-FIELDS = {
+OF_MODEL = {
     "formats": ["keras"], "links": {"mood": "softmax", "age": [40.0, 9.0]}, "saved_model": "s",
     "inputs": [{"feature": each, "name": each, "dtype": "string"} for each in ("a", "b")],
 }  # fmt: skip
@@ -123,11 +123,11 @@ def test_a_model_is_shown_with_a_program_that_can_be_copied(capsys, monkeypatch)
         measured={}, global_step=1, created="", run_id="", verdict="promoted",
     )  # fmt: skip
     details = ModelDetails(
-        version=version, uri="file:///m", lineage={}, promotions=(), fields=FIELDS
+        version=version, uri="file:///m", lineage={}, promotions=(), fields=OF_MODEL
     )
     monkeypatch.setattr(models, "show", lambda *_args, **_named: details)
     assert app.called(["models", "show", "m"]) == 0
-    program = programs("/m", FIELDS)["Keras"]
+    program = programs("/m", OF_MODEL)["Keras"]
     assert f"\nIn Python:\n\n{program}\n" in capsys.readouterr().out
     assert "{'mood': keras.ops.softmax(outputs['mood']), 'age': outputs['age'] * 9.0" in program
     compile(program, "program", "exec")

@@ -109,5 +109,8 @@ def test_what_is_given_is_not_made():
     given = ["training.optimizer={name: sgd}", "training.batch_size=32", "model.args.dropout=0,0.4"]
     keys = {each.partition("=")[0] for each in automatic(Config(), given)}
     assert keys == {"model.args.hidden_units"}
+    unknown = {"batch_size": "auto", "optimizer": {"learning_rate": "auto"}}
+    config = parse_config({"training": unknown})
+    assert corners(space_of(config, automatic(config, ())))
     config = parse_config({"training": {"optimizer": {"name": "model"}}})
     assert not [each for each in automatic(config, ()) if "optimizer" in each]
