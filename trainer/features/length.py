@@ -21,7 +21,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import topology_of
 
 LEARNING_RATE = 0.002
-PATIENCE = 16
+WITHOUT_GAIN = 16
 # A validation and its checkpoint would cost more than the fewer updates between two of them.
 LEAST_STEPS = 50
 # However small a table is: so many updates may be needed until it is learnt.
@@ -132,7 +132,7 @@ def resolved(config: Config, splits: Splits) -> Config:
     every, steps = config.training.validate_every, config.training.steps
     config = _chosen(
         config,
-        patience=PATIENCE if validates else 0,
+        patience=WITHOUT_GAIN if validates else 0,
         # Only what is saved can be handed on.
         checkpoint_every=every or _between_validations(config, splits.train),
         learning_rate=LEARNING_RATE,
