@@ -215,8 +215,8 @@ def form_of(output: str, said: str) -> str:
     ending = FORMS.get(Path(output).suffix, "")
     if not ending and not said:
         raise ConfigError(
-            f"-o: the name of {output} ends with none of {', '.join(FORMS)}; rename it, or say "
-            "the form by --to"
+            f"-o: the name of {output} ends with none of {', '.join(FORMS)}; rename it, or "
+            "set the format by --to"
         )
     return said or ending
 

@@ -165,11 +165,11 @@ class Deadlines:
         }
         missing = self.expected_pods - len(pods)
         if not self.is_taken_up:
-            words = f"the {self._engine.kind.controller} has not taken up the job"
+            words = f"the {self._engine.kind.controller} has not accepted the job"
         elif self._is_suspended:
             words = _ADMISSION
         elif missing > 0:
-            words = f"{missing} of {self.expected_pods} pods are not made yet"
+            words = f"{missing} of {self.expected_pods} pods are not created yet"
         elif queueing := by_stage[pod_state.QUEUEING]:
             words = _sentence(queueing, "has no node")
         elif starting := by_stage[pod_state.STARTING]:
@@ -186,7 +186,7 @@ class Deadlines:
             return f"the job was not admitted after {limit}: {_ADMISSION}"
         missing = self.expected_pods - len(pods)
         if stage == pod_state.QUEUEING and missing > 0:
-            return f"{missing} of {self.expected_pods} pods were not made after {limit}"
+            return f"{missing} of {self.expected_pods} pods were not created after {limit}"
         what = "has no node" if stage == pod_state.QUEUEING else "has not started"
         return _sentence(waiting, f"{what} after {limit}")
 

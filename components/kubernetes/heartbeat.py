@@ -78,8 +78,8 @@ class Heartbeat:
             ) from None
         if renewed["spec"].get("holderIdentity") != self._holder:
             raise UserError(
-                f"the lease {job['metadata']['name']} is not kept by the Kubernetes API as it was "
-                "written: exempt it from what changes objects in this namespace"
+                f"the lease {job['metadata']['name']} is changed by the cluster after it was "
+                "written: exempt it from webhooks that change objects in this namespace"
             )
 
     def start(self) -> None:
@@ -132,7 +132,7 @@ class Heartbeat:
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if uid in owners and holder and holder != self._holder:
             raise TakenOverError(
-                f"another launcher ({holder}) has taken over the job {name}, which is left to it"
+                f"another launcher ({holder}) has taken over the job {name}; this one leaves it"
             )
         return str(lease["metadata"].get("resourceVersion", ""))
 

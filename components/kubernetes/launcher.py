@@ -307,7 +307,7 @@ class _Launch:
 
     def _report(self, lost: Loss) -> None:
         log.warning(
-            "%s lost its pod %s: %s; the %s failed the job %s for it, which is made again",
+            "%s lost its pod %s: %s; the %s failed the job %s for it, which is created again",
             lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 

@@ -300,7 +300,7 @@ class Supervisor:
                 log.warning("%s comes back only after a back-off of Kubernetes: %s", task, error)
             else:
                 log.warning(
-                    "%s lost its pod %s, which is made again", task, pod["metadata"]["name"]
+                    "%s lost its pod %s, which is created again", task, pod["metadata"]["name"]
                 )
             del self._to_bring_back[uid]
 

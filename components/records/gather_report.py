@@ -230,11 +230,11 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     if failed:
         # A step that was killed has no error of its own.
         return said if not shared and failed[0].ended is None else ""
-    why = "no step says why; see its log"
+    why = "no step recorded a reason; see its log"
     if lost := lost_stage(steps):
         why = f"its process ended before {lost} began"
     elif steps and (lost := _without_record({each.step for each in reached})):
-        why = f"{lost} left no record: its pod did not start, or could write nothing"
+        why = f"{lost} left no record: its pod did not start, or could not write"
     return "; ".join(filter(None, [why, said]))
 
 

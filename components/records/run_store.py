@@ -236,8 +236,8 @@ def read_given(at: str, step: str) -> Given:
         found = record_in(Given, storage.read_bytes(uri))
     except storage.Missing:
         raise UserError(
-            f"what {step} was given is not on record ({uri}): the run was made by an older "
-            "version, or the store did not take the record; start the run again to have one"
+            f"what {step} was given is not recorded ({uri}): an older version made the run, "
+            "or the store did not accept the record; start the run again to record it"
         ) from None
     if found is None:
         raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")

@@ -42,9 +42,9 @@ OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 # For so long a store may fail before a step continues without its record. A step that is asked to
 # end has about a second.
 _RETRY_SECONDS = 10.0
-_KILLED_HERE = "the step was killed, or code that it was given ended the process; see pipeline.log"
+_KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
-    "it began and its end is not on record: it was stopped with the run, or its pod was killed "
+    "it began and recorded no end: it was stopped with the run, or its pod was killed "
     "(memory, a lost node), or the store did not take its record; `flotilla status` asks KFP"
 )
 

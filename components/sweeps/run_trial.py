@@ -102,7 +102,7 @@ def sweep_of(text: str) -> Sweep:
     """Return the sweep of the run parameter `sweep`; raises `ConfigError`."""
     if found := record_in(Sweep, text):
         return found
-    raise ConfigError("sweep: it is not the sweep that `flotilla sweep --compile` wrote")
+    raise ConfigError("sweep: it is not a sweep that `flotilla sweep --compile` wrote")
 
 
 def trial_run_id(run_id: str, number: int) -> str:

@@ -82,7 +82,7 @@ def doctor(
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Check the cluster whatever cluster.launcher is.")
+        bool, typer.Option("--kubernetes", help="Check the cluster for any cluster.launcher.")
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",

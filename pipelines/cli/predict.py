@@ -28,11 +28,11 @@ Output = Annotated[
 ]
 To = Annotated[
     Literal["csv", "jsonl", "parquet"] | None,
-    typer.Option(help="Form of the output, where its name does not say it."),
+    typer.Option(help="Format of the output, where its name does not show it."),
 ]
 From = Annotated[
     Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
-    typer.Option("--format", help="Form of the input, where its name does not say it."),
+    typer.Option("--format", help="Format of the input, where its name does not show it."),
 ]
 Split = Annotated[
     str,

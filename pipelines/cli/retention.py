@@ -137,7 +137,7 @@ def _show(plan: Plan, root: str) -> None:
     with output():
         terminal = Terminal()
         terminal.print(Table(rows=rows, spare=("last used", "size"), right=("size",)))
-        terminal.print(f"{len(plan.going)} to go, {sized(plan.bytes)}, below {root}")
+        terminal.print(f"{len(plan.going)} to remove, {sized(plan.bytes)}, below {root}")
 
 
 def _row(item: Item, uri: str) -> dict[str, Any]:

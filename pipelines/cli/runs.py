@@ -153,7 +153,7 @@ def logs(
             on_note=lambda line: say(f"flotilla: {line}"), workdir=workdir, instance=instance,
         )  # fmt: skip
     if found.status == "running":
-        say("the run goes on; follow it with -f")
+        say("the run continues; follow it with -f")
     elif found.steps:
         say(found.headline)
     return Answer(status=found.status, run_id=found.run_id, message=found.message)

@@ -40,7 +40,9 @@ Tpe = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Of --random and --tpe; 0 when left out.")]
 Halving = Annotated[
     bool,
-    typer.Option("--asha", help="Train all a little, and go on with the best third, repeatedly."),
+    typer.Option(
+        "--asha", help="Train all a little, and continue with the best third, repeatedly."
+    ),
 ]
 Auto = Annotated[
     bool,

@@ -163,7 +163,7 @@ def _answers(ask: Callable[[], str]) -> Finding:
     try:
         return Finding("ok", ask())
     except UserError as error:
-        message = f"{error}; a run goes on without it"
+        message = f"{error}; a run continues without it"
         return Finding("warn", message, "less docs/how-to/tracking.md")
 
 

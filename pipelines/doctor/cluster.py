@@ -228,7 +228,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
     except RefusedError as error:
         if not error.is_forbidden:
             raise
-        message = "whether one runs could not be seen: its deployment may not be read"
+        message = "it is unknown whether one runs: no permission to read its deployment"
         return Finding("warn", message, of.kind.show)
     found = [each for each in every if _is_controller(each, known)]
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
@@ -237,7 +237,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
         return judged(known.part, _tag(ready[0], known), message, of.kind.show)
     if found:
         name, home = (found[0]["metadata"][key] for key in ("name", "namespace"))
-        message = f"{_place(found[0])} has no ready pod: nobody takes up a job"
+        message = f"{_place(found[0])} has no ready pod: no controller handles jobs"
         return Finding("fail", message, f"kubectl describe deployment {name} --namespace {home}")
     message = f"no deployment of the cluster is that of the {of.kind.controller}"
     return Finding("fail", message, known.install)

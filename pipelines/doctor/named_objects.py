@@ -171,7 +171,7 @@ def judge_images(images: Iterable[str]) -> Finding:
         return Finding("warn", message, _GIVE)
     local = [image for image in names if not _has_host(image)]
     if local:
-        message = f"{', '.join(local)} names no registry: every node has to have it already"
+        message = f"{', '.join(local)} names no registry: every node must already have it"
         return Finding("warn", message, f"{_BUILD} && {_GIVE}")
     return Finding("ok", ", ".join(names))
 

@@ -60,7 +60,7 @@ def _judged(where: str, user: str, role: str, found: Mapping[Permission, bool]) 
     if not missing:
         return Finding("ok", f"{user} may do in {where} all that {role} of {FILE} grants")
     fatal = any(not permission.is_optional for permission in missing)
-    message = f"{user} may not in {where}: {', '.join(map(str, missing))}"
+    message = f"{user} lacks permissions in {where}: {', '.join(map(str, missing))}"
     return Finding("fail" if fatal else "warn", message, granting(where, user, role))
 
 
@@ -116,7 +116,7 @@ def admits(cluster: Cluster, job: PlannedJob) -> Finding:
         if finding := _refused(cluster, job, "the job", made):
             return finding
     except SilentControllerError as error:
-        message = f"the {kind.controller} does not answer, so that no job can be made: {error}"
+        message = f"the {kind.controller} does not answer, so that no job can be created: {error}"
         return Finding("fail", message, kind.show)
     for role in job.roles:
         pod = _pod(job, role)

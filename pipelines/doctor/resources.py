@@ -137,7 +137,7 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
     has = sum(_count(node, resource) for node in nodes)
     if total > has:
         return Finding("fail", f"the job requests {total} {resource}, the nodes have {has}", show)
-    return Finding("ok", f"{total} of {has} {resource}; how many of them are free was not counted")
+    return Finding("ok", f"{total} of {has} {resource}; free ones were not counted")
 
 
 def _takes(node: Tree, role: Role) -> bool:

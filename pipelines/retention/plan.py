@@ -47,7 +47,9 @@ def policy(keep_runs: str, keep_versions: int | None) -> Policy:
         raise ConfigError(f"--keep-runs {keep_runs!r} is no time, such as 30d, 12w or 48h")
     time = min(int(found[1]) * _UNITS[found[2]], _MOST) if int(found[1]) < 10**7 else _MOST
     if time < LEAST:
-        raise ConfigError(f"--keep-runs {keep_runs!r}: keep runs for 1d at least; one may go on")
+        raise ConfigError(
+            f"--keep-runs {keep_runs!r}: keep runs for 1d at least, since a run may still be active"
+        )
     return Policy(runs=time, versions=keep_versions)
 
 
@@ -142,8 +144,8 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         return Plan(going=_ordered(going), remarks=tuple(remarks))
     if unsure:
         remarks.append(
-            f"no run, dataset or checkpoint goes: what {len(unsure)} damaged records need is not "
-            "known; restore them, or delete the version or run that they are of"
+            f"no run, dataset or checkpoint is removed: {len(unsure)} damaged records do not "
+            "show what they need; restore them, or delete their version or run"
         )
         return Plan(going=_ordered(going), remarks=tuple(remarks))
     leaving = {each.path for each in going}
@@ -160,7 +162,7 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     ]  # fmt: skip
     needed = reached(items, roots)
     remarks += [
-        f"kept: {item.path}: nothing says when the run was" for item in items.values()
+        f"kept: {item.path}: the time of the run is unknown" for item in items.values()
         if item.kind == RUN and item.last is None
     ]  # fmt: skip
     runs = {run_of(path) for path in needed}

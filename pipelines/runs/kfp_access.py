@@ -120,7 +120,7 @@ class Access:
         if self.token_file and not self.token:
             self.read_token()
         if self.ca_file and not os.path.isfile(self.ca_file):
-            raise ConfigError(f"--ca-file {self.ca_file}: there is no such file")
+            raise ConfigError(f"--ca-file {self.ca_file}: the file does not exist")
 
     def has_token(self) -> bool:
         """Return whether a token is sent."""

@@ -101,7 +101,7 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
     if isinstance(cause, ConnectTimeoutError):
         return InstanceError(f"{host} cannot be reached (timeout): check --endpoint, VPN, proxy")
     if isinstance(cause, urllib3.exceptions.TimeoutError):
-        return InstanceError(f"{host} does not answer {where}, it hangs: try again, ask its owner")
+        return InstanceError(f"{host} does not answer {where}: try again, or ask its owner")
     return InstanceError(
         f"{host} broke the connection at {where}: try again; check http:// and https://"
     )
@@ -123,7 +123,7 @@ def _tls(access: Access, host: str, cause: BaseException) -> str:
     if "certificate" in words.lower():
         reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
         return f"the certificate of {host} is not trusted ({reason}): name its CA by --ca-file"
-    return f"{host} speaks no TLS: check the port, or give --endpoint with http://"
+    return f"{host} does not use TLS: check the port, or give --endpoint with http://"
 
 
 def _redirected(access: Access, error: Any) -> str:
@@ -273,8 +273,8 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             raise no_json(self._access, where, answer) from None
         if not isinstance(tree, dict):
             raise InstanceError(
-                f"{self._access.endpoint} is no KFP instance by its answer to {where}: "
-                "check --endpoint"
+                f"{self._access.endpoint} does not answer {where} like a KFP instance: check "
+                "--endpoint"
             )
         return answer
 
@@ -298,7 +298,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             return _in_time(send, seconds), where
         except TimeoutError:
             host = urlsplit(url).netloc
-            words = f"{host} does not finish {where}: try again, ask its owner"
+            words = f"{host} does not finish {where}: try again, or ask its owner"
             raise InstanceError(words) from None
         except ApiException as error:
             raise refused(self._access, where, error) from None

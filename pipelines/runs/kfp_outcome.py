@@ -277,7 +277,7 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
         said = next((each for each in published.records.values() if each.error), None)
         if said:
             return _code_of(said), f"{said.step}: {said.error}"
-        return FAILED, _and(run.error or "KFP does not say why it failed", published.unread)
+        return FAILED, _and(run.error or "KFP gives no reason for the failure", published.unread)
     if first.is_driver:
         return FAILED, explained(first, _last_words(client, run, first))
     at = next(reversed(rows.get(first.step, ())), None)
@@ -303,8 +303,8 @@ def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
 
 
 _IMAGE = (
-    "name one that is there by --image of `flotilla upload` or `flotilla submit`, or check "
-    "the pull secret: that of `flotilla upload --pull-secret`, or of the service account"
+    "name an existing one by --image of `flotilla upload` or `flotilla submit`, or check the "
+    "pull secret: that of `flotilla upload --pull-secret`, or of the service account"
 )
 _DRIVER = (
     "check the service account, the pipeline root and its keys, and the settings of "
@@ -353,16 +353,16 @@ CAUSES = (
     ),
     Cause(
         r"unbound immediate PersistentVolumeClaims",
-        "its claim has no volume: look at it with kubectl describe pvc",
+        "its claim has no volume: see kubectl describe pvc",
         blocks=True,
     ),
     Cause(
         r"Usage of EmptyDir volume .* exceeds the limit",
-        "its temporary files were more than its limit: upload with a higher --scratch",
+        "its temporary files exceeded its limit: upload with a higher --scratch",
     ),
     Cause(
         r"^Unschedulable",
-        "no node has the room: upload with less --cpu, --memory or --gpus, or add a node",
+        "no node has enough room: upload with less --cpu, --memory or --gpus, or add a node",
     ),
     Cause(
         r"serviceaccount \S+ not found",
@@ -394,7 +394,7 @@ def explained(pod: Pod, more: str = "") -> str:
         what = "its pod cannot start" if cause and cause.blocks else "its pod waits"
     if cause and cause.of_image and pod.image:
         what = f"the image {pod.image} cannot be pulled"
-    words = "; ".join(filter(None, (pod.message, more))) or "KFP says nothing more"
+    words = "; ".join(filter(None, (pod.message, more))) or "KFP gives no more details"
     remedy = cause.remedy if cause else (_DRIVER if pod.is_driver else "")
     return f"{step}: {what} ({words})" + (f": {remedy}" if remedy else "")
 

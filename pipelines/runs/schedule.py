@@ -266,7 +266,7 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
     client = connect(access)
     if timing.latest:
         version = newest_version(client, submission.pipeline)
-        words += "; each run takes the version that is the newest then, whoever uploads it"
+        words += "; each run takes the version that is newest at its start"
     else:
         version = version_of(client, submission.pipeline, submission.version)
     wanted = _wanted(client, submission, timing, version)
@@ -404,7 +404,7 @@ def _when(timing: Timing) -> tuple[str, str]:
     zone = zone_of(timing.zone)
     upcoming = timing.cron.after(datetime.now(zone))
     if upcoming is None:
-        raise ConfigError(f"--cron {timing.cron.text!r} never comes: there is no such day")
+        raise ConfigError(f"--cron {timing.cron.text!r} never matches: there is no such day")
     there = f"{upcoming:%Y-%m-%d %H:%M:%S} {timing.zone}"
     utc = upcoming.astimezone(UTC)
     also = "" if timing.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"

@@ -163,8 +163,7 @@ def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
         return start(options, workdir)
     if options != SweepOptions(parallel=options.parallel):
         raise ConfigError(
-            "--resume goes on with the trials of the sweep: leave all but --workdir and "
-            "--parallel out"
+            "--resume continues the trials of the sweep: give only --workdir and --parallel with it"
         )
     return resumed(resume, workdir)
 

@@ -494,7 +494,7 @@ def test_all_begin_again_from_the_newest_checkpoint_when_one_dies(running, kille
     assert second.global_step % EVERY == 0
     assert running.newest() == running.history()[-1]["global_step"] == STEPS
     log = (running.folder / "cluster" / other / "log.txt").read_text(encoding="utf-8")
-    assert "flotilla: a task of the cluster is gone: Collective ops is aborted by" in log
+    assert "flotilla: the cluster lost a task: Collective ops is aborted by" in log
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def lost(server: int) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         line, *_ = str(error.message).strip().splitlines() or [type(error).__name__]
-        raise ClusterLostError(f"a task of the cluster is gone: ps-{server}: {line}") from error
+        raise ClusterLostError(f"the cluster lost a task: ps-{server}: {line}") from error
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:

@@ -38,7 +38,7 @@ _UNWRITABLE = (
 # A file that is not there was one of a server that was started again.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
-    **{os.strerror(number): "look whether its file system answers there" for number in PASSING},
+    **{os.strerror(number): "check whether its file system answers there" for number in PASSING},
     os.strerror(errno.EIO): "look for errors of that disk in the log of the system there",
     os.strerror(errno.ESTALE): "mount it again there",
 }

@@ -78,8 +78,8 @@ def require(job: Job, task: str) -> None:
     """Raise a `UserError` unless training is over, where `task` has ended with exit code 0."""
     if not is_over(job):
         raise UserError(
-            f"{task} ended with exit code 0 before training was over: {job.checkpoints} has no "
-            "record of its end; code that the task was given may have ended the process (os._exit)"
+            f"{task} ended with exit code 0 before training was over: {job.checkpoints} has "
+            "no record of its end; user code may have ended the process (os._exit)"
         )
 
 

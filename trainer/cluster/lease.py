@@ -253,8 +253,8 @@ class Lease(NoLease):
         if who := found.get(newest):
             what = f"{self._uri} was taken over by {who}"
         self._lost = (
-            f"{what}; run {self._own.run} stops writing: decide which of the two should go on, and "
-            "stop the other"
+            f"{what}; run {self._own.run} stops writing: decide which of the two runs should "
+            "continue, and stop the other"
         )
         self.require()
 

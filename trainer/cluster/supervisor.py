@@ -270,8 +270,8 @@ class Supervisor:
                 event = self._events.get(timeout=GRACE_SECONDS)
             except queue.Empty:
                 raise RunInterruptedError(
-                    f"interrupted; the last checkpoint was not done after {GRACE_SECONDS:g} s, "
-                    "the one before it is whole"
+                    "interrupted; the last checkpoint was not complete after "
+                    f"{GRACE_SECONDS:g} s; the one before it is complete"
                 ) from None
             if event is None:
                 raise RunInterruptedError("interrupted twice; the checkpoint before it is whole")

@@ -89,12 +89,12 @@ def _remarks(collected: Collected) -> list[str]:
         more = len(collected.secrets) - _NAMED
         some += f" and {more} more" if more > 0 else ""
         remarks.append(
-            f"--code leaves out {some}: secrets by their names; a line !NAME of {IGNORE_FILE} "
-            "takes one in"
+            f"--code leaves out {some}: their names look like secrets; a line !NAME of "
+            f"{IGNORE_FILE} includes one"
         )
     remarks += [
-        f"--code leaves out {name}/ by default, though it has modules; a line !/{name}/ of "
-        f"{IGNORE_FILE} takes it in"
+        f"--code leaves out {name}/ by default, although it has modules; a line !/{name}/ of "
+        f"{IGNORE_FILE} includes it"
         for name in collected.modules_left_out
     ]
     names = {found.path.partition("/")[0] for found in collected.files if _is_module(found.path)}
@@ -120,8 +120,8 @@ def _shadow(name: str) -> str:
     if spec is None or not spec.origin:
         return ""
     return (
-        f"--code: {name} has the name of an installed package ({spec.origin}), which is found "
-        "first where it is installed; rename yours"
+        f"--code: {name} has the name of an installed package ({spec.origin}), which Python "
+        "finds first where it is installed; rename yours"
     )
 
 

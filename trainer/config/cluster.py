@@ -26,15 +26,21 @@ class ClusterConfig(Section):
 
     launcher: Launcher = key(
         "local",
-        "what starts the tasks: local processes, a TFJob or a JobSet; auto: what the cluster has",
+        "how tasks are started: local processes, a TFJob or a JobSet; auto: the one that the "
+        "cluster serves",
     )
     parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
     workers: int = key(
-        2, "workers; up to data.shards, where data.partition is disjoint", ge=1, le=10_000
+        2,
+        "number of workers; at most data.shards where data.partition is disjoint",
+        ge=1,
+        le=10_000,
     )
-    evaluator: bool = key(False, "evaluate each checkpoint in a task of its own")
+    evaluator: bool = key(False, "evaluate each checkpoint in a separate task")
     gpus_per_worker: int = key(0, "GPUs of one worker", ge=0, le=1000)
-    gpu_memory_mb: int = key(0, "fixed share of each GPU; 0: grow on demand", ge=0, le=MOST)
+    gpu_memory_mb: int = key(
+        0, "fixed memory on each GPU; 0: memory grows on demand", ge=0, le=MOST
+    )
     communication: Literal["auto", "ring", "nccl"] = key(
         "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
     )
@@ -42,18 +48,23 @@ class ClusterConfig(Section):
     existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
     in_process: bool = key(False, "run the servers as threads, for a debugger")
     max_restarts: int = key(
-        3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
+        3,
+        "restarts allowed for all tasks but the evaluator; a checkpoint resets the count of "
+        "lost pods",
+        ge=0,
+        le=MOST,
     )
     recovery: Literal["auto", "partial", "full"] = key(
         "auto",
-        "variables that go back to the last checkpoint when a parameter server dies: partial: "
-        "those that were lost; full: all; auto: partial where training is asynchronous",
+        "which variables are restored from the last checkpoint after a parameter server "
+        "dies: partial: the lost ones; full: all; auto: partial where training is "
+        "asynchronous",
     )
     metrics_port: int = key(
-        0, "port of Prometheus metrics, served by the leading task; 0: none", ge=0, lt=2**16
+        0, "port at which the leading task serves Prometheus metrics; 0: none", ge=0, lt=2**16
     )
     kubernetes: KubernetesConfig = key(
-        KubernetesConfig(), "settings of the job on Kubernetes and its pods"
+        KubernetesConfig(), "settings of the Kubernetes job and its pods"
     )
 
     def refuse_placement(self) -> None:

@@ -66,7 +66,7 @@ class ImageConfig(Whole):
     @model_validator(mode="after")
     def _with_size(self) -> ImageConfig:
         if self.channels != len("RGB") and not self.size:
-            raise ValueError("size: say [height, width], to which all images are brought")
+            raise ValueError("size: set [height, width]; all images are resized to it")
         return self
 
 
@@ -82,9 +82,13 @@ class SplitsConfig(Whole):
     test: str | float = key(
         0.0, "files of the test split, or its share below 1; 0: as large as data.validation"
     )
-    column: str = key("", "column that says train, validation or test")
-    group: str = key("", "column whose equal values stay in one split; data.group when empty")
-    time: str = key("", "column by which the latest examples are the test, those before validation")
+    column: str = key("", "column with the split of each row: train, validation or test")
+    group: str = key(
+        "", "rows with equal values in this column stay in one split; empty: data.group"
+    )
+    time: str = key(
+        "", "order rows by this column: the latest are the test split, those before them validation"
+    )
 
     @field_validator("test")
     @classmethod
@@ -102,7 +106,9 @@ class SplitsConfig(Whole):
         if named and not self.train:
             raise ValueError(f"{named[0]}: name the files of train as well")
         if len(drawn) > 1:
-            raise ValueError("group: it cannot be drawn by group and by time; leave out one of two")
+            raise ValueError(
+                "group: a split cannot be drawn both by group and by time; leave one of them out"
+            )
         return self
 
     def is_named(self, split: str) -> bool:
@@ -115,11 +121,12 @@ class RunnerConfig(Whole):
     """What prepares a dataset."""
 
     name: Literal["processes", "beam"] = key(
-        "processes", "processes of this machine, or Apache Beam (the extra beam)"
+        "processes",
+        "where the work runs: processes of this machine, or Apache Beam (the extra beam)",
     )
-    processes: int = key(0, "how many; 0: one for each core", ge=0, le=1024)
+    processes: int = key(0, "number of processes; 0: one for each core", ge=0, le=1024)
     options: tuple[str, ...] = key(
-        (), "options of a Beam pipeline, --runner=FlinkRunner", strict=False
+        (), "options of a Beam pipeline, such as --runner=FlinkRunner", strict=False
     )
 
     @field_validator("options")
@@ -143,63 +150,65 @@ class DataConfig(Section):
     dataset: str = key(
         DEFAULT_DATASET, "TFDS name, or package.module:Builder; unused where data.source is set"
     )
-    source: str = key("", "files instead: a URI or path of a file, folder or pattern")
+    source: str = key(
+        "", "files to read instead of a dataset: path or URI of a file, a folder or a pattern"
+    )
     format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "images"] = key(
-        "", "form of the files; by their names when empty"
+        "", "format of the files; empty: detected from their names"
     )
     builder_args: Free = key({}, "arguments of the TFDS builder")
     version: str = key("", "dataset version; the newest when empty")
     spans: str = key(
         NEWEST,
-        f"of a source with {{SPAN}} or {{DATE}}: {NEWEST}, a number of newest ones, {ALL}, or "
-        f"{SINCE_CHAMPION}",
+        f"which spans of a source with {{SPAN}} or {{DATE}} are read: {NEWEST}, a number of "
+        f"the newest, {ALL}, or {SINCE_CHAMPION}",
     )
-    manual_dir: str = key("", "folder with the official files, if there is no network")
+    manual_dir: str = key("", "folder with the official files, for machines without a network")
     inputs: tuple[str, ...] = key(
-        (), "features that the model takes; those of the dataset if none", strict=False
+        (), "input features of the model; empty: those of the dataset", strict=False
     )
     label: tuple[str, ...] = key(
-        (), "features to be predicted; that of the dataset if none", strict=False
+        (), "features to predict; empty: the label of the dataset", strict=False
     )
-    weight: str = key("", "feature that weighs an example in the loss and in the metrics")
-    group: str = key("", "feature whose values name a group of examples, as one query of ranking")
+    weight: str = key("", "feature with the weight of an example in the loss and the metrics")
+    group: str = key("", "feature whose values group examples, such as the query in ranking")
     drop: tuple[str, ...] = key((), "columns of a source that are left out", strict=False)
     types: dict[str, Literal[*TYPES]] = key(  # type: ignore[valid-type]
-        {}, f"what columns of a source hold, where it is not as inferred: {', '.join(TYPES)}"
+        {}, f"types of columns that differ from the inferred ones: {', '.join(TYPES)}"
     )
-    map: str = key("", "package.module:function from a row of a source to an example")
+    map: str = key("", "package.module:function that turns a row of a source into an example")
     shapes: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = key(
-        {}, "one shape for a feature whose examples differ; 0: padded to the longest of a batch"
+        {}, "one shape for a feature whose examples differ; 0: pad to the longest of a batch"
     )
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = key(
-        (), "lengths by which examples are batched with others as long", strict=False
+        (), "length boundaries: examples of similar length share a batch", strict=False
     )
     image: ImageConfig = key(ImageConfig(), "encoded images: {size: [height, width], channels}")
     bad_rows: float = key(
-        0.0, "fail (0), or the share of rows of a source that may be broken and skipped", ge=0, lt=1
+        0.0, "share of broken rows that may be skipped; 0: fail on the first", ge=0, lt=1
     )
     splits: SplitsConfig = key(
-        SplitsConfig(), "of a source: {train, validation, test, column, group, time}"
+        SplitsConfig(), "splits of a source: {train, validation, test, column, group, time}"
     )
     shards: int = key(8, "files of the training split", ge=1, le=100_000)
     validation: float = key(
-        0.1, "taken from training: a share below 1, a count from 1, 0 for none", ge=0
+        0.1, "examples taken from training: a share below 1, a count from 1, 0 for none", ge=0
     )
     partition: Literal["disjoint", "dynamic", "reshuffle"] = key(
         "disjoint",
-        "disjoint: own shards for each worker; dynamic: handed to whichever is free; reshuffle: "
-        "all data on each",
+        "disjoint: each worker reads its own shards; dynamic: the next free worker gets the "
+        "next range; reshuffle: each worker reads all data",
     )
-    disk: str = key("", "most bytes of shards on a worker at once; all if empty")
+    disk: str = key("", "most bytes of shards that a worker keeps on disk; empty: all")
     vocabulary: int = key(
-        10_000, "most values of a text feature that are kept in its statistics", ge=1, le=10**7
+        10_000, "most values of a text feature kept in its statistics", ge=1, le=10**7
     )
-    runner: RunnerConfig = key(RunnerConfig(), "what prepares: {name, processes, options}")
+    runner: RunnerConfig = key(RunnerConfig(), "how data is prepared: {name, processes, options}")
     schema_file: str = key(
-        "", "path or URI of a YAML file that says what the features have to be; see data.gate"
+        "", "path or URI of a YAML file with the schema that features must match; see data.gate"
     )
     gate: DataGateConfig = key(
-        DataGateConfig(), "what checks a dataset before training: {rules, limits}"
+        DataGateConfig(), "checks of a dataset before training: {rules, limits}"
     )
     seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
 

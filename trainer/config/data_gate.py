@@ -30,39 +30,42 @@ RULES = {
     "new_class": (WARN, "a class of a label that the champion's dataset does not have"),
     "class_gone": (REFUSE, "a class of a label without examples in a split that had some"),
     "balance": (WARN, "shares of the classes, or the mean of a label, have moved"),
-    "imbalance": (WARN, "a class so rare that accuracy says nothing of it"),
-    "duplicates": (WARN, "the same example many times in a split"),
+    "imbalance": (WARN, "a class too rare for accuracy to measure"),
+    "duplicates": (WARN, "the same example several times in one split"),
     "leakage": (REFUSE, "the same examples in two splits"),
     "label_leakage": (
         WARN,
-        "a feature that decides the label, by its values, a threshold or an order",
+        "a feature that determines the label by its values, a threshold or an order",
     ),
-    "association": (REFUSE, "features say far less of the label than before, or in the test split"),
+    "association": (
+        REFUSE,
+        "features predict the label far worse than before, or than in the test split",
+    ),
     "drift": (WARN, "the distribution of a feature has moved"),
     "drift_together": (WARN, "the distributions of many features have moved a little"),
     "splits_differ": (
         WARN,
-        "a feature is distributed otherwise in the test split than in training",
+        "the distribution of a feature differs between the test split and training",
     ),
 }
 #: Each limit: its default, the least and the most it may be, and what it is.
 LIMITS = {
-    "size": (0.5, 0.0, 1.0, "least examples, as a share of those of the champion's dataset"),
-    "missing_values": (0.05, 0.0, 1.0, "most that the missing share may grow by"),
-    "range": (0.002, 0.0, 1.0, "most values beyond those of the champion's dataset, as a share"),
-    "new_values": (0.005, 0.0, 1.0, "most examples with a value that is new, as a share"),
-    "balance": (0.05, 0.0, 1.0, "most examples that changed their class, as a share"),
-    "imbalance": (0.1, 0.0, 1.0, "least examples of a class, as a share of examples by classes"),
-    "duplicates": (0.01, 0.0, 1.0, "most examples of a split that are there again, as a share"),
-    "leakage": (0.005, 0.0, 1.0, "most examples of a split that are in another, as a share"),
-    "label_leakage": (0.995, 0.5, 1.0, "least share of the examples, by classes, or of the spread "
-                      "of a number, that one feature decides"),
-    "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: of Kolmogorov-Smirnov for "
-              "numbers, of total variation for categories"),
+    "size": (0.5, 0.0, 1.0, "fewest examples, as a share of the champion's dataset"),
+    "missing_values": (0.05, 0.0, 1.0, "largest growth of the share of missing values"),
+    "range": (0.002, 0.0, 1.0, "largest share of values outside the champion's range"),
+    "new_values": (0.005, 0.0, 1.0, "largest share of examples with a new value"),
+    "balance": (0.05, 0.0, 1.0, "largest share of examples that changed their class"),
+    "imbalance": (0.1, 0.0, 1.0, "smallest share of a class, relative to equal classes"),
+    "duplicates": (0.01, 0.0, 1.0, "largest share of duplicates within a split"),
+    "leakage": (0.005, 0.0, 1.0, "largest share of a split's examples that another split has"),
+    "label_leakage": (0.995, 0.5, 1.0, "smallest share of the label that one feature predicts, "
+                      "to be reported: of examples by class, or of the variance"),
+    "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: Kolmogorov-Smirnov for "
+              "numbers, total variation for categories"),
     "drift_together": (0.015, 0.0, 1.0, "the same for many features, as the root mean square of "
                        "P(new > old) - 1/2"),
-    "significance": (0.0002, 1e-12, 0.1, "how probable a change by chance may be, in one dataset "
-                     "and for each rule, to be reported"),
+    "significance": (0.0002, 1e-12, 0.1, "significance level for each rule and dataset: a change "
+                     "less probable by chance is reported"),
 }  # fmt: skip
 
 
@@ -70,9 +73,10 @@ class DataGateConfig(Whole):
     """The gate on data: what each rule does, and its limits."""
 
     rules: dict[str, Literal["refuse", "warn", "off"]] = key(
-        {}, f"what rules do: {{rule: refuse | warn | off}}; {ALL} for those not named"
+        {},
+        f"action of each rule: {{rule: refuse | warn | off}}; {ALL} for rules that are not named",
     )
-    limits: dict[str, float] = key({}, "limits by name, where they are not the default")
+    limits: dict[str, float] = key({}, "limits by name that differ from the default")
 
     @field_validator("rules", mode="before")
     @classmethod

@@ -110,7 +110,7 @@ class ResourcesConfig(Section):
     """Resources of a pod, by name: cpu, memory, ephemeral-storage, ..."""
 
     requests: dict[Key, Quantity] = key({}, "reserved by the scheduler")
-    limits: dict[Key, Quantity] = key({}, "most that a pod may use")
+    limits: dict[Key, Quantity] = key({}, "limit of what a pod may use")
 
 
 class VolumeConfig(Section):
@@ -125,12 +125,12 @@ class VolumeConfig(Section):
 class PodConfig(Section):
     """The pods of one role, or of all."""
 
-    image: Image = key("", "container image; that of the pipeline when empty")
+    image: Image = key("", "container image; empty: the image of the pipeline")
     image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
-        "", "when the image is pulled; Kubernetes decides when empty"
+        "", "when the image is pulled; empty: Kubernetes decides"
     )
     image_pull_secrets: tuple[Named, ...] = key((), "secrets of the image's registry")
-    command: tuple[str, ...] = key((), "in place of `python -m flotilla.trainer task`")
+    command: tuple[str, ...] = key((), "command that replaces `python -m flotilla.trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
     node_selector: dict[Key, LabelText] = key({}, "labels required of a node")
     tolerations: tuple[Toleration, ...] = key((), "taints that the pods tolerate")
@@ -140,28 +140,35 @@ class PodConfig(Section):
     labels: dict[Key, LabelText] = key({}, "labels of the pods")
     annotations: dict[Key, str] = key({}, "annotations of the pods")
     service_account: Name = key(
-        "", "service account of the pods; empty: that of the step, in its namespace"
+        "", "service account of the pods; empty: the account of the step, in its namespace"
     )
     volumes: tuple[VolumeConfig, ...] = key((), "further volumes")
-    shared_memory: Size = key("", "size of /dev/shm; the runtime's own when empty")
+    shared_memory: Size = key("", "size of /dev/shm; empty: the default of the container runtime")
     scratch: Size = key("", "size limit of the working folder; empty: no limit")
     working_folder: str = key(
-        "", f"working folder of a task; {WORKING_FOLDER} when empty", pattern=r"^(/[^:\s]+)?$"
+        "", f"working folder of a task; empty: {WORKING_FOLDER}", pattern=r"^(/[^:\s]+)?$"
     )
-    env: dict[Variable, str] = key({}, "variables; no secrets: the job shows them")
-    env_from_secrets: tuple[Named, ...] = key((), "secrets; every key is a variable")
-    env_from_config_maps: tuple[Named, ...] = key((), "config maps; every key is a variable")
+    env: dict[Variable, str] = key({}, "environment variables; no secrets: the job shows them")
+    env_from_secrets: tuple[Named, ...] = key(
+        (), "secrets; each key becomes an environment variable"
+    )
+    env_from_config_maps: tuple[Named, ...] = key(
+        (), "config maps; each key becomes an environment variable"
+    )
     secret_env: dict[Variable, SecretKey] = key({}, "variable to secret/key")
     security: Literal["", "restricted", "writable", "image"] = key(
         "",
-        "restricted (when empty): what the Pod Security Standard of this name requires, and a "
-        "read-only root; writable: without the latter; image: nothing but security_context",
+        "restricted (the default): the Pod Security Standard of this name and a read-only "
+        "root file system; writable: the same without the read-only root; image: only "
+        "security_context",
     )
     security_context: Free = key(
-        {}, "fields of the pod's securityContext, over those of security, such as {fsGroup: 2000}"
+        {},
+        "fields of the pod's securityContext that override those of security, such as "
+        "{fsGroup: 2000}",
     )
     restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = key(
-        "", "ExitCode when empty, of the evaluator OnFailure"
+        "", "empty: ExitCode, and OnFailure for the evaluator"
     )
     grace_seconds: Seconds = key(
         0, "grace period from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
@@ -186,10 +193,10 @@ class SchedulingConfig(Section):
     """Gang scheduling: all pods of the job, or none."""
 
     gang: bool = key(False, "schedule all pods together")
-    min_available: int = key(0, "pods that are enough to start; 0: all", ge=0, lt=2**31)
+    min_available: int = key(0, "pods needed to start; 0: all", ge=0, lt=2**31)
     queue: Name = key("", "queue of the gang scheduler")
     priority_class: Name = key("", "priority class of the group of pods")
-    timeout_seconds: Seconds = key(0, "limit for scheduling the group; 0: none")
+    timeout_seconds: Seconds = key(0, "time limit for scheduling the group; 0: none")
 
 
 class JobConfig(Section):
@@ -200,13 +207,13 @@ class JobConfig(Section):
     )
     ttl_seconds: Seconds = key(86_400, "time after which an ended job is deleted")
     active_deadline_seconds: Seconds = key(
-        604_800, "the operator ends the job after this time in any case", ge=1
+        604_800, "the operator ends the job after this time, whatever its state", ge=1
     )
     backoff_limit: int | None = key(
         None, "restarts that the operator allows; null: any number", ge=0, lt=2**31
     )
     queue_name: LabelOrNone = key("", "local queue of Kueue")
-    suspend: bool = key(False, "start suspended, until Kueue admits the job")
+    suspend: bool = key(False, "start suspended until Kueue admits the job")
     labels: dict[Key, LabelText] = key({}, "labels of the job")
     annotations: dict[Key, str] = key({}, "annotations of the job")
     scheduling: SchedulingConfig = Field(SchedulingConfig())
@@ -217,31 +224,31 @@ class JobConfig(Section):
 class DeadlinesConfig(Section):
     """Seconds after which the launcher ends the job; 0: no limit."""
 
-    operator: Seconds = key(60, "until the controller of the job reacts to it")
+    operator: Seconds = key(60, "until the controller of the job reacts")
     queueing: Seconds = key(3600, "until every pod has a node")
-    starting: Seconds = key(900, "then, until every task runs")
+    starting: Seconds = key(900, "then until every task runs")
     container: Seconds = key(120, "with an image or a container that fails to start")
-    running: Seconds = key(0, "then, until the end")
-    stalling: Seconds = key(1800, "without progress of the chief")
-    unreachable: Seconds = key(900, "without an answer of the Kubernetes API")
+    running: Seconds = key(0, "then until the end of the job")
+    stalling: Seconds = key(1800, "without progress reported by the chief")
+    unreachable: Seconds = key(900, "without an answer from the Kubernetes API")
     heartbeat: Seconds = key(
-        300, "without a heartbeat of the launcher, until the chief ends the job", ge=1
+        300, "without a heartbeat of the launcher, before the chief ends the job", ge=1
     )
 
 
 class KubernetesConfig(Whole):
     """Settings of the launcher on Kubernetes; as a run parameter one JSON text."""
 
-    namespace: LabelOrNone = key("", "namespace of the job; empty: that of the step")
+    namespace: LabelOrNone = key("", "namespace of the job; empty: the namespace of the step")
     gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")
-    chiefless: bool = key(False, "no chief: worker 0 leads and works")
+    chiefless: bool = key(False, "no chief task: worker 0 leads and trains")
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
-    pod: PodConfig = key(PodConfig(), "settings for the pods of all roles")
-    chief: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
-    ps: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
-    worker: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
-    evaluator: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
+    pod: PodConfig = key(PodConfig(), "settings for the pods of every role")
+    chief: PodConfig = key(PodConfig(), "keys of pod; they override it")
+    ps: PodConfig = key(PodConfig(), "keys of pod; they override it")
+    worker: PodConfig = key(PodConfig(), "keys of pod; they override it")
+    evaluator: PodConfig = key(PodConfig(), "keys of pod; they override it")
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:

@@ -66,22 +66,22 @@ def called_now(metric: str, known: Iterable[str]) -> str:
 class ChampionRule(Section):
     """How much worse than the champion a model may be, on the same examples."""
 
-    metric: str = key("", "metric that is compared; empty: the main one of the task")
+    metric: str = key("", "metric to compare; empty: the main metric of the task")
     margin: float | str = key(
         "5%",
         "non-inferiority margin: the largest loss that still counts as equal, in units of the "
         "metric or as a share of the champion's gain over a constant; below 0: a required gain",
     )
     confidence: float = key(
-        0.995, "confidence of the test that no more than the margin is lost", ge=0.5, lt=1
+        0.995, "confidence of the test that the loss is within the margin", ge=0.5, lt=1
     )
     class_margin: float | str = key(
         "50%",
-        "largest loss of the recall of a class that the champion finds, as a number or as a share "
-        "of the champion's recall; 100%: any",
+        "largest drop in the recall of a class, as a number or as a share of the champion's "
+        "recall; 100%: any",
     )
     better: Literal["", "higher", "lower"] = key(
-        "", "direction of a metric of your own; empty: the one that the task declares"
+        "", "direction of a custom metric; empty: the one that the task declares"
     )
 
     @field_validator("margin", "class_margin", mode="before")
@@ -131,11 +131,11 @@ class GateConfig(Section):
     (`accuracy@label`), or of one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = key({}, "lowest value by metric of the task or the model")
-    max: dict[str, float] = key({}, "highest value by metric, as in min")
+    min: dict[str, float] = key({}, "lowest allowed value of each metric of the task or the model")
+    max: dict[str, float] = key({}, "highest allowed value of each metric, as in min")
     constant: Literal["required", "reported"] = key(
         "required",
-        "whether a model that does not beat the best constant is refused, or reported only",
+        "whether a model that does not beat the best constant is refused or only reported",
     )
     champion: ChampionRule = Field(ChampionRule())
 

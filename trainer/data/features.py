@@ -242,7 +242,7 @@ def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
     for key, features in (("inputs", roles.inputs), ("label", roles.targets)):
         if inner := [each for each in features if leaves[each].is_dataset]:
             raise ConfigError(
-                f"data.{key}: {inner[0]!r} of {name} is a dataset of its own in each example; set "
+                f"data.{key}: {inner[0]!r} of {name} is a nested dataset in each example; set "
                 f"data.{key} to other features"
             )
 

@@ -244,8 +244,8 @@ def _require_same(uri: str, written: Written) -> None:
         return
     if there and there != written.fingerprint:
         raise UserError(
-            f"data.source: its examples are others than {storage.name_of(uri)}, which is damaged, "
-            f"was made of; bring these back, or remove {uri} if the new ones are meant"
+            f"data.source: its examples differ from those of {storage.name_of(uri)}, which is "
+            f"damaged; restore the old files, or remove {uri} to use the new ones"
         )
 
 

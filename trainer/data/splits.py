@@ -88,8 +88,9 @@ def _held_out(examples: int, validation: float) -> int:
 def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> NDArray[np.int8]:
     if with_test and not held:
         raise UserError(
-            f"data.validation: 0, and {name} has no test split, so that nothing is left to test "
-            "on; set data.validation to 0.1 or so, and a test split of that size is drawn as well"
+            f"data.validation: 0, and {name} has no test split, so that there is no test "
+            "data; set data.validation to 0.1 or so, and a test split of that size is drawn "
+            "as well"
         )
     taken = held * (2 if with_test else 1)
     if taken >= examples:
@@ -159,7 +160,7 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
     drawn = 0.0 if isinstance(test, str) else float(test or validation)
     if not drawn and "test" not in named:
         raise ConfigError(
-            "data.validation: 0, and data.splits has no test, so that nothing is left to test on; "
+            "data.validation: 0, and data.splits has no test, so that there is no test data; "
             "set data.splits.test to 0.1 or so"
         )
     return (0.0 if "validation" in named else validation), 0.0 if "test" in named else drawn

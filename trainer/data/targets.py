@@ -120,9 +120,9 @@ class Target:
         single = [name for name in names if total[name] == 1 and trained[name]]
         if lacking:
             yield (
-                f"the label {self.name!r} has {_few(lacking)} in validation or test alone, and "
-                "nothing can be learnt of what is not in train: give it examples there, or leave "
-                "these rows out"
+                f"the label {self.name!r} has {_few(lacking)} in validation or test alone, "
+                "and a model cannot learn classes that are not in train: add examples there, "
+                "or leave these rows out"
             )
         if single:
             yield (

@@ -73,8 +73,8 @@ def by_feature(question: Question) -> Iterator[Finding]:
              for each in (question.dataset, champion)]  # fmt: skip
     for name, size, new, old in _moved(pairs, question, (sizes[0], sizes[1])):
         says = (
-            f"{name!r} is distributed otherwise than in the champion's dataset ({size:.3f} "
-            f"apart{_where(new, old)}): look at what has changed at its source"
+            f"{name!r} has another distribution than in the champion's dataset ({size:.3f} "
+            f"apart{_where(new, old)}): check what has changed at its source"
         )
         yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
@@ -96,9 +96,9 @@ def between_splits(question: Question) -> Iterator[Finding]:
     sizes = [question.independent(dataset, split, by_inputs=True) for split in ("test", "train")]
     for name, size, new, old in _moved(pairs, question, (sizes[0], sizes[1])):
         says = (
-            f"{name!r} is distributed otherwise in test than in train ({size:.3f} apart"
-            f"{_where(new, old)}): metrics of the test split say little of the data of training; "
-            "look at how it was drawn (data.splits)"
+            f"{name!r} has another distribution in test than in train ({size:.3f} "
+            f"apart{_where(new, old)}): metrics of the test split do not represent the "
+            "training data; check how it was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
 
@@ -163,8 +163,8 @@ def together(question: Question) -> Iterator[Finding]:
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))
         most = ", ".join(pairs[place][0] for place in order[:5])
         says = (
-            f"{len(pairs)} features together have moved further than chance does, most of all "
-            f"{most}: look at what has changed at the source of all"
+            f"{len(pairs)} features together have drifted more than chance explains, most of "
+            f"all {most}: check what has changed at their source"
         )
         yield Finding(
             "drift_together",

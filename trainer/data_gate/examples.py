@@ -47,9 +47,9 @@ def duplicates(question: Question) -> Iterator[Finding]:
             f", {percent(found[each][0])} of {each}" for each in found if each != split
         )
         says = (
-            f"{percent(value)} of the examples of {split}{others} have the same inputs as another "
-            f"one there ({percent(expected)} were to be expected): look whether a file is there "
-            "twice; metrics count such examples more than once"
+            f"{percent(value)} of the examples of {split}{others} have the same inputs as "
+            f"another example of the split ({percent(expected)} were expected): check whether "
+            "a file is duplicated; metrics count such examples more than once"
         )
         yield Finding(
             "duplicates",
@@ -150,9 +150,9 @@ def leakage(question: Question) -> Iterator[Finding]:
         if found:
             names = (second, first) if asked is other else (first, second)
             says = (
-                f"{percent(found.share)} of the examples of {names[0]} are in {names[1]} as well "
-                f"({percent(found.expected)} were to be expected): its metrics are too good; split "
-                "by data.group, or remove the copies"
+                f"{percent(found.share)} of the examples of {names[0]} are in {names[1]} as "
+                f"well ({percent(found.expected)} were expected): its metrics are too good; "
+                "split by data.group, or remove the copies"
             )
             yield Finding(
                 "leakage", says, split=names[0], value=found.share, limit=found.expected + limit

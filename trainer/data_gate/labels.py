@@ -76,7 +76,7 @@ def _gone(question: Question, target: str, split: str, before: dict[str, int]) -
         if chance < alpha:
             says = (
                 f"{target} has no example of {name!r} in {split}, where {count} of {known} "
-                "were to be expected: look whether a source or a folder is missing"
+                "were expected: check whether a source or a folder is missing"
             )
             yield Finding("class_gone", says, target, split, 0, champion=count)
 
@@ -86,8 +86,8 @@ def _alone(dataset: DatasetProfile, target: str, split: str) -> Iterator[Finding
     if len(there) == 1 < len(_with_examples(dataset, target)):
         ((name, count),) = there.items()
         says = (
-            f"all {count} examples of {split} are {name!r} of {target}: nothing can be "
-            "learnt or measured there; give it more examples, or another share"
+            f"all {count} examples of {split} are {name!r} of {target}: a model can learn and "
+            "measure nothing there; give the split more examples, or another share"
         )
         yield Finding("class_gone", says, target, split, 0)
 
@@ -112,8 +112,9 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
     if value < limit:
         says = (
             f"{percent(share(there[name], examples))} of the examples are {name!r} of "
-            f"{target}, so that accuracy says nothing of them: bound how many are found, as "
-            f"gate.min: {{accuracy@{target}: 0.8}}, and think of training.class_weights: balanced"
+            f"{target}, so that accuracy hardly measures them: require a recall, such as "
+            f"gate.min: {{accuracy@{target}: 0.8}}, and consider training.class_weights: "
+            "balanced"
         )
         yield Finding(
             "imbalance", says, target, "train", share(there[name], examples), limit / len(there)
@@ -144,8 +145,8 @@ def _balance(
         worst = max(range(len(names)), key=lambda n: abs(new[n] - old[n]))
         says = (
             f"the classes of {target} have moved by {percent(moved)} of the examples: "
-            f"{names[worst]!r} was {percent(old[worst])} and is {percent(new[worst])}; look "
-            "whether a source is missing or is there twice"
+            f"{names[worst]!r} was {percent(old[worst])} and is {percent(new[worst])}; check "
+            "whether a source is missing or duplicated"
         )
         yield Finding("balance", says, target, "train", moved, limit)
 
@@ -195,9 +196,9 @@ def _lost(
         # It is the strongest of many.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
-                f"no feature says of {target!r} in {words[1]} what {name!r} said in {words[0]} "
-                f"(association {known[name]:.3f} before, {value:.3f} now): look whether labels "
-                "are in the order of other rows"
+                f"no feature says of {target!r} in {words[1]} what {name!r} said in "
+                f"{words[0]} (association {known[name]:.3f} before, {value:.3f} now): check "
+                "whether labels and rows have the same order"
             )
             yield Finding(
                 "association", says, target, words[1], value, _LEFT * known[name], known[name]

@@ -20,23 +20,24 @@ def features(question: Question) -> Iterator[Finding]:
     for name in known:
         if name not in found:
             says = (
-                f"the feature {name!r} of the champion's dataset is gone"
-                f"{nearest(name, found)}: restore it, or name a model that needs none of it"
+                f"the feature {name!r} of the champion's dataset is "
+                f"gone{nearest(name, found)}: restore it, or choose a model that does not "
+                "need it"
             )
             yield Finding("missing_feature", says, name, champion=_type(known[name]))
         elif _type(known[name]) != _type(found[name]):
             gaps = "int" in known[name].dtype and "float" in found[name].dtype
             why = " (whole numbers are floats where some are missing)" if gaps else ""
             says = (
-                f"{name!r} is {_type(found[name])}, and {_type(known[name])} in the champion's "
-                f"dataset: look at its values{why}, or say its type in data.types"
+                f"{name!r} is {_type(found[name])}, and {_type(known[name])} in the "
+                f"champion's dataset: look at its values{why}, or set its type in data.types"
             )
             yield Finding("type", says, name, value=_type(found[name]), champion=_type(known[name]))
     for name in found:
         if name not in known:
             says = (
-                f"the champion's dataset has no feature {name!r}: {dropped(name)} if it is not "
-                "meant to be learned from"
+                f"the champion's dataset has no feature {name!r}: {dropped(name)} if the "
+                "model should not learn from it"
             )
             yield Finding("new_feature", says, name, value=_type(found[name]))
 
@@ -63,7 +64,7 @@ def sizes(question: Question) -> Iterator[Finding]:
     if share(found, known) < limit and known:
         says = (
             f"{found} examples are {percent(share(found, known))} of the champion's {known}: "
-            "look whether files are missing"
+            "check whether files are missing"
         )
         yield Finding("size", says, value=found, limit=round(limit * known), champion=known)
 

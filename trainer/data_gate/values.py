@@ -40,8 +40,8 @@ def unit(question: Question) -> Iterator[Finding]:
         if found:
             change, words = found
             says = (
-                f"{name!r} is that of the champion's dataset {change} ({words}): convert "
-                "it at its source, or set the rule unit to warn where it is meant so"
+                f"{name!r} is that of the champion's dataset {change} ({words}): convert it "
+                "at its source, or set the rule unit to warn if this is intended"
             )
             yield Finding(
                 "unit",
@@ -104,7 +104,7 @@ def missing(question: Question) -> Iterator[Finding]:
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
-                says = f"{name!r} has no value in {split}: {dropped(name)}, or look at its source"
+                says = f"{name!r} has no value in {split}: {dropped(name)}, or check its source"
                 yield Finding("empty", says, name, split, 0)
     pairs = list(question.pairs())
     limit = question.limit("missing_values")
@@ -114,7 +114,7 @@ def missing(question: Question) -> Iterator[Finding]:
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
             says = (
                 f"{percent(now)} of {name!r} is missing, {percent(before)} in the champion's "
-                "dataset: look whether a source has stopped to fill it"
+                "dataset: check whether a source no longer fills it"
             )
             yield Finding("missing_values", says, name, "train", now, before + limit, before)
 
@@ -141,8 +141,8 @@ def constant(question: Question) -> Iterator[Finding]:
             continue
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
-                f"{name!r} has one value in all examples: nothing can be learned from it; "
-                f"{dropped(name)}, or look at its source"
+                f"{name!r} has one value in all examples, from which a model learns nothing; "
+                f"{dropped(name)}, or check its source"
             )
             yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))
 

@@ -89,7 +89,7 @@ def whole_tables(
         return ""
     numbers = sum(math.prod(each.shape) for each in tables)
     return (
-        f"each step goes through whole tables ({tables[0].path}; {numbers:,} numbers in all, about "
+        f"each step updates whole tables ({tables[0].path}; {numbers:,} numbers in all, about "
         f"{MILLISECONDS * numbers / 1e6:,.0f} ms a step): {why}"
     )
 

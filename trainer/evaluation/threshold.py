@@ -90,7 +90,9 @@ def _chosen(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
     of = f" of {name!r}" if name else ""
     value = best(positive, sure, weights)
     if value is None:
-        log.info("no threshold%s tells %d %s examples apart: it is %g", of, len(sure), SPLIT, _EVEN)
+        log.info(
+            "no threshold%s separates the %d %s examples: it is %g", of, len(sure), SPLIT, _EVEN
+        )
         return Threshold()
     log.info("the threshold%s is %.4g, the best of %d %s examples", of, value, len(sure), SPLIT)
     return Threshold(value=value, chosen_on=SPLIT, examples=len(sure))

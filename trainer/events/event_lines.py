@@ -52,10 +52,10 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.FromScratch: lambda event: f"training begins from scratch: {event.reason}",
     events.HandedOn: lambda event: (
-        f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
+        f"global step {event.global_step} of {event.trained} is selected: {event.why}"
     ),
     events.TableEmpty: lambda event: (
-        f"warning: the table {event.table} has no row, so that all ids share one: {event.why}"
+        f"warning: the table {event.table} has no row, so that all ids share one row: {event.why}"
     ),
     events.Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
     events.ServersLost: _lost,

@@ -164,8 +164,8 @@ def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
     """Raise `ConfigError` for `data.buckets` where no input and no label varies in length."""
     if buckets and not varying:
         raise ConfigError(
-            "data.buckets: no input and no label varies in length; leave it out, or say which one "
-            "does: data.shapes: {FEATURE: [0]}"
+            "data.buckets: no input and no label varies in length; leave it out, or declare "
+            "the one that does: data.shapes: {FEATURE: [0]}"
         )
 
 

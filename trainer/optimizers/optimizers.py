@@ -89,8 +89,8 @@ def accepted(
             raise ConfigError(f"{key} has {argument}: {REFUSED[argument]}")
     if getattr(of_model, "_exclude_from_weight_decay", None):
         raise ConfigError(
-            f"{key} excludes variables from weight decay by var_list, and every task makes "
-            "variables of its own; give exclude_from_weight_decay var_names"
+            f"{key} excludes variables from weight decay by var_list, and every task creates "
+            "its own variables; give exclude_from_weight_decay var_names"
         )
     return of_model
 

@@ -85,8 +85,8 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     fields = manifest.fields
     if "reads" not in fields:
         raise UserError(
-            f"{uri} was exported by an earlier version and does not say how its inputs are read: "
-            "export it again"
+            f"{uri} was exported by an earlier version and does not record how its inputs are "
+            "read: export it again"
         )
     place = str(fields["saved_model"])
     few = {LABELS, "config.json"}

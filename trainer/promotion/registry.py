@@ -161,7 +161,8 @@ def _records(
         if manifest.kind == kind and found and found.number == number:
             return _Record(uri=uri, manifest=manifest, fields=found)
         return storage.Corrupt(
-            f"{uri}: its {MANIFEST} is none of {kind} {number}: delete it and make it again"
+            f"{uri}: its {MANIFEST} does not describe {kind} {number}: delete it and create "
+            "it again"
         )
 
     numbers = _numbers(above)
@@ -193,7 +194,7 @@ def version(root: str, name: str, number: int) -> Version:
     found = {each.number: each for each in versions(root, name)}
     if number not in found:
         known = ", ".join(map(str, found)) or "none"
-        raise ConfigError(f"{name} has no version {number} below {root} (there is {known})")
+        raise ConfigError(f"{name} has no version {number} below {root} (known: {known})")
     return found[number]
 
 
@@ -222,7 +223,7 @@ def promotions(root: str, name: str) -> list[Promotion]:
     last = records[max(records)] if records else None
     if isinstance(last, UserError):
         raise storage.Corrupt(
-            f"the newest promotion of {name} cannot be read, so that its champion is not known: "
+            f"the newest promotion of {name} cannot be read, so that its champion is unknown: "
             f"{last}"
         )
     return [
@@ -279,7 +280,7 @@ def promoted_version(root: str, name: str, number: int) -> Version:
         return version(root, name, number)
     except UserError as error:
         remedy = "restore it, or make another version champion with `flotilla models promote`"
-        raise UserError(f"the champion is gone: {error}; {remedy}") from error
+        raise UserError(f"the champion does not exist any more: {error}; {remedy}") from error
 
 
 def register(

@@ -108,7 +108,7 @@ def commands(facts: Facts) -> list[dict[str, str]]:
         replay = ["flotilla", "replay", *where, run_id, bad[0], "--pdb"]
         rows.append(("See it fail on this machine, in a debugger", replay))
     if facts.get("workdir") and (facts.get("history") or facts.get("checkpoints")):
-        fix = "Fix it, then go on" if verdict == "failed" else "Go on"
+        fix = "Fix it, then continue" if verdict == "failed" else "Go on"
         rows.append((f"{fix} from the last checkpoint", ["flotilla", "run", *where, "--resume",
                                                          run_id]))  # fmt: skip
     return [{"why": why, "command": shlex.join(words)} for why, words in rows]

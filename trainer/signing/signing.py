@@ -146,8 +146,8 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
 
 def _unnamed(uri: str, path: str) -> Corrupt:
     return Corrupt(
-        f"{uri} holds {path}, which its manifest does not name: a server could load it, and nobody "
-        "has verified it; remove it"
+        f"{uri} holds {path}, which its manifest does not name: a server could load it "
+        "unverified; remove it"
     )
 
 
@@ -167,9 +167,9 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
     signed = folder / FIELDS
     if not signed.is_file() or signed.read_text(encoding="utf-8") != _text(fields):
         raise UnsignedError(
-            f"{where}: its manifest does not say what was signed: the files are those of the key "
-            f"of {PUBLIC_KEY}, what is written about them is not; do not use this model, export it "
-            "again"
+            f"{where}: its manifest does not say what was signed: the files are those of the "
+            f"key of {PUBLIC_KEY}, but the manifest is not signed; do not use this model, "
+            "export it again"
         )
     return True
 

@@ -248,7 +248,9 @@ def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
         with suppress(ValueError):
             is_whole = isinstance(answer.json(), dict)
     if not is_whole:
-        raise DamagedInTransitError(f"the answer to {method} {url.path} is none of a store")
+        raise DamagedInTransitError(
+            f"the answer to {method} {url.path} is not from an object store"
+        )
 
 
 def _stored(blob: Any) -> Stored:

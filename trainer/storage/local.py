@@ -321,8 +321,8 @@ def locked(directory: Path) -> Iterator[None]:
 
         if not waited(lambda: _lock(descriptor) is not False, lock_of, LOCK_SECONDS, LOCK_POLL):
             raise UserError(
-                f"waited {LOCK_SECONDS:g} s for {lock_of()}: end that, or let nobody else read the "
-                "folder; then try again"
+                f"waited {LOCK_SECONDS:g} s for {lock_of()}: stop that process, or remove "
+                "other readers' access to the folder; then try again"
             )
         yield
     finally:

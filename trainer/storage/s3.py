@@ -413,7 +413,7 @@ def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any
     """Refuse an answer of success that no store gives, which would pass for an empty list."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
-        raise DamagedInTransitError(f"the answer to {model.name} is none of a store")
+        raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")
 
 
 def _code(error: boto.ClientError) -> str:

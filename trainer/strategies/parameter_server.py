@@ -214,7 +214,7 @@ class Served(KerasStrategy):
             return directly
 
         def otherwise(batch: Batch, why: Unforeseen) -> tuple[tf.Tensor, list[Any]]:
-            log.info("each table is looked up by itself, as the model %s", why)
+            log.info("each table is looked up separately, since the model %s", why)
             value, found = directly(batch)
             return value, found
 

@@ -167,7 +167,7 @@ class Strategy(ABC):
 
     def rest(self) -> Report:
         """End what workers go on with, after a report that says they do, and report it."""
-        raise AssertionError("no worker goes on")
+        raise AssertionError("no worker continues")
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums of `problem.totals` over all parts, with the current variables."""

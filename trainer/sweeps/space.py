@@ -43,7 +43,7 @@ _SAME = {
     "name": "the registry compares models of one name",
     "data": "trials are compared on the same examples of validation",
     "evaluation": "only the best trial is evaluated on the test split",
-    "gate": "only the best trial goes through the gate",
+    "gate": "the gate judges only the best trial",
     "export": "only the best trial is exported",
     "registry": "only the best trial is registered",
     "storage": "trials share what is published",
@@ -266,7 +266,9 @@ def _values(assignment: str, text: str) -> list[str]:
     for value in values:
         parse_value(value)
     if len(values) > 1 and any(_RANGE.match(value) for value in values):
-        raise ConfigError(f"--set {assignment!r}: a range stands alone; give values or a range")
+        raise ConfigError(
+            f"--set {assignment!r}: a range cannot be combined with values; give one of them"
+        )
     return values
 
 

@@ -239,7 +239,7 @@ def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) 
         return Objective(metric=name, better="lower")
     if better == "higher" or name.endswith(_HIGHER):
         return Objective(metric=name, better="higher")
-    raise ConfigError(f"--metric {metric}: say by --better which value is better: higher or lower")
+    raise ConfigError(f"--metric {metric}: set --better to higher or lower")
 
 
 def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
@@ -258,7 +258,7 @@ def compared_by(trials: Iterable[Trial], objective: Objective) -> Objective:
     if len(found) > 1:
         first, other, *_ = (each.metric.removeprefix(VALIDATION) for each in found)
         raise ConfigError(
-            f"one trial goes by {first} and another by {other}: choose a metric for all by --metric"
+            f"trials are compared by different metrics, {first} and {other}: choose one by --metric"
         )
     return objective if objective.metric else next(iter(found), _LOSS)
 
@@ -298,7 +298,7 @@ def rungs_of(
         )
     if count < REDUCTION:
         raise ConfigError(
-            f"--asha: one of {REDUCTION} trials goes on from each rung, and there are "
+            f"--asha: one of {REDUCTION} trials continues from each rung, and there are only "
             f"{count}; leave it out"
         )
     if steps // REDUCTION < LEAST_STEPS:

@@ -190,8 +190,8 @@ def compiled_of(model: keras.Model) -> Compiled | None:
         return None
     if model.steps_per_execution != 1:
         raise ConfigError(
-            f"it is compiled with steps_per_execution={model.steps_per_execution}, and how many "
-            "steps run at once is the strategy's to say; leave it out"
+            f"it is compiled with steps_per_execution={model.steps_per_execution}, and the "
+            "strategy decides how many steps run at once; leave it out"
         )
     if model.run_eagerly:
         raise ConfigError(

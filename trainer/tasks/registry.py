@@ -258,7 +258,7 @@ def automatic(dataset: Dataset, label: str) -> Choice:
     if kind in {"i", "u"} and (named or _is_by_place(dataset, target)):
         return Choice("sequence_labelling", f"the label {target} names a class for each place")
     if kind in {"b", "i", "u"} and len(target.shape) == 1:
-        why = f"the label {target} says yes or no to each of {target.shape[0]} classes"
+        why = f"the label {target} marks each of {target.shape[0]} classes"
         return Choice("multilabel_classification", why)
     raise ConfigError(
         f"task.name: no task built in takes the label {target}; name another feature in data.label"

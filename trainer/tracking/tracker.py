@@ -222,8 +222,8 @@ class Tracker:
             return
         words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
-            "MLflow at %s does not take what this run sends (%s); the run goes on, and what is "
-            "missing is sent when it answers again",
+            "MLflow at %s does not take what this run sends (%s); the run continues, and "
+            "sends what is missing when MLflow answers again",
             self._target.url,
             words,
         )

@@ -125,7 +125,7 @@ def _end(
             await_validation(checkpoints, stop_requested)
     strategy.leave()
     if not strategy.publishes and not completion.is_over(job):
-        raise ClusterLostError("worker-0 is gone, and the end of training is not on record")
+        raise ClusterLostError("worker-0 was lost before it recorded the end of training")
 
 
 def await_validation(
@@ -217,7 +217,7 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
         first, *more = text.splitlines() or [type(error).__name__]
         line = f"{first} {more[0]}" if more and first.endswith(":") else first
         cause = re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", line)
-        raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error
+        raise ClusterLostError(f"the cluster lost a task: {cause}") from error
     finally:
         strategy.close()
 

@@ -154,20 +154,20 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
     name, strategy = f"model {config.model.name}", config.training.strategy
     if strategy not in OWN_STEP:
         raise ConfigError(
-            f"{name}: it has a train_step of its own, which {' and '.join(OWN_STEP)} run, and not "
-            f"training.strategy {strategy}: each step there is made of parts; write a compute_loss "
-            "instead, which counts under every strategy"
+            f"{name}: it has a custom train_step, which {' and '.join(OWN_STEP)} run, and not "
+            f"training.strategy {strategy}: each step there is made of parts; write a "
+            "compute_loss instead, which counts under every strategy"
         )
     if config.training.jit_compile:
         raise ConfigError(
-            f"training.jit_compile: {name} has a train_step of its own, which runs as it is; set "
+            f"training.jit_compile: {name} has a custom train_step, which runs as it is; set "
             "it to false"
         )
     own = [key for key, value in vars(model).items() if isinstance(value, keras.Optimizer)]
     if own:
         raise ConfigError(
-            f"{name}: its train_step has an optimizer of its own ({', '.join(own)}), which no "
-            "checkpoint would hold; use self.optimizer, which training.optimizer says"
+            f"{name}: its train_step has a separate optimizer ({', '.join(own)}), which no "
+            "checkpoint would save; use self.optimizer, which training.optimizer sets"
         )
 
 
@@ -183,8 +183,8 @@ def _require_compiler(config: Config, objective: Objective) -> None:
         optimizers.accepted(config.training, objective.optimizer)
     elif found:
         log.info(
-            "the optimizer %s that the model is compiled with is not used: training.optimizer says "
-            "%s (name: model uses it)",
+            "the optimizer %s that the model is compiled with is not used: "
+            "training.optimizer sets %s (name: model uses it)",
             type(found.optimizer).__name__,
             config.training.optimizer.name,
         )

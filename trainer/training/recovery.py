@@ -91,7 +91,7 @@ class Recovery:
             "the chief was assigning values": not living,
             "no other server has variables": not any(each.held for each in living),
             # Who deletes a checkpoint does not want what came of it.
-            "a checkpoint that was published before is gone": max(
+            "a checkpoint that was published before no longer exists": max(
                 (each.saved for each in living), default=-1
             )
             > self._checkpoints.newest_step(),

@@ -105,8 +105,9 @@ def may_isolate(api: Api, namespace: str) -> bool:
 def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
     """Return the line about permissions that a user lacks, with the remedy."""
     return (
-        f"{user} may not in the namespace {namespace}: {', '.join(map(str, missing))}; "
-        f"no job is launched. Grant it: {granting(namespace, user, LAUNCHER)}"
+        f"{user} lacks permissions in the namespace {namespace}: "
+        f"{', '.join(map(str, missing))}; no job is launched. Grant it: "
+        f"{granting(namespace, user, LAUNCHER)}"
     )
 
 

@@ -253,7 +253,7 @@ class TestStart:
         return found
 
     def test_the_controller(self, deadlines):
-        assert deadlines.start([]) == (0, "the training operator has not taken up the job")
+        assert deadlines.start([]) == (0, "the training operator has not accepted the job")
 
     def test_admission(self, deadlines):
         deadlines.take_up()
@@ -263,7 +263,7 @@ class TestStart:
     def test_pods_that_are_not_made(self, deadlines):
         pods = [of_state("chief-0", running={})]
         deadlines.observe(pods)
-        assert deadlines.start(pods) == (1, "1 of 2 pods are not made yet")
+        assert deadlines.start(pods) == (1, "1 of 2 pods are not created yet")
 
     def test_pods_without_a_node(self, deadlines):
         condition = {"type": "PodScheduled", "status": "False", "message": "Insufficient cpu."}

@@ -57,7 +57,9 @@ def test_a_full_quota_is_said_and_waited_for(kube, caplog):
 def test_a_quota_that_stays_full_ends_the_job_with_its_words(kube):
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
-    assert message.startswith("2 of 3 pods were not made after 2 s (cluster.kubernetes.deadlines.")
+    assert message.startswith(
+        "2 of 3 pods were not created after 2 s (cluster.kubernetes.deadlines."
+    )
     assert "last events: FailedCreatePod: Error creating: pods" in message
     kube.wait_until_deleted()
 
@@ -79,7 +81,7 @@ def test_without_permission_for_events_a_quota_is_waited_for(kube):
     kube.faults.add("GET .*/events", 403)
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
-    assert message.startswith("2 of 3 pods were not made after 2 s")
+    assert message.startswith("2 of 3 pods were not created after 2 s")
     assert "its events may not be read with these permissions" in message
 
 

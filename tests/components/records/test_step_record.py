@@ -541,7 +541,7 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
     assert page.words[1] == "failed"
     # A cancel and a store that failed leave nothing else.
-    said = "train_model: it began and its end is not on record: it was stopped with the run, or its"
+    said = "train_model: it began and recorded no end: it was stopped with the run, or its"
     assert f"{said} pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text
     assert "KFP says: OOMKilled \\(exit code 137\\)" in summary

@@ -154,7 +154,7 @@ def test_an_operator_without_a_pod(kube, of_job):
     report = of_job()
     found = report["training operator"]
     assert report.failed() == ["training operator"]
-    assert found["message"].endswith("kubeflow has no ready pod: nobody takes up a job")
+    assert found["message"].endswith("kubeflow has no ready pod: no controller handles jobs")
     assert found["remedy"] == "kubectl describe deployment training-operator --namespace kubeflow"
 
 

@@ -226,7 +226,7 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
 @pytest.mark.usefixtures("kube")
 def test_the_default_is_named_where_it_is_given(doctor):
     report = doctor(JOB, options=("--image", IMAGE))
-    said = f"{IMAGE} names no registry: every node has to have it already"
+    said = f"{IMAGE} names no registry: every node must already have it"
     assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
     assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
     assert doctor(options=("--image", IMAGE))["image"]["message"] == said
@@ -254,7 +254,7 @@ def test_the_given_one_is_judged_where_all_tasks_name_another(of_job):
     report = of_job(options=("--image", "flotilla:1"))
     found = report["image"]
     assert found["state"] == "warn"
-    assert found["message"] == "flotilla:1 names no registry: every node has to have it already"
+    assert found["message"] == "flotilla:1 names no registry: every node must already have it"
     assert found["remedy"].endswith("&& flotilla doctor --image HOST/NAME:TAG")
 
 

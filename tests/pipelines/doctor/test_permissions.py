@@ -56,7 +56,7 @@ def test_a_jobset_whose_controller_is_away(jobset, of_jobset):
     jobset.install_jobset(replicas=0)
     report = of_jobset()
     assert report.failed() == ["JobSet controller", "admission"]
-    said = "the JobSet controller does not answer, so that no job can be made: "
+    said = "the JobSet controller does not answer, so that no job can be created: "
     assert report["admission"]["message"].startswith(said)
     assert "mjobset.kb.io" in report["admission"]["message"]
     assert report["admission"]["remedy"] == (

@@ -270,7 +270,7 @@ def test_what_cannot_be_dated_stays():
     run = Item(path="r", kind=RUN)
     plan = planned(Inventory(items={"r": run}), policy("1d", None), NOW)
     assert not plan.going
-    assert plan.remarks == ("kept: r: nothing says when the run was",)
+    assert plan.remarks == ("kept: r: the time of the run is unknown",)
 
 
 @pytest.mark.parametrize("text", ["30", "-1d", "d", "1.5d", "0d", "23h", "3m", "٣d", " "])

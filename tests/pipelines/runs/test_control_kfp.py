@@ -111,7 +111,7 @@ def test_a_run_that_never_began_has_no_steps(instance, remote, started):
     answer = remote("status", started, "--json")
     assert (answer.json["status"], answer.json["message"]) == (
         "failed",
-        "KFP does not say why it failed; where the run publishes is not known",
+        "KFP gives no reason for the failure; where the run publishes is not known",
     )
 
 

@@ -685,7 +685,7 @@ def test_a_pod_that_waits_is_not_said_to_have_failed():
 
 
 def test_without_words_of_kfp_it_says_so():
-    assert explained(pod("")) == "train_model: its pod failed (KFP says nothing more)"
+    assert explained(pod("")) == "train_model: its pod failed (KFP gives no more details)"
 
 
 def test_a_driver_of_the_run_is_no_step():

@@ -200,7 +200,7 @@ def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monk
 def test_the_log_without_following(flotilla, going):
     answer = flotilla("logs", "digits-1")
     assert "  two\n" in answer.out
-    assert "the run goes on; follow it with -f" in answer.err
+    assert "the run continues; follow it with -f" in answer.err
     assert going.poll() is None
 
 

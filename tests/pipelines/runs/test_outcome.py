@@ -26,7 +26,7 @@ def failed(step, message, code=1):
 BLESSED = judged("blessed", "accuracy 1.0")
 UNCHANGED = {"decision": "unchanged", "reasons": ["those of digits-1, which has finished"]}
 NOT_PROMOTED = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
-KILLED = "the step was killed, or code that it was given ended the process; see pipeline.log"
+KILLED = "the step was killed, or user code ended the process; see pipeline.log"
 INTERRUPTED = "interrupted at global step 70; checkpoint file:///r/step-00000070"
 STOPPED = [begun("train_model"), ended("train_model", "interrupted", 130, error=INTERRUPTED)]
 RESOLVED = done("resolve_config")

@@ -166,8 +166,9 @@ def test_an_expired_lease_is_taken_over_with_a_warning(uri, clock, place, caplog
     second.check()
     assert [each["run"] for each in leases(place, uri).values()] == ["digits-2"]
     assert lost(first.check) == (
-        f"{uri} was taken over by run digits-2 (process {os.getpid()} on {os.uname().nodename}); "
-        "run digits-1 stops writing: decide which of the two should go on, and stop the other"
+        f"{uri} was taken over by run digits-2 (process {os.getpid()} on "
+        f"{os.uname().nodename}); run digits-1 stops writing: decide which of the two runs "
+        "should continue, and stop the other"
     )
     lost(first.renew)
     lost(first.require)

@@ -322,10 +322,10 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
         (
             {"strategy": "in_graph"},
             None,
-            "model some:model: it has a train_step of its own, which single and "
+            "model some:model: it has a custom train_step, which single and "
             "multi_worker_mirrored run, and not training.strategy in_graph: ",
         ),
-        ({}, None, "model some:model: it has a train_step of its own, which single and multi_work"),
+        ({}, None, "model some:model: it has a custom train_step, which single and multi_work"),
         (
             {"strategy": "single", "jit_compile": True},
             None,
@@ -334,7 +334,7 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
         (
             {"strategy": "single"},
             keras.optimizers.SGD,
-            "model some:model: its train_step has an optimizer of its own (own), which no checkpo",
+            "model some:model: its train_step has a separate optimizer (own), which no checkpo",
         ),
     ],
 )

@@ -157,7 +157,7 @@ def test_what_is_configured_and_the_strategy_decide(begin, tree, strategy, why):
     [
         ({"whole": ()}, "the chief was assigning values"),
         ({"held": (0, 2, 0), "lost": (1,)}, "no other server has variables"),
-        ({"saved": 500}, "a checkpoint that was published before is gone"),
+        ({"saved": 500}, "a checkpoint that was published before no longer exists"),
         ({"reached": 399}, "the newest checkpoint is newer"),
         ({"reached": -1}, "no server that lives has the global step"),
         ({"found": None}, "no checkpoint is published"),

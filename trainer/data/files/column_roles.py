@@ -86,7 +86,7 @@ def _by_name(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
 
 def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> None:
     if not roles.inputs:
-        raise ConfigError(f"data.inputs: nothing is left of {config.source} to predict from")
+        raise ConfigError(f"data.inputs: {config.source} has no column left to predict from")
     require_apart(config.source, roles)
     used = {
         "inputs": roles.inputs, "label": roles.targets,

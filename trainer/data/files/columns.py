@@ -242,8 +242,8 @@ def _unit(name: str, scan: ColumnScan) -> str:
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
-            f"data.types: {name!r} has numbers in per cent, and others without that sign; write "
-            "all with it or none, in the files or by data.map"
+            f"data.types: {name!r} has numbers with and without a per cent sign; write all "
+            "with it or without it, in the files or by data.map"
         )
     if len(units) > 1:
         raise UserError(

@@ -376,7 +376,8 @@ def _named(file: Any, path: Path) -> Iterator[None]:
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise UserError(
-                f"data.source: {named} was listed and is gone; run again with those that are left"
+                f"data.source: {named} was listed and no longer exists; run again with the "
+                "remaining files"
             ) from error
         if str(path) == named:
             raise

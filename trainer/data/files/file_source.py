@@ -170,8 +170,8 @@ class FileSource(Source):
         passed = {*self._columns, *self._config.drop}
         left_out = [each for each in scan.index if each not in passed]
         said += [
-            f"data.drop: the column {each!r} is left out, as an index that pandas wrote; name it "
-            "in data.types if it is none"
+            f"data.drop: the column {each!r} is left out, as an index that pandas wrote; name "
+            "it in data.types if it is a feature"
             for each in left_out
         ]
         said += [*(each.note for each in self._columns.values() if each.note)]

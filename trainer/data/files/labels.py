@@ -134,13 +134,13 @@ def _of_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> 
     if doubtful := [each for each in names if text_values.may_be_missing(each) or each in marks]:
         named = ", ".join(map(repr, doubtful))
         notes.append(
-            f"the label {name!r} has {named} as a class; write nothing there if it stands for what "
-            "is missing"
+            f"the label {name!r} has {named} as a class; leave the cell empty if it means a "
+            "missing value"
         )
     if _TWO * len(names) > scan.rows and len(names) > _TWO:
         notes.append(
-            f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them have "
-            "an example or two, from which nothing can be learnt; set data.label to another "
+            f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them "
+            "have one or two examples, too few to learn from; set data.label to another "
             "column, or put classes together by data.map"
         )
     return Label("class", why, names, tuple(notes))

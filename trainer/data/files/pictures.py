@@ -40,7 +40,7 @@ _MOST_BYTES = 256 << 20
 _OF_A_FILE = ("DENIED", "OTHER")
 # Of Windows too.
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
-_ELSEWHERE = "it names a place outside the folder of its table; write paths below that folder"
+_ELSEWHERE = "it leads outside the folder of its table; write paths below that folder"
 
 
 @dataclass(frozen=True)

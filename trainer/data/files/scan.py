@@ -306,8 +306,8 @@ class PieceScan:
         more = [name for name in names if name not in self.wanted.names]
         if more and self.wanted.whole:
             raise UserError(
-                f"data.source: {self.path} has a column {more[0]!r}, which others lack; remove "
-                "it, or say which ones are read by data.inputs"
+                f"data.source: {self.path} has a column {more[0]!r}, which others lack; "
+                "remove it, or choose the columns to read in data.inputs"
             )
 
 

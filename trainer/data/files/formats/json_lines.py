@@ -79,8 +79,8 @@ class JsonReader(Reader):
         alone = [name for name, count in found.items() if count == 1]
         if len(objects) > _FEWEST and len(alone) > max(_NEARLY_ALL * len(found), len(objects) / 2):
             raise UserError(
-                f"data.source: each record of {path} has keys of its own, such as {alone[0]!r} and "
-                f"{alone[-1]!r}; write records with the same keys"
+                f"data.source: each record of {path} has different keys, such as {alone[0]!r} "
+                f"and {alone[-1]!r}; write records with the same keys"
             )
         return tuple(found)
 
@@ -230,8 +230,8 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
                     text, at = longer(), 0
                     continue
                 raise UserError(
-                    f"data.source: {path}, record {count + 1} is no JSON ({error}), so that those "
-                    "after it cannot be read"
+                    f"data.source: {path}, record {count + 1} is no JSON ({error}), so that "
+                    "later records cannot be read"
                 ) from error
             count += 1
             written = text[at:end]

@@ -65,9 +65,9 @@ def columns_of(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
         raise UserError(
-            f"data.source: records of {path} have keys of their own: {len(records)} have "
-            f"{len(names)} keys, such as {names[-1]!r}; write records with the same keys, or what "
-            "varies as a list of values"
+            f"data.source: records of {path} have different keys: {len(records)} have "
+            f"{len(names)} keys, such as {names[-1]!r}; write records with the same keys, or "
+            "what varies as a list of values"
         )
     return names
 
