@@ -81,7 +81,7 @@ def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
         if own or value in allowed:
             return value
         hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
-        raise ValueError(f"no {kind} has this name{hint}")
+        raise ValueError(f"no {kind} of this name{hint}")
 
     return check
 

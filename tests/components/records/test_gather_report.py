@@ -267,7 +267,7 @@ def test_a_step_that_was_killed_is_named(run):
     run.events(*done("prepare_data"), begun("train_model"), begun("finish"))
     page = run.report("FAILED")
     assert verdict(page) == "failed"
-    assert "train_model: the step was killed, or code that it was given ended" in page.text
+    assert "train_model: the step was killed, or user code ended" in page.text
 
 
 def test_an_interrupted_run(run):

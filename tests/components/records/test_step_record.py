@@ -554,7 +554,7 @@ def test_a_state_that_kfp_lost_count_of_does_not_hide_a_killed_pod(pod, pods):
     process.communicate()
     page, _ = pods.finished("RUNNING")
     assert page.words[1] == "failed"
-    assert "train_model: it began and its end is not on record" in page.text
+    assert "train_model: it began and recorded no end" in page.text
 
 
 def test_a_pod_that_is_asked_to_end_says_so(pod, pods):

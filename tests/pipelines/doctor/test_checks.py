@@ -110,7 +110,7 @@ def test_without_a_permission_of_the_user(kube, of_job):
     report = of_job()
     assert report.failed() == ["permissions of this user"]
     found = report["permissions of this user"]
-    said = f"{USER} may not in {NAMESPACE}: create tfjobs.kubeflow.org, get pods/log"
+    said = f"{USER} lacks permissions in {NAMESPACE}: create tfjobs.kubeflow.org, get pods/log"
     assert found["message"] == said
     assert f"kubectl apply --namespace {NAMESPACE} --kustomize deploy/base" in found["remedy"]
     assert f"--role flotilla-launcher --user '{USER}'" in found["remedy"]
@@ -123,7 +123,9 @@ def test_without_a_permission_of_the_account(kube, of_job):
     assert report.failed() == ["permissions of that account"]
     assert report["permissions of the tasks"]["state"] == "warn"
     found = report["permissions of that account"]
-    assert found["message"] == f"{RUNNER} may not in {NAMESPACE}: delete tfjobs.kubeflow.org"
+    assert (
+        found["message"] == f"{RUNNER} lacks permissions in {NAMESPACE}: delete tfjobs.kubeflow.org"
+    )
     assert f"--serviceaccount {NAMESPACE}:pipeline-runner" in found["remedy"]
 
 
@@ -136,7 +138,7 @@ def test_permissions_of_a_jobset(jobset, of_jobset):
     assert report["permissions of that account"]["message"].endswith(": delete jobs.batch")
     found = report["permissions of the tasks"]
     assert (found["state"], found["message"]) == (
-        "warn", f"{RUNNER} may not in {NAMESPACE}: watch leases.coordination.k8s.io",
+        "warn", f"{RUNNER} lacks permissions in {NAMESPACE}: watch leases.coordination.k8s.io",
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     storage.write_bytes(uri, b"{}")
     assert "given/prepare_data.json is damaged" in refused(find, settings=settings)
     storage.delete(uri)
-    assert "is not on record" in refused(find, settings=settings)
+    assert "is not recorded" in refused(find, settings=settings)
     storage.write_bytes(uri, json.dumps({**tree, "in_pod": True}).encode())
     assert find(settings=settings).given.version
     # One of nine steps.

@@ -98,7 +98,7 @@ def test_a_redirect_to_tls_names_it(instance, remote):
 @pytest.mark.parametrize("body", [b"[1, 2]", b'"ok"', b"17"])
 def test_json_of_another_kind(instance, remote, body):
     instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
-    in_one_line(remote("runs"), "is no KFP instance by its answer")
+    in_one_line(remote("runs"), "like a KFP instance")
 
 
 @pytest.mark.parametrize("body", [b'{"runs": 5}', b'{"runs": [{"created_at": "soon"}]}'])
@@ -186,7 +186,7 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
     other, _ = certificate(tmp_path / "other")
     in_one_line(
         remote("runs", "--endpoint", instance.url.replace("http:", "https:")),
-        "speaks no TLS: check the port",
+        "does not use TLS: check the port",
     )
     instance.speak_tls(made, key)
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)

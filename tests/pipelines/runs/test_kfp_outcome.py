@@ -329,7 +329,7 @@ def test_a_pod_that_finds_no_node_is_a_line_and_waits_on(instance, remote):
     instance.store.play = [waiting(words), waiting(words), starts, *BLESSED]
     answer = remote("submit", "--wait")
     assert answer.code == 0
-    assert answer.err.count(f"prepare_data: its pod waits ({words}): no node has the room") == 1
+    assert answer.err.count(f"prepare_data: its pod waits ({words}): no node has enough room") == 1
 
 
 def test_status_says_what_a_run_waits_for(instance, remote):
@@ -644,7 +644,7 @@ def pod(message, state="FAILED", **more):
             True,
         ),
         ('CreateContainerConfigError: secret "x" not found', "create the secret", True),
-        ("Unschedulable: 0/3 nodes are available", "no node has the room", False),
+        ("Unschedulable: 0/3 nodes are available", "no node has enough room", False),
         (
             'Unschedulable: 0/3 nodes are available: persistentvolumeclaim "official" not found.',
             "create the claim in the namespace of the steps",

@@ -355,7 +355,7 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
 @MARKS
 def test_a_schedule_of_the_newest_says_that_it_is_of_others(instance, remote, add, mark, origin):
     quiet = remote("schedule", "--every", "6h", "--latest", "--name", "first")
-    assert "whoever uploads it" in quiet.err
+    assert "the version that is newest at its start" in quiet.err
     assert "flotilla: " not in quiet.err
     add("by-hand", mark)
     answer = remote("schedule", "--every", "6h", "--latest", "--json")

@@ -96,7 +96,7 @@ def present(monkeypatch):
 def test_gpus_that_this_machine_has_not_are_refused(present):
     present(0)
     process.require_gpus(config_of(0))
-    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are asked for, and this"):
+    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, and this"):
         process.require_gpus(config_of(2))
     present(1)
     # They are shared in turn.

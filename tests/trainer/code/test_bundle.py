@@ -101,7 +101,9 @@ def test_names_that_come_second_are_remarked(folder, root):
         (folder / name).touch()
     (folder / "key.pem").touch()
     secret, *named = bundle.publish(folder, root).remarks
-    assert secret.startswith("--code leaves out key.pem: secrets by their names; a line !NAME of")
+    assert secret.startswith(
+        "--code leaves out key.pem: their names look like secrets; a line !NAME of"
+    )
     assert len(named) == 3
     assert "flotilla is not found by a run: flotilla is a name of Flotilla itself" in named[0]
     assert "json.py is not found by a run: json is a name of Python itself" in named[1]

@@ -396,7 +396,9 @@ def test_a_champion_that_is_gone_is_named_with_the_remedy(run: Run) -> None:
     storage.delete(champion.uri)
     with pytest.raises(UserError) as error:
         run.register(second)
-    assert str(error.value).startswith("the champion is gone: digits has no version 1 below ")
+    assert str(error.value).startswith(
+        "the champion does not exist any more: digits has no version 1 below "
+    )
     assert str(error.value).endswith("with `flotilla models promote`")
 
 

@@ -115,7 +115,7 @@ def test_a_registered_model_is_not_champion_before_it_is_promoted(
 
 def test_a_version_that_is_not_there_is_named(root: str, tmp_path: Path) -> None:
     register(root, tmp_path)
-    with pytest.raises(UserError, match=r"digits has no version 5 below .* \(there is 1\)"):
+    with pytest.raises(UserError, match=r"digits has no version 5 below .* \(known: 1\)"):
         promote(root, 5, after=0)
 
 
@@ -276,7 +276,9 @@ def test_an_opponent_whose_version_is_gone_is_named(root: str, tmp_path: Path) -
     crowned(root, tmp_path, 1)
     storage.delete(registry.version(root, NAME, 1).uri)
     checkpoint, _ = trained(tmp_path, 9)
-    with pytest.raises(UserError, match="champion is gone: digits has no version 1 below"):
+    with pytest.raises(
+        UserError, match="champion does not exist any more: digits has no version 1 below"
+    ):
         opponent(root, NAME, checkpoint)
 
 

@@ -68,7 +68,7 @@ def test_a_small_space_gives_each_trial_once():
         (["model.args.a=1", "model.args={a: 2},{a: 3}"], "keep one"),
         ([f"{RATE}=0.1..0.01"], "rises"),
         ([f"{RATE}=0..0.01:log"], "above zero"),
-        ([f"{RATE}=0.1..0.2,0.3"], "stands alone"),
+        ([f"{RATE}=0.1..0.2,0.3"], "cannot be combined"),
         (["training.lerning=1,2"], "no such key"),
         (["training.batch_size=16,-1"], "the trial training.batch_size=-1"),
         ([f"{RATE}=0.1..0.2"], "--random N"),

@@ -97,7 +97,7 @@ def test_the_rungs_are_thirds_of_the_steps():
     ("tree", "settings", "count", "message"),
     [
         ({"steps": 29}, {}, 9, "29 are too few"),
-        ({"steps": 900}, {}, 2, "there are 2"),
+        ({"steps": 900}, {}, 2, "there are only 2"),
         ({"steps": 900}, {"training.steps": "9"}, 9, "one value"),
         ({"schedule": {"name": "cosine"}}, {}, 9, "cosine"),
     ],
@@ -177,7 +177,7 @@ def test_trials_of_several_main_metrics_are_not_compared():
         reached(sweep, each, 0, 0.5, main)
         for each, main in zip(sweep.trials, (AUC, BY_LOSS), strict=True)
     ]
-    with pytest.raises(ConfigError, match="goes by auc and another by loss: choose a metric"):
+    with pytest.raises(ConfigError, match="by different metrics, auc and loss: choose one"):
         best_of(trials, sweep.objective)
 
 

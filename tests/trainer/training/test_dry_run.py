@@ -329,7 +329,7 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
         (
             {"strategy": "single", "jit_compile": True},
             None,
-            "training.jit_compile: model some:model has a train_step of its own, which runs as it ",
+            "training.jit_compile: model some:model has a custom train_step, which runs as it ",
         ),
         (
             {"strategy": "single"},

@@ -18,8 +18,8 @@ def test_without_patch_no_job_is_launched_and_the_line_names_verb_account_and_re
     kube.server.control.deny(ACCOUNT, "patch tfjobs", "get pods/log")
     message = Attempt(job_of(settings())).failure()
     assert message.startswith(
-        f"{ACCOUNT} may not in the namespace {NAMESPACE}: patch tfjobs.kubeflow.org, get pods/log; "
-        "no job is launched. Grant it: kubectl apply "
+        f"{ACCOUNT} lacks permissions in the namespace {NAMESPACE}: patch tfjobs.kubeflow.org, "
+        "get pods/log; no job is launched. Grant it: kubectl apply "
     )
     assert "--kustomize deploy/base && kubectl create rolebinding" in message
     assert f"--serviceaccount {NAMESPACE}:pipeline-runner" in message

@@ -109,7 +109,7 @@ def test_what_is_no_list_of_rows_is_one_line(
 
 def test_keys_of_each_record_of_its_own_are_refused(tmp_path: Path) -> None:
     lines = [json.dumps({f"id{i}": {"x": i, "y": "ab"[i % 2]}}) for i in range(50)]
-    with pytest.raises(UserError, match=r"keys of its own, such as 'id0/x' and 'id49/y'"):
+    with pytest.raises(UserError, match=r"different keys, such as 'id0/x' and 'id49/y'"):
         table(tmp_path, "\n".join(lines))
 
 
