@@ -74,9 +74,9 @@ FIELDS = (
         "label",
         "data.label",
         str,
-        'column to be predicted, or several as ["a", "b"]; empty: that of the dataset',
+        'column to predict, or several as ["a", "b"]; empty: the label of the dataset',
     ),
-    _field("task", "task.name", str, "what is predicted; auto: by the label", AUTO, *TASKS),
+    _field("task", "task.name", str, "learning task; auto: chosen by the label", AUTO, *TASKS),
     _field("model", "model.name", str, "the Keras model", *MODELS),
     _field("steps", "training.steps", int, "global steps: updates that are applied; 0: auto"),
     _field(
@@ -92,9 +92,9 @@ FIELDS = (
         "learning_rate",
         "training.optimizer.learning_rate",
         float,
-        "initial rate of the schedule; 0: auto",
+        "initial learning rate of the schedule; 0: auto",
     ),
-    _field("strategy", "training.strategy", str, "how a step is distributed", *STRATEGIES),
+    _field("strategy", "training.strategy", str, "how training is distributed", *STRATEGIES),
     _field("workers", "cluster.workers", int, "workers of the training cluster"),
     _field("servers", "cluster.parameter_servers", int, "parameter servers of the cluster"),
     _field("gpus", "cluster.gpus_per_worker", int, "GPUs of each worker"),
@@ -102,13 +102,13 @@ FIELDS = (
         "storage_root",
         "storage.root",
         str,
-        "URI below which all is published; empty: below the pipeline root",
+        "URI below which the run publishes; empty: below the pipeline root",
     ),
     Field(
         name=SETTINGS,
         key=(),
         type=dict,
-        description="any other key by its section, as in YAML: "
+        description="any other key in its section, as in YAML: "
         '{"training": {"patience": 3}, "gate": {"min": {"accuracy": 0.9}}}',
     ),
 )

@@ -25,14 +25,15 @@ class OptimizerConfig(Section):
     """A Keras optimizer by name; `args` are its further arguments."""
 
     name: str = key(
-        "adam", f"{', '.join(OPTIMIZERS)}, or {OF_MODEL}: that which the model is compiled with"
+        "adam",
+        f"{', '.join(OPTIMIZERS)}, or {OF_MODEL}: the optimizer that the model is compiled with",
     )
     learning_rate: Annotated[float, Field(gt=0), OR_AUTO, AS_WRITTEN] = key(
-        0.003, "initial rate of the schedule"
+        0.003, "initial learning rate of the schedule"
     )
     args: Free = key({}, "further arguments of the optimizer, such as beta_1")
     dense_updates: bool = key(
-        False, "move whole tables, and not only the rows that a batch looks up"
+        False, "update whole embedding tables, not only the rows that a batch looks up"
     )
 
     @field_validator("name")
@@ -61,15 +62,15 @@ class ConstantArgs(Section):
 class CosineArgs(Section):
     """Half a cosine from the learning rate to `alpha` times it, at the end of training."""
 
-    alpha: float = key(0.0, "share of the rate that is left", ge=0, le=1)
+    alpha: float = key(0.0, "share of the learning rate at the end", ge=0, le=1)
 
 
 class ExponentialArgs(Section):
     """The learning rate times `decay_rate` in every `decay_steps`."""
 
-    decay_steps: int = Field(ge=1, description="global steps of one decay")
-    decay_rate: float = Field(gt=0, le=1, description="share that one decay leaves")
-    staircase: bool = key(False, "in steps, and not smoothly")
+    decay_steps: int = Field(ge=1, description="global steps between two decays")
+    decay_rate: float = Field(gt=0, le=1, description="factor of one decay")
+    staircase: bool = key(False, "decay in steps instead of smoothly")
 
 
 class PiecewiseArgs(Section):
@@ -77,7 +78,7 @@ class PiecewiseArgs(Section):
 
     boundaries: tuple[int, ...] = Field(min_length=1, description="global steps, rising")
     factors: tuple[float, ...] = Field(
-        min_length=2, description="one more than boundaries, of the learning rate"
+        min_length=2, description="factors of the learning rate: one more than boundaries"
     )
 
     @model_validator(mode="after")

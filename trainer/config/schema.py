@@ -96,9 +96,9 @@ class OutputConfig(Section):
     """The learning task of one output of several."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
-    loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
+    loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
-    weight: float = key(1.0, "weight of its loss in the sum", gt=0)
+    weight: float = key(1.0, "weight of this loss in the sum", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
     positive: Label = key("", "as task.positive")
     args: Free = key({}, "arguments of the task's class")
@@ -110,17 +110,18 @@ class TaskConfig(Section):
     """The learning task: what is predicted, by which loss, measured by which metrics."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
-    loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
+    loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
     outputs: dict[str, OutputConfig] = key(
         {},
-        "of several labels: {label: {name, loss, metrics, weight, class_weights, positive, args}}",
+        "tasks of several labels: {label: {name, loss, metrics, weight, class_weights, "
+        "positive, args}}",
     )
     positive: Label = key(
         "", "the positive class of binary_classification; empty: the rarer one in training"
     )
     main_metric: str = key(
-        "", "metric that models are selected and compared by; empty: by task and data"
+        "", "metric to select and compare models by; empty: chosen by task and data"
     )
     args: Free = key({}, "arguments of the task's class")
 
@@ -152,39 +153,46 @@ class TrainingConfig(Section):
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
     pull_every: int = key(
-        1, "local steps between pull and push: async_parameter_server", ge=1, lt=2**31
+        1, "local steps between pull and push of async_parameter_server", ge=1, lt=2**31
     )
     replicas_to_aggregate: int = key(
-        0, "gradients of one update, 0: of all workers: sync_parameter_server", ge=0
+        0, "gradients of one update of sync_parameter_server; 0: one of each worker", ge=0
     )
     checkpoint_every: Steps = key(500, "global steps between checkpoints")
     checkpoint_seconds: float = key(0, "seconds between checkpoints; 0: none", ge=0)
     checkpoint_parts_mb: int = key(
-        64, "megabytes on parameter servers from which each writes its own part", ge=0, le=MOST
+        64,
+        "megabytes on parameter servers above which each server writes its own part",
+        ge=0,
+        le=MOST,
     )
-    keep: int = key(3, "newest checkpoints that are kept, besides the best", ge=1, le=MOST)
+    keep: int = key(3, "newest checkpoints to keep, besides the best", ge=1, le=MOST)
     validate_every: Count = key(500, "global steps between validations; 0: none")
     patience: Count = key(0, "validations without improvement before an early stop; 0: never")
     stall_timeout: float = key(
-        120, "seconds without progress until a task is restarted", ge=1, le=MOST
+        120, "seconds without progress before a task is restarted", ge=1, le=MOST
     )
     mixed_precision: Literal["", "bfloat16", "float16"] = key(
         "", "compute in 16 bits; true is bfloat16, and float16 scales the loss"
     )
     jit_compile: bool = key(False, "compile the step with XLA")
     warm_start: WarmStart = key(
-        "", "first weights: URI of a checkpoint or .keras file, champion, {from, include, exclude}"
+        "",
+        "initial weights: URI of a checkpoint or a .keras file, champion, or {from, include, "
+        "exclude}",
     )
     ema: float = key(
-        0.0, "momentum of an average of the weights, which is exported; 0: none", ge=0, lt=1
+        0.0, "momentum of the moving average of the weights, which is exported; 0: none", ge=0, lt=1
     )
-    freeze: tuple[str, ...] = key((), "globs of variable paths that are not trained, hidden_0/*")
+    freeze: tuple[str, ...] = key(
+        (), "globs of variable paths that are not trained, such as hidden_0/*"
+    )
     hand_on: Literal["best", "last"] = key(
-        "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
+        "best", "which checkpoint is evaluated and exported: the best by validation, or the last"
     )
     class_weights: ClassWeights = key("", _OF_CLASSES)
     when_unchanged: Literal["stop", "train"] = key(
-        "stop", "behaviour when a run of the same data and configuration has already finished"
+        "stop", "what to do when a run of the same data and configuration has already finished"
     )
     profile: tuple[int, ...] = key(
         (), "first and last global step that TensorFlow's profiler traces, [100, 110]"
@@ -219,9 +227,9 @@ class EvaluationConfig(Section):
     """The evaluation on the test split."""
 
     batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
-    slices: tuple[str, ...] = key((), "features to slice the metrics by, besides the label")
+    slices: tuple[str, ...] = key((), "features to slice metrics by, besides the label")
     baseline: Literal["auto", "none"] = key(
-        "auto", "simple models that are measured on the same examples: those that fit the task"
+        "auto", "simple models measured on the same examples; auto: those that suit the task"
     )
 
 
@@ -264,8 +272,10 @@ class RegistryConfig(Section):
     """Limits that an exported model has to keep to become the champion."""
 
     max_megabytes: float = key(0, "megabytes of all files; 0: no limit", ge=0)
-    max_milliseconds: float = key(0, "latency of one example in a fresh process; 0: no limit", ge=0)
-    hub: str = key("", "address of a Kubeflow Model Registry that learns of promotions; or empty")
+    max_milliseconds: float = key(
+        0, "milliseconds for one example in a fresh process; 0: no limit", ge=0
+    )
+    hub: str = key("", "address of a Kubeflow Model Registry to report promotions to; empty: none")
 
     @field_validator("hub")
     @classmethod
@@ -306,7 +316,7 @@ class Config(Section):
     export: ExportConfig = Field(ExportConfig())
     registry: RegistryConfig = Field(RegistryConfig())
     storage: StorageConfig = Field(StorageConfig())
-    code: str = key("", "URI of a bundle of your own modules, as `--code DIR` publishes it")
+    code: str = key("", "URI of the bundle of your modules that `--code DIR` published")
 
     @field_validator("code")
     @classmethod
