@@ -261,7 +261,7 @@ def test_records_that_cannot_be_read_hold_back_what_they_may_need():
     assert {each.kind for each in plan.going} == {"version"}
     assert path not in {each.path for each in plan.going}
     assert plan.remarks[0] == f"kept: {path} is damaged"
-    assert "no run, dataset or checkpoint goes" in plan.remarks[1]
+    assert "no run, dataset or checkpoint is removed" in plan.remarks[1]
     model = Model(**{**vars(found.models[0]), "damaged": ("promotion 3",)})
     assert not planned(Inventory(items=found.items, models=(model,)), policy("2d", 1), NOW).going
 
