@@ -50,6 +50,8 @@ def wrong_space(params):
     """Return why a sweep would refuse its search space, or nothing."""
     if params["resume"]:
         return ""
+    if params["auto"]:
+        return wrong_settings(params)
     options = SweepOptions(
         config=params["config"],
         settings=tuple(params["assignments"] or ()),
@@ -68,13 +70,17 @@ def wrong_settings(params):
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # A file that the reader writes is shown on the page, and is checked there.
-    there = ROOT / path if path and (ROOT / path).is_file() else ROOT / "configs/digits.yaml"
-    try:
-        load_config(there, params.get("assignments") or ())
-    except ConfigError as error:
-        return str(error)
-    return ""
+    # A file that the reader writes is shown on the page, and is checked there: any of both will do.
+    is_here = bool(path) and (ROOT / path).is_file() and str(path).endswith((".yaml", ".yml"))
+    refusals = []
+    for base in [ROOT / path] if is_here else [ROOT / "configs/digits.yaml", None]:
+        try:
+            load_config(base, params.get("assignments") or ())
+        except ConfigError as error:
+            refusals.append(str(error))
+        else:
+            return ""
+    return refusals[0]
 
 
 def wrong_make(words):
