@@ -136,7 +136,7 @@ def _tried(step: Step, config: str) -> Iterator[None]:
 
 
 def prepare(step: Step) -> tuple[str, str]:
-    """Publish the dataset, or find it; return where, and the configuration with its numbers."""
+    """Publish the dataset, or find it; return where, and the configuration with its choices."""
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 
@@ -162,7 +162,7 @@ def prepare(step: Step) -> tuple[str, str]:
         step.output.done(prepared.uri, {**examples, **made})
         origin = {"fingerprint": fields["fingerprint"], "version": version}
         descriptor.describe(step.dataset, prepared.uri, {**origin, **examples})
-        known = resolve_config.with_length(config, prepared.uri, step.root, step.run_id)
+        known = resolve_config.with_choices(config, prepared.uri, step.root, step.run_id)
         return prepared.uri, printable(known.model_dump_json())
 
 

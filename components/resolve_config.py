@@ -69,7 +69,7 @@ def work(step: Step) -> Resolved:
     step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
     step.output.metrics = {"name": config.name, "data_version": config.data.version, **code}
     if step.published:
-        config = with_length(config, step.published, root, run_id)
+        config = with_choices(config, step.published, root, run_id)
     if earlier:
         reason = f"files and configuration are those of {earlier}, which has finished"
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
@@ -191,14 +191,33 @@ def _listed(config: Config, root: str) -> str:
     return taken.digest
 
 
-def with_length(config: Config, dataset: str, root: str, run_id: str) -> Config:
-    """Return the configuration with numbers for `auto`, by the examples of a prepared dataset."""
+def with_choices(config: Config, dataset: str, root: str, run_id: str) -> Config:
+    """Return the configuration with what is `auto` in it, by a prepared dataset: model, numbers."""
+    known = _with_length(_with_model(config, dataset), dataset)
+    if known != config:
+        step_record.publish_config(run_store.run_at(root, run_id), known.model_dump_json(indent=2))
+    return known
+
+
+def _with_model(config: Config, dataset: str) -> Config:
+    from flotilla.trainer.checkpoints.index import learnt_of_dataset
+    from flotilla.trainer.features.dataset_spec import DatasetSpec
+    from flotilla.trainer.models import choice
+
+    if config.model.name != AUTO:
+        return config
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
+    name, why = choice.of_dataset(spec)
+    events.emit(events.DataNote(text=f"the model is {name}: {why}"))
+    return choice.with_model(config, spec)
+
+
+def _with_length(config: Config, dataset: str) -> Config:
     if length.is_resolved(config):
         return config
     splits = length.Splits.of(storage.read_manifest(dataset).fields)
     known = length.resolved(config, splits)
     events.emit(events.DataNote(text=length.described(config, known, splits)))
-    step_record.publish_config(run_store.run_at(root, run_id), known.model_dump_json(indent=2))
     return known
 
 

@@ -21,10 +21,10 @@ from kfp import compiler
 
 from flotilla.components import contract
 from flotilla.components.image import IMAGE
+from flotilla.pipelines.runs.local import form_configuration
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from flotilla.pipelines.training import COMPONENTS, cluster_pipeline
 from flotilla.trainer.config.form import SETTINGS
-from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import lineage
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -178,14 +178,19 @@ def package_of(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Pac
 
 
 def package_to_upload(
-    file: Path | None, settings: Sequence[str], image: str, pods: StepPods
+    file: str | Path | None,
+    settings: Sequence[str],
+    image: str,
+    pods: StepPods,
+    label: Sequence[str] = (),
 ) -> Package:
     """Return the pipeline in a compiled `file`, or ours with a configuration; as `package_of`."""
-    if file is None or not _is_compiled(file):
-        return own_package(image, pods, load_config(file, settings, rebases=True))
-    if settings:
-        raise ConfigError(f"--set is for compiling, and {file} is compiled already")
-    return package_of(file, image, pods)
+    if file is None or not _is_compiled(Path(file)):
+        return own_package(image, pods, form_configuration(file, settings, label))
+    if settings or label:
+        option = "--set" if settings else "--label"
+        raise ConfigError(f"{option} is for compiling, and {file} is compiled already")
+    return package_of(Path(file), image, pods)
 
 
 def _is_compiled(file: Path) -> bool:

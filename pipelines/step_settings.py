@@ -154,7 +154,7 @@ class StepPods:
             ("--pull-secret", pod_fields.name, self.pull_secrets),
             ("--mount", _mount, self.mounts.items()),
             ("--scratch", pod_fields.memory, [self.scratch] if self.scratch else []),
-            ("--label", _label, self.labels.items()),
+            ("--pod-label", _label, self.labels.items()),
             ("--env", _variable, self.variables.items()),
         )
         for option, check, values in checked:
@@ -245,7 +245,7 @@ def step_pods(
         tolerations=tuple(map(_toleration, tolerations)),
         pull_secrets=tuple(dict.fromkeys(pull_secrets)),
         mounts=_pairs("--mount", mounts, ":", "CLAIM:FOLDER"),
-        labels=_pairs("--label", labels, "=", "KEY=VALUE"),
+        labels=_pairs("--pod-label", labels, "=", "KEY=VALUE"),
         variables=_pairs("--env", variables, "=", "NAME=VALUE"),
         **texts,
     )

@@ -25,13 +25,14 @@ from flotilla.pipelines.cli.options import (
     Assignments,
     Config,
     FormConfig,
+    Label,
     Workdir,
     local_path,
     of_pods,
 )
 from flotilla.pipelines.cli.predict import predict
 from flotilla.pipelines.cli.retention import COLLECTED, gc
-from flotilla.pipelines.cli.run import RUNS, prepare, replay, run, train
+from flotilla.pipelines.cli.run import RUNS, init, prepare, replay, run, train
 from flotilla.pipelines.cli.runs import cancel, list_runs, logs, status
 from flotilla.pipelines.cli.sweep import sweep
 from flotilla.trainer.runtime import environment as variables
@@ -100,6 +101,7 @@ app.add_typer(checkpoint, name="checkpoint")
 app.command(epilog="--json adds `found`, what the model takes and gives, and `notes`.")(check)
 app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.command(epilog=TRAINED)(run)
+app.command(epilog="--json adds `config`, what the file says.")(init)
 app.command()(prepare)
 app.command(epilog=TRAINED)(train)
 app.command(epilog="--json adds `rows`, `skipped`, `unsound`, `rows_per_second` and `output`.")(
@@ -114,6 +116,7 @@ app.command(epilog="--json adds `trials`, `best` and `command`.")(sweep)
 def compile_(
     pods: Any,
     config: FormConfig = None,
+    label: Label = None,
     assignments: Assignments = None,
     output: Annotated[
         Path,
@@ -130,9 +133,9 @@ def compile_(
     """Compile the pipeline to the YAML that a KFP instance takes."""
     from flotilla.components.image import IMAGE
     from flotilla.pipelines.compile import compile_all, image_remark
-    from flotilla.trainer.config.load import load_config
+    from flotilla.pipelines.runs.local import form_configuration
 
-    defaults = load_config(config, assignments or (), rebases=True)
+    defaults = form_configuration(config, assignments or (), label or ())
     written = compile_all(output, image, components, pods, defaults)
     for path in written.values():
         say(f"wrote {path}")
@@ -236,14 +239,14 @@ app.command(epilog=COLLECTED)(gc)
 
 @app.command(epilog="--json adds `manifest`, the job itself.")
 @answers
-def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
+def manifest(config: Config = None, label: Label = None, assignments: Assignments = None) -> Answer:
     """Print the job of a configuration as YAML: a TFJob, or a JobSet."""
     import yaml
 
     from flotilla.components.launchers import document_of
     from flotilla.pipelines.runs.local import configuration
 
-    tree = document_of(configuration(config, assignments or ()))
+    tree = document_of(configuration(config, assignments or (), label or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     if printable(text) != text:
         # With escapes of YAML it is the same document.

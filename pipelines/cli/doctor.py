@@ -16,6 +16,7 @@ from flotilla.pipelines.cli.options import (
     Code,
     Config,
     Image,
+    Label,
     Workdir,
     of_instance,
     of_pods,
@@ -53,14 +54,19 @@ _ServiceAccount = Annotated[
 
 
 @answers
-def check(config: Config = None, assignments: Assignments = None, code: Code = None) -> Answer:
+def check(
+    config: Config = None,
+    label: Label = None,
+    assignments: Assignments = None,
+    code: Code = None,
+) -> Answer:
     """Check a configuration with its source and your code, in seconds; nothing is started."""
     from flotilla.pipelines.doctor.configuration import described
     from flotilla.pipelines.runs.local import configuration, require_current_folder
     from flotilla.trainer.preflight.check import check as checked
 
     require_current_folder()
-    loaded = configuration(config, assignments or ())
+    loaded = configuration(config, assignments or (), label or ())
     if code:
         if not code.is_dir():
             raise ConfigError(f"--code: there is no folder {code}")
@@ -79,6 +85,7 @@ def doctor(
     instance: Instance,
     pods: Any,
     config: Config = None,
+    label: Label = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     kubernetes: Annotated[
@@ -99,7 +106,7 @@ def doctor(
     check_image(image)
     check_namespace(found_namespace(instance.namespace))
     try:
-        loaded: RunConfig | UserError = configuration(config, assignments or ())
+        loaded: RunConfig | UserError = configuration(config, assignments or (), label or ())
     except UserError as error:
         loaded = error
     options = DoctorOptions(

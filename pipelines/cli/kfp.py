@@ -18,6 +18,7 @@ from flotilla.pipelines.cli.options import (
     Cron,
     Every,
     Image,
+    Label,
     Latest,
     Timezone,
     of_instance,
@@ -42,12 +43,14 @@ def upload(
     instance: Instance,
     pods: Any,
     file: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
-            metavar="[CONFIG|FILE]",
-            help="YAML file of a run, as the defaults of the form, or a compiled pipeline.",
+            metavar="[CONFIG|SOURCE|FILE]",
+            help="YAML file of a run, or files to learn from, as the defaults of the form; or a "
+            "compiled pipeline.",
         ),
     ] = None,
+    label: Label = None,
     assignments: Assignments = None,
     image: Image = "",
     name: Annotated[str, typer.Option(help="Of the pipeline; its own when left out.")] = "",
@@ -58,7 +61,7 @@ def upload(
     from flotilla.pipelines.runs.upload import upload as upload_package
 
     access = instance.access()
-    package = package_to_upload(file, assignments or (), image, pods)
+    package = package_to_upload(file, assignments or (), image, pods, label or ())
     made = upload_package(access, package, name)
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"
@@ -112,6 +115,7 @@ def submit(
     instance: Instance,
     target: dict[str, Any],
     config: Config = None,
+    label: Label = None,
     assignments: Assignments = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
     file: Annotated[
@@ -127,7 +131,7 @@ def submit(
 
     access = instance.access()
     submission = Submission(
-        config=configuration(config, assignments or ()),
+        config=configuration(config, assignments or (), label or ()),
         package=package_to_send(file, target["version"]),
         name=name,
         **target,
@@ -196,6 +200,7 @@ def schedule(
     instance: Instance,
     target: dict[str, Any],
     config: Config = None,
+    label: Label = None,
     assignments: Assignments = None,
     cron: Cron = "",
     every: Every = "",
@@ -220,7 +225,7 @@ def schedule(
         latest=latest,
         version=target["version"],
     )
-    access, loaded = instance.access(), configuration(config, assignments or ())
+    access, loaded = instance.access(), configuration(config, assignments or (), label or ())
     submission = Submission(config=loaded, name=name or loaded.name, **target)
     return _scheduled(scheduling.put_schedule(access, _with_code(submission, code), timing))
 

@@ -22,11 +22,24 @@ TRAINED = (
 )
 
 Config = Annotated[
-    Path | None, typer.Argument(help="YAML file of the run; configs/digits.yaml when left out.")
+    str | None,
+    typer.Argument(
+        metavar="[CONFIG|SOURCE]",
+        help="YAML file of the run, or files to learn from (a file, a folder, a URI, a pattern); "
+        "configs/digits.yaml when left out.",
+    ),
 ]
 FormConfig = Annotated[
-    Path | None,
-    typer.Argument(help="YAML file of a run: the defaults of the form; digits when left out."),
+    str | None,
+    typer.Argument(
+        metavar="[CONFIG|SOURCE]",
+        help="YAML file of a run, or files to learn from: the defaults of the form; digits when "
+        "left out.",
+    ),
+]
+Label = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="COLUMN", help="Of SOURCE, to be predicted; may be repeated."),
 ]
 Assignments = Annotated[
     list[str] | None,
@@ -144,7 +157,7 @@ _PODS = {
     ),
     "scratch": _text("SIZE", "Limit of /tmp of each working step, such as 50Gi."),
     "labels": _texts(
-        "--label", "KEY=VALUE", "Label of the pods of the steps, such as that of a Kueue queue"
+        "--pod-label", "KEY=VALUE", "Label of the steps' pods, such as that of a Kueue queue"
     ),
     "variables": _texts("--env", "NAME=VALUE", "Variable of the steps, no secret"),
 }
@@ -178,7 +191,19 @@ def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
 
         return step_pods(**{name: value for name, value in named.items() if value})
 
-    return _grouped(command, "pods", options, made)
+    grouped = _grouped(command, "pods", options, made)
+    if "label" not in inspect.signature(command).parameters or "labels" not in options:
+        return grouped
+
+    def called(**named: Any) -> Any:
+        given = named["label"] or ()
+        # Before there were columns to name, `--label KEY=VALUE` was a label of the pods.
+        of_pods = [each for each in given if "=" in each]
+        named["labels"] = [*(named["labels"] or ()), *of_pods]
+        named["label"] = [each for each in given if "=" not in each]
+        return grouped(**named)
+
+    return with_options(called, grouped, [])
 
 
 def _grouped(

@@ -1,9 +1,11 @@
-"""`flotilla run`, `prepare`, `train` and `replay`: a pipeline, or a step, on this machine."""
+"""`flotilla run`, `prepare`, `train`, `replay` and `init`: pipelines on this machine."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +17,15 @@ from flotilla.pipelines.cli.options import (
     Code,
     Config,
     Dataset,
+    Label,
     Resume,
     Run,
     Workdir,
+    local_path,
     of_instance,
 )
 from flotilla.pipelines.runs.kfp_access import Instance
-from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, USAGE, UserError
+from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, USAGE, ConfigError, UserError
 from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
@@ -36,29 +40,32 @@ RUNS = Path("runs")
 @answers
 def run(
     config: Config = None,
+    label: Label = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     resume: Resume = None,
     code: Code = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
-    return _run("run", config, assignments, workdir, resume, code=code)
+    return _run("run", config, label, assignments, workdir, resume, code=code)
 
 
 @answers
 def prepare(
     config: Config = None,
+    label: Label = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     code: Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
-    return _run("prepare", config, assignments, workdir, code=code)
+    return _run("prepare", config, label, assignments, workdir, code=code)
 
 
 @answers
 def train(
     config: Config = None,
+    label: Label = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     dataset: Dataset = "",
@@ -66,7 +73,7 @@ def train(
     code: Code = None,
 ) -> Answer:
     """Train on the dataset, which is prepared when it is not published yet."""
-    return _run("train", config, assignments, workdir, resume, dataset, code=code)
+    return _run("train", config, label, assignments, workdir, resume, dataset, code=code)
 
 
 def answer_of(result: RunResult) -> Answer:
@@ -91,7 +98,8 @@ def answer_of(result: RunResult) -> Answer:
 
 def _run(
     pipeline: str,
-    config: Path | None,
+    config: str | None,
+    label: list[str] | None,
     assignments: list[str] | None,
     workdir: Path,
     resume: str | None = None,
@@ -105,6 +113,7 @@ def _run(
     options = local.RunOptions(
         pipeline=pipeline,
         config=config,
+        label=tuple(label or ()),
         settings=tuple(assignments or ()),
         workdir=workdir,
         resume=resume,
@@ -114,6 +123,9 @@ def _run(
     started = local.start(options)
     errors = display.Terminal(stderr=True)
     errors.print(f"run {started.run_id} in {started.folder}")
+    if started.written:
+        path = os.path.relpath(started.written)
+        errors.print(f"its configuration: {path} (flotilla run {shlex.quote(path)})")
     for line in bundle_lines(started.bundle) if started.bundle else ():
         errors.print(line)
     if remark := plain_http_remark(started.config.storage.root):
@@ -182,7 +194,8 @@ def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:
     if options.resume is not None:
         # The run has what it was resumed with only once its training has begun.
         resume += [each for text in options.settings for each in ("--set", text)]
-        resume += [str(options.config)] if isinstance(options.config, Path) else []
+        resume += [str(options.config)] if isinstance(options.config, str | Path) else []
+        resume += [each for column in options.label for each in ("--label", column)]
     if options.dataset:
         resume += ["--dataset", options.dataset]
     if options.code:
@@ -269,3 +282,59 @@ def _in_words(result: StepResult | None) -> str:
     plain = {name: each for name, each in result.metrics.items() if isinstance(each, str | float)}
     words = found or [f"{name} {each}" for name, each in plain.items()]
     return ": ".join(filter(None, [result.status, "; ".join(map(str, words))]))
+
+
+@answers
+def init(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="Files to learn from: a file, a folder, a URI or a pattern."
+        ),
+    ],
+    label: Label = None,
+    assignments: Assignments = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            parser=local_path,
+            help="File to write; by the name of the source when left out.",
+        ),
+    ] = None,
+) -> Answer:
+    """Write the configuration for files, as `run` would propose it; nothing is run."""
+    from flotilla.trainer.preflight.proposal import propose
+
+    labels = label or _asked_label(source, assignments or [])
+    proposal = propose(source, labels, assignments or ())
+    # A mistake of --set is one of now.
+    config = proposal.config
+    path = output or Path(proposal.file_name)
+    text = proposal.text(path.parent)
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise ConfigError(f"{path} exists and says something else; name another file by -o")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    for note in proposal.notes:
+        say(f"flotilla: {note}")
+    say(f"wrote {path}; run it by: flotilla run {path}")
+    return Answer(artifacts={"config": str(path)}, more={"config": config.model_dump(mode="json")})
+
+
+def _asked_label(source: str, settings: list[str]) -> list[str]:
+    """Return the label that a person at the terminal names; nothing where none is there."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()) or "--json" in sys.argv:
+        return []
+    from flotilla.trainer.preflight.proposal import columns_of
+    from flotilla.trainer.runtime.masking import printable
+
+    names, perhaps = columns_of(source, settings)
+    if not names or any(each.startswith("data.label=") for each in settings):
+        return []
+    say(f"columns of {source}: {printable(', '.join(names))}")
+    return [typer.prompt("column to be predicted", default=perhaps, err=True)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flotilla.pipelines.cli.exit import Answer, answers, output
-from flotilla.pipelines.cli.options import Config, Image, Workdir, local_path, of_pods
+from flotilla.pipelines.cli.options import Config, Image, Label, Workdir, local_path, of_pods
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.output.streams import say
@@ -83,6 +83,7 @@ Output = Annotated[
 def sweep(
     pods: Any,
     config: Config = None,
+    label: Label = None,
     assignments: Searched = None,
     random: Random = None,
     tpe: Tpe = None,
@@ -105,6 +106,7 @@ def sweep(
 
     options = SweepOptions(
         config=config,
+        label=tuple(label or ()),
         settings=tuple(assignments or ()),
         random=random,
         tpe=tpe,

@@ -100,6 +100,6 @@ def described(config: Config, found: Mapping[str, Any]) -> str:
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (
-        f"{config.model.name} takes {takes} of {config.data.name} for {found['task']} of "
+        f"{found['model']} takes {takes} of {config.data.name} for {found['task']} of "
         f"{gives}: {found['parameters']} parameters; {found['why']}"
     )

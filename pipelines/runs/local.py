@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from flotilla.components.in_use import bundled
 from flotilla.components.records.record import STOPPING
@@ -32,7 +32,7 @@ from flotilla.trainer.cluster import child_process
 from flotilla.trainer.cluster.process import require_gpus
 from flotilla.trainer.code.bundle import Bundle
 from flotilla.trainer.config.form import to_local_form
-from flotilla.trainer.config.load import load_config, override
+from flotilla.trainer.config.load import load_config, override, parse_value
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import AttemptBegin, Event, Interrupted
 from flotilla.trainer.events.run_state import RunState
@@ -40,9 +40,13 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.storage.uri import require_uri
 from flotilla.trainer.tracking import tracker
 
+if TYPE_CHECKING:
+    from flotilla.trainer.preflight.proposal import Proposal
+
 OnEvent = Callable[[Event], None]
 GivenConfig = Config | Mapping[str, Any] | str | Path | None
 
+_SOURCE = "data.source"
 DEFAULT_CONFIG = Path("configs/digits.yaml")
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
@@ -51,19 +55,28 @@ LOOK_SECONDS = 0.2
 _PIPELINES = ("run", "prepare", "train")
 
 
+class Loaded(NamedTuple):
+    """A configuration, and what it was proposed by where files were named in place of it."""
+
+    config: Config
+    proposal: Proposal | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What to run on this machine.
 
     Attributes:
         pipeline: `run`, `prepare` or `train`.
-        config: a configuration, its YAML file, a mapping, or None: that of the run to resume, else
-            `configs/digits.yaml` in the current folder, else the defaults of every key.
+        config: a configuration, its YAML file, a mapping, files to learn from (a path, a URI or a
+            pattern), or None: that of the run to resume, else `configs/digits.yaml` in the current
+            folder, else the defaults of every key.
         settings: `section.key=value` texts laid over the configuration.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
         code: folder of the user's modules, which the run gets as they are now, or empty.
+        label: column of the files that is to be predicted, or several.
     """
 
     pipeline: str = "run"
@@ -73,6 +86,7 @@ class RunOptions:
     resume: str | None = None
     dataset: str = ""
     code: str | Path = ""
+    label: str | Sequence[str] = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run; raises `ConfigError`."""
@@ -83,12 +97,13 @@ class RunOptions:
         if self.dataset:
             require_uri("dataset", self.dataset)
 
-    def load(self) -> Config:
+    def load(self) -> Loaded:
         """Return the checked configuration; raises `ConfigError`."""
         config = self.config
         if config is None and self.resume is not None:
-            return load_config(saved_config(Path(self.workdir), self.resume), self.settings)
-        return configuration(config, self.settings)
+            saved = saved_config(Path(self.workdir), self.resume)
+            return Loaded(load_config(saved, self.settings))
+        return loaded(config, self.settings, self.label)
 
     def target(self) -> tuple[str, dict[str, str]]:
         """Return a name of `flotilla.pipelines.training.PIPELINES`, and its further arguments."""
@@ -102,6 +117,7 @@ def run(
     workdir: str | Path = "runs",
     resume: str | None = None,
     code: str | Path = "",
+    label: str | Sequence[str] = "",
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
@@ -111,13 +127,14 @@ def run(
     or process `cancel` does.
 
     Args:
-        config: a configuration, its YAML file, a mapping, or None for the default; see
-            `RunOptions`.
+        config: a configuration, its YAML file, a mapping, files to learn from, or None for the
+            default; see `RunOptions`.
         settings: laid over the configuration: a mapping, nested or with dotted keys, or
             `section.key=value` texts.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         code: folder of your own modules, which the run gets as they are now; see `submit`.
+        label: column of the files that is to be predicted, or several.
         on_event: called with every event as it comes, in this thread.
         sections: of the configuration, laid over `settings`.
 
@@ -130,7 +147,7 @@ def run(
     """
     options = RunOptions(
         config=config, settings=assignments_of(settings, sections), workdir=workdir, resume=resume,
-        code=code,
+        code=code, label=label,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
@@ -143,6 +160,7 @@ def train(
     dataset: str = "",
     resume: str | None = None,
     code: str | Path = "",
+    label: str | Sequence[str] = "",
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
@@ -154,7 +172,7 @@ def train(
     """
     options = RunOptions(
         pipeline="train", config=config, settings=assignments_of(settings, sections),
-        workdir=workdir, resume=resume, dataset=dataset, code=code,
+        workdir=workdir, resume=resume, dataset=dataset, code=code, label=label,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
@@ -165,6 +183,7 @@ def prepare(
     settings: Settings = (),
     workdir: str | Path = "runs",
     code: str | Path = "",
+    label: str | Sequence[str] = "",
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
@@ -175,23 +194,57 @@ def prepare(
     """
     options = RunOptions(
         pipeline="prepare", config=config, settings=assignments_of(settings, sections),
-        workdir=workdir, code=code,
+        workdir=workdir, code=code, label=label,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
 
-def configuration(config: GivenConfig, settings: Sequence[str]) -> Config:
+def configuration(
+    config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
+) -> Config:
     """Return a configuration with `settings` laid over it; raises `ConfigError`.
 
+    It may be files to learn from as well, and `label` their column that is to be predicted.
     Relative paths in a file are relative to it, all others to the working folder.
     """
+    return loaded(config, settings, label).config
+
+
+def form_configuration(
+    config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
+) -> Config:
+    """Return what a form begins with; without a file of its own the defaults of every key."""
+    if config is None and not label:
+        return load_config(None, settings)
+    return configuration(config, settings, label)
+
+
+def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = "") -> Loaded:
+    """Return a configuration, or that which is proposed for files; see `configuration`."""
+    labels = [label] if isinstance(label, str) and label else [*label]
+    of_label = [f"data.label={json.dumps(labels, ensure_ascii=False)}"] if labels else []
     if isinstance(config, Mapping):
-        return load_config(None, (*assignments_of(config), *settings))
+        return Loaded(load_config(None, (*assignments_of(config), *of_label, *settings)))
     if isinstance(config, Config):
-        return override(config, settings)
-    if config is None and DEFAULT_CONFIG.exists():
-        config = DEFAULT_CONFIG
-    return load_config(config, settings, rebases=True)
+        return Loaded(override(config, [*of_label, *settings]))
+    if config is None:
+        # The last one counts.
+        given = [each.partition("=") for each in settings]
+        sources = [value for key, _, value in given if key.strip() == _SOURCE and value.strip()]
+        if sources:
+            config = str(parse_value(sources[-1], _SOURCE))
+        elif labels:
+            raise ConfigError("--label: name the files that have the column as well")
+    if config is not None:
+        # It takes a tenth of a second to load, which a typo does without.
+        from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415
+
+        if not is_source(config):
+            return Loaded(load_config(config, [*of_label, *settings], rebases=True))
+        proposal = propose(config, labels, settings)
+        return Loaded(proposal.config, proposal)
+    default = DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else None
+    return Loaded(load_config(default, settings, rebases=True))
 
 
 def begun(workdir: Path) -> dict[str, float]:
@@ -221,6 +274,7 @@ class LocalRun:
         lock: descriptor of a file that is locked until the run, or this process, has ended.
         begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
         bundle: of the user's modules, where this start has published one.
+        written: the file with the configuration that was proposed for files, if one was.
         saved: what `config.json` says once training has begun; a refused resume changes nothing.
     """
 
@@ -231,6 +285,7 @@ class LocalRun:
     begin: int
     saved: str
     bundle: Bundle | None = None
+    written: Path | None = None
 
     def save_config(self) -> None:
         """Write `config.json`, from which a resume takes what it is not given."""
@@ -241,7 +296,7 @@ class LocalRun:
 def start(options: RunOptions) -> LocalRun:
     """Lay out the folder of a run; raises `ConfigError`."""
     require_current_folder()
-    config, workdir, bundle = options.load(), Path(options.workdir), None
+    (config, proposal), workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
         # It takes a tenth of a second to load, which what watches runs does without.
         from flotilla.trainer.preflight.check import require_source  # noqa: PLC0415
@@ -253,7 +308,18 @@ def start(options: RunOptions) -> LocalRun:
         config, bundle = bundled(config, options.code, root_of(config, workdir))
     resume = options.resume
     laid = new_run(config, workdir) if resume is None else resumed_run(config, workdir, resume)
-    return replace(laid, bundle=bundle)
+    written = _written(proposal, laid.folder) if proposal else None
+    return replace(laid, bundle=bundle, written=written)
+
+
+def _written(proposal: Proposal, folder: Path) -> Path:
+    """Write the configuration that gives the same run next to what the run writes."""
+    path = folder / proposal.file_name
+    try:
+        path.write_text(proposal.text(folder), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return path
 
 
 def require_current_folder() -> None:

@@ -46,6 +46,7 @@ class SweepOptions:
     """A search.
 
     Attributes:
+        label: columns to be predicted, where `config` is files to learn from.
         settings: `section.key=value` texts; with several values or a range it is searched.
         random: how many random draws; None for the whole grid, or for `tpe`.
         tpe: how many trials that TPE samples, each by what those before have reached.
@@ -57,6 +58,7 @@ class SweepOptions:
     """
 
     config: GivenConfig = None
+    label: Sequence[str] = ()
     settings: Sequence[str] = ()
     random: int | None = None
     tpe: int | None = None
@@ -93,7 +95,7 @@ class SweepOptions:
 
 def planned(options: SweepOptions) -> Sweep:
     """Return a sweep with all of its trials; raises `ConfigError` before anything is started."""
-    config = configuration(options.config, ())
+    config = configuration(options.config, (), options.label)
     if options.auto:
         options = _automatic(options, config)
     space = space_of(config, options.settings)

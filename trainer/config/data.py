@@ -6,7 +6,9 @@ unless their description says otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -27,6 +29,12 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "tfrecord": (".tfrecord", ".tfrecords"),
     "images": _IMAGES,
 }
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".snappy")
+_SUFFIXES = frozenset([*_COMPRESSED, *(each for some in FORMATS.values() for each in some)])
+# What a pattern of names has in it, or a part that is one.
+_PATTERN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[*?]+")
+# With the digest it is within the 50 of `Config.name`.
+_NAME_LETTERS = 43
 #: Numbers as people write them: with a point before the fraction, and with a comma.
 NUMBERS_IN_WRITING = ("number", "number_comma")
 #: What a column of files can be said to hold.
@@ -46,6 +54,31 @@ def bytes_of(text: str) -> int:
         raise ValueError(f"{text!r} is no size: write it as 300MB or 2GiB")
     unit = 1024 ** list(_UNITS).index(found[2]) if found[3] else _UNITS[found[2]]
     return int(float(found[1]) * unit)
+
+
+def registry_name(source: str) -> str:
+    """Return the name of a model for files: `my-churn-2024` for `My Churn (2024).csv`.
+
+    Of a pattern it is the last part that has no sign of one.
+    """
+    place = re.split(r"\?(?=\w+=)", source)[0]
+    parts = re.split(r"[/\\]+", place.partition("://")[2] or place)
+    last = next(filter(None, map(_without_ending, reversed(parts))), "")
+    letters = unicodedata.normalize("NFKD", last.lower())
+    ascii_ = "".join(each for each in letters if not unicodedata.combining(each))
+    name = re.sub(r"[^a-z0-9._]+", "-", ascii_)[:_NAME_LETTERS].strip("._-")
+    # Of other letters nothing is left, and two such sources are not of one model.
+    is_lost = any(each.isalnum() and not each.isascii() for each in ascii_)
+    digest = hashlib.sha256(last.encode(errors="surrogatepass")).hexdigest()[:6]
+    return f"{name or 'model'}-{digest}" if is_lost or not name else name
+
+
+def _without_ending(part: str) -> str:
+    """Return a part of a path without signs of a pattern, and without the endings of a format."""
+    name = _PATTERN.sub(" ", part).strip()
+    while (ending := re.search(r"\.[A-Za-z0-9]+$", name)) and ending[0].lower() in _SUFFIXES:
+        name = name[: ending.start()].rstrip()
+    return name.strip(" ._-")
 
 
 class ImageConfig(Whole):

@@ -77,7 +77,7 @@ FIELDS = (
         'column to predict, or several as ["a", "b"]; empty: the label of the dataset',
     ),
     _field("task", "task.name", str, "learning task; auto: chosen by the label", AUTO, *TASKS),
-    _field("model", "model.name", str, "the Keras model", *MODELS),
+    _field("model", "model.name", str, "Keras model; auto: chosen by the inputs", AUTO, *MODELS),
     _field("steps", "training.steps", int, "global steps: updates that are applied; 0: auto"),
     _field(
         "epochs",

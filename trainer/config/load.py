@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flotilla.trainer.config.base import AUTO, require_writable
+from flotilla.trainer.config.data import registry_name
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
@@ -107,8 +108,17 @@ def load_config(
     tree = _read(Path(path)) if path else {}
     if path and rebases:
         _rebase(tree.get("data"), Path(path).parent)
-    _lay_over(tree, assignments)
+    lay_over(tree, assignments)
     return parse_config(tree)
+
+
+def is_configuration(path: Path) -> bool:
+    """Say whether the content of a file is that of a configuration: a mapping of its sections."""
+    try:
+        tree = _read(path)
+    except ConfigError:
+        return False
+    return bool(tree) and tree.keys() <= Config.model_fields.keys()
 
 
 def _rebase(data: Any, folder: Path) -> None:
@@ -122,7 +132,7 @@ def _rebase(data: Any, folder: Path) -> None:
 def override(config: Config, assignments: Iterable[str]) -> Config:
     """Lay `section.key=value` assignments over a configuration; raises `ConfigError`."""
     tree = config.model_dump(mode="json")
-    _lay_over(tree, assignments)
+    lay_over(tree, assignments)
     return parse_config(tree)
 
 
@@ -133,6 +143,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         if isinstance(keys := tree.get(name), Mapping):
             tree[name] = {key: keys[key] for key in keys if (key, keys[key]) not in unset}
     _choose_by_data(tree)
+    _by_source(tree)
     try:
         text = json.dumps(tree, default=str)
     except (ValueError, TypeError, RecursionError) as error:
@@ -171,6 +182,16 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
         # What has a length is not ended before.
         chosen["patience"] = training.get("patience", 0)
     tree["training"] = chosen
+
+
+def _by_source(tree: dict[str, Any]) -> None:
+    """Name the model of files by them, and let it be chosen by their columns, where neither is."""
+    data, model = tree.get("data"), tree.get("model") or {}
+    source = data.get("source") if isinstance(data, Mapping) else None
+    if not source or not isinstance(source, str) or not isinstance(model, Mapping):
+        return
+    tree["name"] = tree.get("name") or registry_name(source)
+    tree["model"] = {"name": AUTO, **model}
 
 
 def parse_value(text: str, key: str = "") -> Any:
@@ -288,7 +309,7 @@ def _values(node: Any, seen: dict[int, int]) -> int:
     return seen[id(node)]
 
 
-def _lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
+def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
     """Apply assignments; of the two keys of the length, one replaces the other one below."""
     given = {_assign(tree, assignment) for assignment in assignments}
     training = tree.get("training")

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from flotilla.trainer.config.base import Free, Section, key, known_name
+from flotilla.trainer.config.base import AUTO, Free, Section, key, known_name
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, uri_of
 
@@ -51,10 +51,14 @@ _FROM, _INCLUDE, _EXCLUDE = _KEYS = ("from", "include", "exclude")
 class ModelConfig(Section):
     """The Keras model."""
 
-    name: str = key("mlp", f"{', '.join(MODELS)}, or package.module:function")
+    name: str = key(
+        "mlp",
+        f"{AUTO}: by the inputs, as where data.source is set; {', '.join(MODELS)}, or "
+        "package.module:function",
+    )
     args: Free = key({}, "arguments of the model's function")
 
-    _known_model = field_validator("name")(known_name("model", MODELS))
+    _known_model = field_validator("name")(known_name("model", (AUTO, *MODELS)))
 
     @field_validator("args")
     @classmethod

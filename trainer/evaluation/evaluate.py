@@ -36,7 +36,7 @@ from flotilla.trainer.evaluation.threshold import thresholds_of
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.dataset_spec import DatasetSpec, slice_features
-from flotilla.trainer.models import registry
+from flotilla.trainer.models import choice, registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import finite
@@ -198,7 +198,8 @@ def build_model(
         in_units=[part.target.name for part in parts if part.in_units],
         learnt=spec.learnt,
     )
-    return registry.build(config.model, inputs, config.training.seed, check or objective.accept)
+    named = choice.named(config.model, spec)
+    return registry.build(named, inputs, config.training.seed, check or objective.accept)
 
 
 def restored(

@@ -45,7 +45,7 @@ from flotilla.trainer.features.dataset_spec import (
 )
 from flotilla.trainer.features.length import Splits, resolved
 from flotilla.trainer.features.names import length_name
-from flotilla.trainer.models import registry
+from flotilla.trainer.models import choice, registry
 from flotilla.trainer.models.registry import freeze
 from flotilla.trainer.optimizers import optimizers
 from flotilla.trainer.optimizers.loss_scale import LossScale
@@ -87,11 +87,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits: the features of one example, the task, why that, and the numbers in variables.
+    """What fits: model, features of one example, task, why that, and the numbers in variables.
 
     `notes` say what first rows suggest otherwise.
     """
 
+    model: str
     inputs: dict[str, str]
     targets: dict[str, str]
     task: str
@@ -254,6 +255,7 @@ def _line_reached(error: ConfigError) -> int:
 
 
 def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
+    config = choice.with_model(config, dataset)
     dataset = tasks.with_positive(config.task, dataset)
     require_slices(config, dataset.features, dataset.targets)
     require_buckets(config.data.buckets, [n for n in dataset.roles if dataset.features[n].varies])
@@ -272,6 +274,7 @@ def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
     if parameters <= MOST_TRIED:
         _try_out(config, dataset, model, objective, uri)
     return Fit(
+        model=config.model.name,
         inputs={name: described(dataset.features[name]) for name in dataset.inputs},
         task=objective.task.name,
         why=tasks.described(config.task, dataset),

@@ -66,7 +66,12 @@ def returning(value: object) -> Any:
 
 VERSION = Version(pipeline="digits", pipeline_id="p", name="v1", version_id="v", spec=None)
 LOCAL_RUN = SimpleNamespace(
-    run_id=RUNS[0], folder=Path("runs"), bundle=None, config=parse_config({}), state=None
+    run_id=RUNS[0],
+    folder=Path("runs"),
+    bundle=None,
+    written=None,
+    config=parse_config({}),
+    state=None,
 )
 SWEEP = SimpleNamespace(sweep=a_sweep(), folder=Path("runs"), close=lambda: None)
 LOCAL = {
@@ -95,6 +100,12 @@ ROWS = {
     ),
     "doctor": Row(mistake=TYPO, calls="flotilla.pipelines.doctor.checks.checks", returns=[]),
     "run": Row(**LOCAL),
+    "init": Row(
+        words="in.csv --label b",
+        mistake="in.csv --label c",
+        calls="flotilla.trainer.preflight.proposal.Proposal.text",
+        returns="",
+    ),
     "prepare": Row(**LOCAL),
     "train": Row(**LOCAL),
     "predict": Row(
@@ -204,7 +215,7 @@ def called(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    Path("in.csv").write_text("a\n1\n")
+    Path("in.csv").write_text("a,b\n1,x\n2,y\n")
     for run in RUNS:
         Path("runs", run).mkdir(parents=True)
         Path("runs", run, "config.json").write_text(parse_config({}).model_dump_json())

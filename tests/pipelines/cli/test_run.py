@@ -1,13 +1,16 @@
 """The last line of a run that has not come to its end: how to go on, where that is possible."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+from flotilla.pipelines.cli import app
 from flotilla.pipelines.cli.run import remedy_of
 from flotilla.pipelines.runs import local
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer import storage
+from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 
 
@@ -64,3 +67,42 @@ def test_a_store_that_cannot_be_read_has_no_remedy(run, checkpoint):
     folder.rename(folder.with_name("away"))
     folder.write_text("in the way", encoding="utf-8")
     assert remedy(run) == ""
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{n},{'ab'[n % 2]}" for n in range(30)]
+    Path("plants.csv").write_text("\n".join(["height,kind", *rows]))
+
+
+@pytest.fixture
+def flotilla(capsys):
+    """Call the command line; return the exit code, and standard error."""
+
+    def call(*words):
+        code = app.called([*words])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.usefixtures("table")
+def test_a_file_is_written_once(flotilla):
+    assert flotilla("init", "plants.csv", "--label", "kind")[0] == 0
+    written = load_config(Path("plants.yaml"), rebases=True)
+    assert isinstance(written, Config)
+    assert (written.name, written.data.source) == ("plants", "plants.csv")
+    assert flotilla("init", "plants.csv", "--label", "kind")[0] == 0
+    Path("plants.yaml").write_text("name: mine\n")
+    code, said = flotilla("init", "plants.csv", "--label", "kind")
+    assert code == 2
+    assert "plants.yaml exists and says something else" in said
+    assert Path("plants.yaml").read_text() == "name: mine\n"
+
+
+@pytest.mark.usefixtures("table")
+def test_without_a_label_it_lists_the_columns(flotilla):
+    code, said = flotilla("init", "plants.csv")
+    assert code == 2
+    assert "perhaps 'kind' (one of height, kind)" in said

@@ -1,0 +1,83 @@
+"""The configuration of a first run, by the first rows of files."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.preflight.proposal import is_source, propose
+from flotilla.trainer.runtime.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    rows = [f"K-{n}x,{draw.random():.4f},{'yes' if n % 3 else 'no'}" for n in range(40)]
+    Path("Left us (24).csv").write_text("\n".join(["client id,score: new,has left", *rows]) + "\n")
+
+
+def test_what_is_written_gives_the_same_configuration():
+    made = propose("Left us (24).csv", ["has left"], ["training.seed=7", "gate.min={auc: 0.6}"])
+    for place in (Path(), Path("runs/left-us-24-x")):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / made.file_name).write_text(made.text(place))
+        assert load_config(place / made.file_name, rebases=True) == made.config
+    config = made.config
+    assert (config.name, config.data.label, config.data.drop) == (
+        "left-us-24", ("has left",), ("client id",),
+    )  # fmt: skip
+    assert (config.task.name, config.model.name, config.training.strategy) == (
+        "auto", "auto", "single",
+    )  # fmt: skip
+    assert (config.training.seed, config.gate.min) == (7, {"auc": 0.6})
+    keys = [line for line in made.text(Path()).splitlines() if line.startswith("  ")]
+    chosen = [line for line in keys if not line.lstrip().startswith(("seed", "min"))]
+    assert all("  # " in line for line in chosen)
+    assert "# binary_classification: the label is no or yes" in made.text(Path())
+    assert "# tabular: the inputs are 1 number" in made.text(Path())
+
+
+@pytest.mark.parametrize(
+    ("source", "label", "line"),
+    [
+        ("Left us (24).csv", ["has_left"], "did you mean 'has left'?"),
+        ("Left us (24).csv", [], "perhaps 'has left' (one of client id, score: new, has left)"),
+        ("one.csv", ["y"], "'y' of one.csv has one value only ('b') in all 3 rows"),
+        ("head.csv", ["y"], "has no row"),
+        ("empty.csv", ["y"], "is empty"),
+        ("odd.xyz", ["y"], "set data.format to one of"),
+    ],
+)
+def test_a_mistake_is_one_line(source, label, line):
+    Path("one.csv").write_text("x,y\n1,b\n2,b\n3,b\n")
+    Path("head.csv").write_text("x,y\n")
+    Path("empty.csv").write_text("")
+    Path("odd.xyz").write_text("hello")
+    with pytest.raises(ConfigError) as refused:
+        propose(source, label)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_named_is_a_configuration_or_files():
+    Path("rows.json").write_text('{"a": 1}\n')
+    Path("config.json").write_text(json.dumps({"name": "a", "data": {}}))
+    Path("kept").write_text("name: a\n")
+    files = ["Left us (24).csv", ".", "s3://bucket/a.csv", "day-*.csv", "rows.json"]
+    assert [is_source(each) for each in files] == [True] * len(files)
+    assert [is_source(each) for each in ("a.yaml", "b.YML", "config.json", "kept")] == [False] * 4
+    with pytest.raises(ConfigError, match="there is no such file or folder; did you mean"):
+        is_source("Left us.csv")
+
+
+def test_few_values_of_a_class_are_a_quantity_only_where_they_are():
+    lines = [f"{n % 5},{n}.5,{n}" for n in range(60)]
+    Path("t.csv").write_text("\n".join(["a,b,id", *lines]))
+    assert "# regression: the label is a quantity" in propose("t.csv", ["b"]).text(Path())
+    made = propose("t.csv", ["a"])
+    assert "# classification: the label has 5 classes: 0, 1, 2, 3, 4" in made.text(Path())
+    assert made.config.data.drop == ("id",)
+    assert propose("t.csv", ["a"], ["data.inputs=[id]"]).config.data.drop == ()

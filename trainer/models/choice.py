@@ -1,0 +1,167 @@
+"""The model that suits what a dataset has as inputs, for `model.name: auto`. Free of TensorFlow.
+
+It is chosen by the kinds of the inputs, so that it can be said of a file before it is prepared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from flotilla.trainer.config.base import AUTO
+from flotilla.trainer.config.model import MODELS, ModelConfig
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.features.statistics.statistics import are_repeated
+
+#: Kinds of inputs. A category is a class, or a text whose values repeat.
+NUMBER, CATEGORY, FREE_TEXT, IMAGE, SEQUENCE, TENSOR = (
+    "number", "category", "text", "image", "sequence", "list of numbers",
+)  # fmt: skip
+TABULAR, TWO_TOWER = "tabular", "two_tower"
+_OF_ALL = {FREE_TEXT: "text", SEQUENCE: "sequence", IMAGE: "cnn"}
+# Height and width, which channels follow: those of grey, colours, and colours with opacity.
+_SIDES, _CHANNELS = 2, (1, 3, 4)
+_PAIR, _TWO_CLASSES = 2, 2
+# A table of numbers has a row for each up to the largest.
+_FEW_ROWS, _SPARSE = 100_000, 10
+# Two columns of ids are looked up where their names say what they are of.
+_ID = re.compile(
+    r"(?:^|[\W_])(?:id|ids|nr|no|number|key|code|uuid|guid|index)$|^(?:user|customer|client|member|"
+    r"order|account|person|passenger|patient|transaction|row|record|item|product|case)id$",
+    re.IGNORECASE,
+)
+_CAMEL_ID = re.compile(r"[a-z](?:Id|ID)$")
+_USERS = (
+    "user", "customer", "member", "visitor", "reader", "viewer", "listener", "person", "client",
+)  # fmt: skip
+_ITEMS = (
+    "item", "movie", "film", "product", "book", "song", "track", "artist", "article", "video",
+    "game", "sku", "isbn", "restaurant",
+)  # fmt: skip
+
+
+class Choice(NamedTuple):
+    """The name of a model, and why it is this one."""
+
+    name: str
+    why: str
+
+
+def with_model(config: Config, dataset: DatasetSpec) -> Config:
+    """Return the configuration with the name of the model that is chosen for a dataset."""
+    return config.model_copy(update={"model": named(config.model, dataset)})
+
+
+def named(config: ModelConfig, dataset: DatasetSpec) -> ModelConfig:
+    """Return the section with a name that is not `auto`."""
+    if config.name != AUTO:
+        return config
+    return config.model_copy(update={"name": of_dataset(dataset).name})
+
+
+def of_dataset(dataset: DatasetSpec) -> Choice:
+    """Return the model for the inputs of a dataset."""
+    lengths = {length_name(name) for name in dataset.inputs}
+    kinds = {name: _kind(dataset, name) for name in dataset.inputs if name not in lengths}
+    labels = [dataset.features[name] for name in dataset.targets]
+    # Two towers give one score.
+    is_score = len(labels) == 1 and not labels[0].shape and labels[0].num_classes <= _TWO_CLASSES
+    return of_kinds(kinds, may_match=is_score and all(_fits_table(dataset, name) for name in kinds))
+
+
+def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
+    """Return the model for inputs of these kinds by name.
+
+    `may_match` says whether a number, or one of two classes, is predicted of what can be looked up.
+    """
+    different = {*kinds.values()}
+    if len(different) == 1:
+        (kind,) = different
+        name = _OF_ALL.get(kind, TABULAR)
+        is_one = kind != IMAGE or len(kinds) == 1
+        if name in MODELS and name != TABULAR and is_one:
+            return Choice(name, f"{'the input is' if len(kinds) == 1 else 'all inputs are'} {kind}")
+    if may_match and (pair := _pair(kinds)):
+        return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")
+    counts = Counter(kinds.values())
+    return Choice(TABULAR, f"the inputs are {in_words(counts)}")
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """Return how many inputs there are of each kind."""
+    plurals = {CATEGORY: "categories", TENSOR: "lists of numbers"}
+    said = [
+        f"{count:,} {kind if count == 1 else plurals.get(kind, f'{kind}s')}"
+        for kind, count in counts.items()
+    ]
+    return " and ".join(filter(None, [", ".join(said[:-1]), *said[-1:]]))
+
+
+def is_id(name: str) -> bool:
+    """Say whether a column is called as one of ids."""
+    return bool(_ID.search(name.strip()) or _CAMEL_ID.search(name.strip()))
+
+
+def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
+    """Return the names of a user's and an item's id where there is nothing else; else nothing."""
+    if len(kinds) != _PAIR or not {*kinds.values()} <= {NUMBER, CATEGORY, FREE_TEXT}:
+        return ()
+    users, items = (
+        [name for name in kinds if {*words} & {*_words(name)}] for words in (_USERS, _ITEMS)
+    )
+    pair = [*users, *items]
+    is_pair = len(users) == len(items) == 1 and users != items
+    # `user` alone is an id as well; `user age` is none.
+    if is_pair and all(is_id(name) or len(_words(name)) == 1 for name in pair):
+        return pair
+    return ()
+
+
+def _words(name: str) -> list[str]:
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])id\b", " id", spaced))
+
+
+def _kind(dataset: DatasetSpec, name: str) -> str:
+    feature, known = dataset.features[name], dataset.learnt.features.get(name)
+    shape = feature.shape
+    if feature.dtype == "string" and not shape:
+        # Before it is prepared all that is known is that it is a text.
+        repeats = known is not None and are_repeated(known.distinct, known.examples)
+        return CATEGORY if repeats else FREE_TEXT
+    if not shape:
+        return CATEGORY if feature.num_classes else NUMBER
+    if _is_image(feature):
+        return IMAGE
+    return SEQUENCE if None in shape or _by_place(dataset, shape) else TENSOR
+
+
+def _fits_table(dataset: DatasetSpec, name: str) -> bool:
+    """Say whether a table with a row for each value is of no more rows than the values need."""
+    feature, known = dataset.features[name], dataset.learnt.features.get(name)
+    if feature.shape or not ("int" in feature.dtype or feature.dtype == "string"):
+        return False
+    if known is None:
+        return True
+    if feature.dtype == "string":
+        return len(known.counts) >= known.distinct
+    rows = known.most or 0
+    return (known.least or 0) >= 0 and rows < max(_FEW_ROWS, _SPARSE * known.distinct)
+
+
+def _is_image(feature: FeatureSpec) -> bool:
+    shape = feature.shape
+    if feature.stored == "image":
+        return True
+    is_grey = len(shape) == _SIDES and feature.dtype == "uint8"
+    return None not in shape and (is_grey or (len(shape) == _SIDES + 1 and shape[-1] in _CHANNELS))
+
+
+def _by_place(dataset: DatasetSpec, shape: tuple[int | None, ...]) -> bool:
+    """Say whether a label has a class for each place of an input."""
+    labels = (dataset.features[name] for name in dataset.targets)
+    return any(len(each.shape) == 1 and each.shape[0] == shape[0] for each in labels)

@@ -1,0 +1,444 @@
+"""The configuration of a first run: of files and the name of a column, by their first rows.
+
+What is written is what is run: the text is read back as any file of a user's is. Free of
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig, SplitsConfig
+from flotilla.trainer.config.load import is_configuration, lay_over, parse_config
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data import listing
+from flotilla.trainer.data.roles import named
+from flotilla.trainer.features.statistics.statistics import are_repeated
+from flotilla.trainer.models import choice
+from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
+from flotilla.trainer.runtime.masking import printable
+from flotilla.trainer.storage import patterns
+
+# Of a table, so many rows are looked at.
+ROWS = 10_000
+# Files of fewer bytes are trained on by one process.
+SMALL = 64 << 20
+# Of fewer rows a tenth says little; of so few not every shard would have one.
+_FEW, _VERY_FEW = 10_000, 100
+_SHARE, _LARGER_SHARE, _SHARDS = 0.1, 0.15, 2
+# Fewer different values may be so by chance.
+_LEAST = 20
+_LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
+_TWO, _CLASSES = 2, 5
+_WIDTH, _MOST_LETTERS = 32, 120
+# Columns that are the label where none is named: see `flotilla.trainer.data.files.column_roles`.
+_BY_NAME = ("label", "target")
+_OTHERS = "async_parameter_server: a cluster"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A configuration for files, as a tree of what is written.
+
+    Attributes:
+        tree: the sections; paths are relative to the working folder.
+        why: a line for each key, by its path.
+        notes: what could not be looked at.
+    """
+
+    tree: Mapping[str, Any]
+    why: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        """The configuration; raises `ConfigError`."""
+        return parse_config(self.tree)
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file, by the name of the model."""
+        return f"{self.tree['name']}.yaml"
+
+    def text(self, folder: Path) -> str:
+        """Return the YAML of a file in a folder: there, paths are relative to it."""
+        tree = {**self.tree, "data": {**self.tree["data"]}}
+        source = tree["data"]["source"]
+        if patterns.is_local(source) and source[:1] not in ("/", "~") and "://" not in source:
+            tree["data"]["source"] = os.path.relpath(source, folder)
+        return "\n".join([*_lines(tree, self.why, ""), ""])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the first rows hold: a scan of each column, and whether these are all rows."""
+
+    count: int
+    columns: Mapping[str, Any]
+    is_whole: bool
+    parsed: bool
+    form: str = ""
+    size: int = 0
+    has_splits: bool = False
+
+
+def is_source(given: str | Path) -> bool:
+    """Say whether a name on the command line is that of files to learn from, or of a configuration.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    text, path = str(given), Path(given)
+    if "://" in text or path.is_dir():
+        return True
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return False
+    if os.path.lexists(path):
+        # A pipe may be read once; it is no table.
+        return path.is_file() and not is_configuration(path)
+    if re.search(r"[*?{\[]", text):
+        return True
+    here = path.parent if path.parent.is_dir() else Path()
+    hint = nearest(path.name, [each for each in sorted(os.listdir(here)) if each[:1] != "."])
+    raise ConfigError(
+        f"{text}: there is no such file or folder{hint}; name a configuration (.yaml), or files to "
+        "learn from and their --label"
+    )
+
+
+def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = ()) -> Proposal:
+    """Return the configuration for files; `settings` are laid over what is chosen.
+
+    Raises:
+        ConfigError: there are no such files, or no such column.
+    """
+    tree: dict[str, Any] = {"data": {"source": str(source)}}
+    if label:
+        tree["data"]["label"] = list(label) if len(label) > 1 else label[0]
+    given: dict[str, Any] = {}
+    lay_over(given, settings)
+    lay_over(tree, settings)
+    config = parse_config(tree)
+    try:
+        with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
+            rows = _looked_at(config.data, Path(scratch))
+    except ConfigError:
+        raise
+    except UserError as error:
+        is_far = not patterns.is_local(config.data.source)
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        if is_far and not missing and (isinstance(error, TransientError) or error.__cause__):
+            return _proposed(config, given, None, f"the source is not looked at: {error}")
+        raise ConfigError(str(error)) from error
+    return _proposed(config, given, rows)
+
+
+def columns_of(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[str], str]:
+    """Return the columns of files, and which of them may be the label; raises `ConfigError`."""
+    tree: dict[str, Any] = {"data": {"source": str(source)}}
+    lay_over(tree, settings)
+    try:
+        with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
+            names = _header(parse_config(tree).data, Path(scratch))
+    except UserError as error:
+        raise ConfigError(str(error)) from error
+    return names, guess(names, str(source))
+
+
+def guess(names: Sequence[str], source: str) -> str:
+    """Return the column that is perhaps to be predicted."""
+    stem = re.sub(r"[^a-z]", "", Path(source).stem.lower())
+    for word in _LABELS:
+        if found := [each for each in names if each.lower() == word]:
+            return found[0]
+    of_source = [
+        each for each in names if re.sub(r"[^a-z]", "", each.lower()) in (stem, f"{stem}ed")
+    ]
+    return next(iter([*of_source, *reversed(names)]), "")
+
+
+def _header(data: DataConfig, scratch: Path) -> list[str]:
+    from flotilla.trainer.data.files.file_pieces import of_listing  # noqa: PLC0415
+
+    pieces = of_listing(data, _listed(data).files, scratch)
+    return list(pieces.header()[0]) if not pieces.is_listing else []
+
+
+def _listed(data: DataConfig) -> Any:
+    found = listing.list_source(data)
+    return found if data.spans == SINCE_CHAMPION else listing.chosen(found, data.spans, {})
+
+
+def _looked_at(data: DataConfig, scratch: Path) -> Rows:
+    """Return what the first rows hold; raises `UserError`."""
+    # They load Arrow.
+    from flotilla.trainer.data.files.file_pieces import one_format, pieces_of  # noqa: PLC0415
+    from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
+
+    taken = _listed(data)
+    size = sum(each.size for each in taken.files)
+    form, _ = one_format(data, taken.files)
+    # Reading records of TensorFlow's loads it.
+    few = few_files(data, taken, scratch) if form != "tfrecord" else None
+    if not few or not few.listing.files:
+        return Rows(0, {}, is_whole=False, parsed=False, size=size)
+    pieces = pieces_of(data, few.listing, scratch)
+    has_splits = any(each.split for each in pieces.files)
+    if pieces.is_listing:
+        folders = {each.path.rpartition("/")[0] for each in pieces.files}
+        return Rows(
+            len(taken.files), {}, is_whole=True, parsed=False, form="images",
+            size=size, has_splits=has_splits or len(folders) < _TWO,
+        )  # fmt: skip
+    names, said = pieces.header()
+    if not data.map:
+        _require_label(data, names)
+        kept = pieces.roles(data, names, said).kept
+        said = tuple(each for each in names if each not in kept)
+    count, is_cut, scans = _scanned(pieces, names, data.label)
+    is_cut = is_cut or few.is_part
+    if not count and not is_cut:
+        raise ConfigError(f"data.source: {data.source} has no row; name files that have some")
+    for scan in scans.values():
+        scan.lack(count)
+    return Rows(
+        count, {name: each for name, each in scans.items() if name not in said},
+        is_whole=not is_cut, parsed=pieces.reader.parsed, size=size, has_splits=has_splits,
+    )  # fmt: skip
+
+
+def _scanned(
+    pieces: Any, names: Sequence[str], labels: Sequence[str]
+) -> tuple[int, bool, dict[str, Any]]:
+    """Return how many rows were read, whether there are more, and a scan of each column."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    from flotilla.trainer.data.files import column_scan  # noqa: PLC0415
+
+    scans: dict[str, column_scan.ColumnScan] = {}
+    count, is_cut = 0, False
+    for number in range(len(pieces.files)):
+        left = ROWS // len(pieces.files)
+        for rows in _blocks(pieces, names, number, left):
+            taken, left = rows.table.slice(0, left), left - len(rows.numbers)
+            is_cut = is_cut or left < 0
+            count += len(taken)
+            for name in taken.column_names:
+                new = column_scan.ColumnScan(most=column_scan.MOST_CLASSES, gathers=name in labels)
+                scan = scans.setdefault(name, new)
+                array = pa.chunked_array(taken[name]).combine_chunks()
+                if column_scan.kind_of(array.type):
+                    numbers = rows.numbers[: len(taken)]
+                    scan.add(array, number, numbers, parsed=pieces.reader.parsed)
+    return count, is_cut, scans
+
+
+def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterator[Any]:
+    """Yield the records of a file until there are so many."""
+    from flotilla.trainer.data.files.formats.raw_rows import Piece  # noqa: PLC0415
+
+    reader = pieces.reader
+    columns = () if reader.varies else names
+    reader.at_once = min(reader.at_once, most) or reader.at_once
+    with pieces.local(number) as path:
+        for rows in pieces.rows(path, Piece(number), columns, lambda _number, _why: None):
+            yield rows
+            most -= len(rows.numbers)
+            if most < 0:
+                return
+
+
+def _require_label(data: DataConfig, names: Sequence[str]) -> None:
+    """Raise a `ConfigError` where the column to be predicted is not named, or none."""
+    if not data.label and not any(each.lower() in _BY_NAME for each in names):
+        raise ConfigError(
+            f"--label: name the column of {data.source} that is to be predicted, perhaps "
+            f"{guess(names, data.source)!r} (one of {named(names)})"
+        )
+    for each in data.label:
+        if each not in names and not any(name.startswith(f"{each}/") for name in names):
+            hint = nearest(each, names) or f" (one of {named(names)})"
+            raise ConfigError(f"--label: there is no column {each!r} in {data.source}{hint}")
+
+
+def _proposed(config: Config, given: Mapping[str, Any], rows: Rows | None, *notes: str) -> Proposal:
+    """Return what is written: what was given, and what is chosen by the rows next to it."""
+    chosen: dict[str, Any] = {}
+    why: dict[str, str] = {}
+    for key, value, reason in _choices(config, rows):
+        section, _, name = key.rpartition(".")
+        tree = chosen.setdefault(section, {}) if section else chosen
+        tree[name] = value
+        why[key] = reason
+    tree = _over(chosen, given)
+    return Proposal(tree=tree, why=why, notes=notes)
+
+
+def _over(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    tree = {**chosen, **given}
+    for name in chosen.keys() & given.keys():
+        if isinstance(chosen[name], dict) and isinstance(given[name], dict):
+            tree[name] = _over(chosen[name], given[name])
+    return tree
+
+
+def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield each key, its value, and why it is this one."""
+    data = config.data
+    yield "name", config.name, "in the registry; by the name of the source"
+    yield "data.source", data.source, _size(rows)
+    labels = [*data.label] or [each for each in _columns(rows) if each.lower() in _BY_NAME][:1]
+    if labels and (not rows or rows.form != "images"):
+        yield "data.label", labels[0] if len(labels) == 1 else labels, "the column to be predicted"
+    inputs = [each for each in _columns(rows) if each not in labels]
+    ids = _ids(data, rows, inputs) if rows else []
+    if ids:
+        yield "data.drop", ids, "ids: another value in each row says nothing of a new one"
+    if rows and not rows.has_splits and data.splits == SplitsConfig():
+        share = _LARGER_SHARE if rows.is_whole and rows.count < _FEW else _SHARE
+        yield "data.validation", share, "share of the rows by which the best weights are chosen"
+        yield "data.splits", {"test": share}, "share that the model is measured on, and judged by"
+    if rows and rows.is_whole and rows.count < _VERY_FEW:
+        yield "data.shards", _SHARDS, f"files of the training split: there are {rows.count} rows"
+    yield "task.name", "auto", _task(config, rows, labels)
+    kinds = {name: _kind(rows, name) for name in inputs if name not in ids} if rows else {}
+    if rows and rows.form:
+        kinds = {"image": choice.IMAGE}
+    # Two towers look up whole numbers and texts, and give one score.
+    may_match = not (rows and rows.form) and rows is not None and _may_match(rows, kinds, labels)
+    says = choice.of_kinds(kinds, may_match=may_match) if kinds else None
+    by = f"{says.name}: {says.why}" if says else "by the columns"
+    yield "model.name", "auto", by
+    if rows and rows.size < SMALL and config.cluster.launcher == "local":
+        yield "training.strategy", "single", f"one process, for so few data; {_OTHERS}"
+    else:
+        yield "training.strategy", config.training.strategy, "how a step is distributed"
+    yield "training.steps", "auto", "until validations gain nothing; or a number, or epochs: N"
+
+
+def _columns(rows: Rows | None) -> list[str]:
+    return list(rows.columns) if rows else []
+
+
+def _size(rows: Rows | None) -> str:
+    if not rows or not rows.count:
+        return "files, folder or pattern"
+    more = "" if rows.is_whole else "more than "
+    if rows.form:
+        return f"{more}{rows.count:,} images, a folder for each class"
+    return f"{more}{rows.count:,} rows of {len(rows.columns):,} columns"
+
+
+def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
+    """Return what the label asks for; raises `ConfigError` for one of a single value."""
+    by_label = "by the label"
+    if rows and rows.form:
+        return "classification, by the folders"
+    if len(labels) > 1:
+        return "several outputs, one for each label"
+    scan = rows.columns.get(labels[0]) if rows and labels else None
+    if scan is None or not rows or config.data.map:
+        return by_label
+    from flotilla.trainer.data.files.labels import read_label  # noqa: PLC0415
+
+    found = read_label(labels[0], config.data.types.get(labels[0], ""), scan, parsed=rows.parsed)
+    if rows.is_whole and rows.count > 1 and _is_constant(scan, found.classes):
+        value = next(iter(found.classes or scan.values), "") or scan.lowest
+        raise ConfigError(
+            f"--label: {labels[0]!r} of {config.data.source} has one value only ({value!r}) in all "
+            f"{rows.count} rows, so that there is nothing to learn; name another column"
+        )
+    if not found.classes:
+        return "regression: the label is a quantity"
+    if len(found.classes) == _TWO:
+        return f"binary_classification: the label is {' or '.join(found.classes)}"
+    some = ", ".join(found.classes[:_CLASSES])
+    more = ", ..." if len(found.classes) > _CLASSES else ""
+    return f"classification: the label has {len(found.classes)} classes: {some}{more}"
+
+
+def _is_constant(scan: Any, classes: Collection[str]) -> bool:
+    if classes:
+        return len(classes) == 1
+    numbers = {*scan.kinds} <= {"int", "float", "huge", "bool"}
+    return bool(scan.kinds) and numbers and scan.lowest == scan.highest
+
+
+def _ids(data: DataConfig, rows: Rows, inputs: Sequence[str]) -> list[str]:
+    """Return the columns that have another value in each row, and are ids by name or content."""
+    splits = data.splits
+    used = {*data.inputs, *data.types, data.weight, data.group}
+    used |= {splits.column, splits.group, splits.time}
+    found = [
+        each for each in inputs if each not in used and _is_id(each, rows.columns[each], rows.count)
+    ]
+    return found if len(found) < len(inputs) and not data.drop and not data.map else []
+
+
+def _is_id(name: str, scan: Any, rows: int) -> bool:
+    if rows < _LEAST or scan.missing or len(scan.values) < rows:
+        return False
+    if {*scan.kinds} == {"int"}:
+        return choice.is_id(name)
+    is_text = {*scan.kinds} <= {"text", "code", "int", "huge"}
+    # Texts of words are what is learnt from.
+    codes = all(re.search(r"\d", each) and not re.search(r"\s", each) for each in scan.values)
+    return is_text and (codes or (choice.is_id(name) and not any(" " in x for x in scan.values)))
+
+
+def _may_match(rows: Rows, kinds: Mapping[str, str], labels: Sequence[str]) -> bool:
+    scans = [rows.columns[each] for each in kinds]
+    is_score = len(labels) == 1 and (
+        len(rows.columns[labels[0]].values) <= _TWO or rows.columns[labels[0]].kinds.get("float")
+    )
+    of_ids = ({"int"}, {"text"})
+    return bool(is_score) and all({*scan.kinds} in of_ids and not scan.missing for scan in scans)
+
+
+def _kind(rows: Rows, name: str) -> str:
+    from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
+
+    scan = rows.columns[name]
+    kinds = {*scan.kinds}
+    if "image" in kinds:
+        return choice.IMAGE
+    if "tensor" in kinds:
+        return choice.SEQUENCE if len(scan.shapes) > 1 else choice.TENSOR
+    written = written_numbers.kind_of(scan.writing, texts=scan.kinds.get("text", 0))
+    if written or (kinds and kinds <= {"int", "float", "huge", "bool", "time"}):
+        return choice.NUMBER
+    return choice.CATEGORY if are_repeated(len(scan.values), rows.count) else choice.FREE_TEXT
+
+
+def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterator[str]:
+    """Yield the lines of sections: a key each, with its reason."""
+    indent = "  " * (path.count(".") + bool(path))
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else name
+        is_section = isinstance(value, dict) and not path and value
+        if is_section:
+            yield ""
+            yield f"{name}:"
+            yield from _lines(value, why, key)
+            continue
+        text = f"{indent}{_yaml(name)}: {_yaml(value)}"
+        reason = printable(" ".join(why.get(key, "").split()))[:_MOST_LETTERS]
+        yield f"{text:{_WIDTH}}  # {reason}" if reason else text
+
+
+def _yaml(value: Any) -> str:
+    """Return a value of YAML on one line."""
+    text = yaml.safe_dump(
+        value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False
+    )
+    if printable(text) != text:
+        text = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
