@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from kfp import compiler
 
 from flotilla.components import contract
 from flotilla.components.image import IMAGE
-from flotilla.pipelines.runs.local import form_configuration
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from flotilla.pipelines.training import COMPONENTS, cluster_pipeline
 from flotilla.trainer.config.form import SETTINGS
@@ -177,23 +176,8 @@ def package_of(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Pac
         return _package("", str(file))
 
 
-def package_to_upload(
-    file: str | Path | None,
-    settings: Sequence[str],
-    image: str,
-    pods: StepPods,
-    label: Sequence[str] = (),
-) -> Package:
-    """Return the pipeline in a compiled `file`, or ours with a configuration; as `package_of`."""
-    if file is None or not _is_compiled(Path(file)):
-        return own_package(image, pods, form_configuration(file, settings, label))
-    if settings or label:
-        option = "--set" if settings else "--label"
-        raise ConfigError(f"{option} is for compiling, and {file} is compiled already")
-    return package_of(Path(file), image, pods)
-
-
-def _is_compiled(file: Path) -> bool:
+def is_compiled(file: Path) -> bool:
+    """Say whether a file is a compiled pipeline, and no configuration."""
     try:
         with file.open(encoding="utf-8") as lines:
             return any(_OF_PIPELINE.match(line) for line in lines)

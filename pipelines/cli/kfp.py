@@ -28,9 +28,11 @@ from flotilla.pipelines.cli.options import (
 from flotilla.pipelines.cli.run import answer_of, bundle_lines
 from flotilla.pipelines.cli.runs import continues
 from flotilla.pipelines.runs.kfp_access import UI, Access, Instance
+from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
+    from flotilla.pipelines.compile import Package
     from flotilla.pipelines.runs.schedule import Scheduled
     from flotilla.pipelines.runs.submission import Submission
     from flotilla.pipelines.runs.upload import Version
@@ -56,12 +58,12 @@ def upload(
     name: Annotated[str, typer.Option(help="Of the pipeline; its own when left out.")] = "",
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
-    from flotilla.pipelines.compile import image_remark, package_to_upload
+    from flotilla.pipelines.compile import image_remark
     from flotilla.pipelines.runs.upload import default_of
     from flotilla.pipelines.runs.upload import upload as upload_package
 
     access = instance.access()
-    package = package_to_upload(file, assignments or (), image, pods, label or ())
+    package = _package_to_upload(file, assignments or [], image, pods, label or [])
     made = upload_package(access, package, name)
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"
@@ -80,6 +82,21 @@ def upload(
         say(f"flotilla: {remark}")
     found = {**_named(version), "created": made.created, "newest": is_newest}
     return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
+
+
+def _package_to_upload(
+    file: str | None, settings: list[str], image: str, pods: Any, label: list[str]
+) -> Package:
+    """Return the pipeline in a compiled `file`, or ours with a configuration."""
+    from flotilla.pipelines.compile import is_compiled, own_package, package_of
+    from flotilla.pipelines.runs.local import form_configuration
+
+    if file is None or not is_compiled(Path(file)):
+        return own_package(image, pods, form_configuration(file, settings, label))
+    if settings or label:
+        option = "--set" if settings else "--label"
+        raise ConfigError(f"{option} is for compiling, and {file} is compiled already")
+    return package_of(Path(file), image, pods)
 
 
 def _named(version: Version) -> dict[str, Any]:
