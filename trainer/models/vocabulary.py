@@ -17,12 +17,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flotilla.trainer.features.statistics.accumulator import PUNCTUATION
+from flotilla.trainer.features.statistics.accumulator import LETTERS, PUNCTUATION
 
 # FarmHash, which is the same on every machine and in every version, without its sign.
 _FINGERPRINTS = 2**63 - 1
 # Of Unicode, as Arrow and Python have it: separators, and control characters of white space.
 _SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
+_LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
 
 
 # What no text is: a sign that Unicode has set aside.
@@ -112,13 +113,29 @@ class Words(keras.layers.Layer):
     between spaces. Letters beyond ASCII keep their case.
     """
 
-    def __init__(self, values: Sequence[str], length: int, **kwargs: Any) -> None:
-        """Know these words, of which the first is number 2; take `length` of each text."""
+    def __init__(
+        self,
+        values: Sequence[str],
+        length: int,
+        *,
+        ngram: int = 1,
+        letters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Know these words, of which the first is number 2; take `length` of each text.
+
+        Args:
+            values: the known words, or runs of words with a space between them.
+            length: how many are taken.
+            ngram: how many words that follow each other are one value.
+            letters: whether each letter of a script without spaces is a word.
+            **kwargs: of a Keras layer.
+        """
         super().__init__(**{"dtype": "int64", **kwargs})
         if length < 1:
             raise ValueError(f"length: {length!r} is not allowed; it has to be at least 1")
         self.values = [*values]
-        self.length = length
+        self.length, self.ngram, self.letters = length, ngram, letters
         self.supports_jit = False
         self._known = _Known(self.values, 2)
 
@@ -130,7 +147,11 @@ class Words(keras.layers.Layer):
     def call(self, texts: tf.Tensor) -> tf.Tensor:
         """Return the numbers of the words, filled up with 0."""
         plain = tf.strings.regex_replace(tf.strings.lower(stripped(texts)), PUNCTUATION, "")
+        if self.letters:
+            plain = tf.strings.regex_replace(plain, _LETTER, r" \1 ")
         words = tf.strings.split(plain)
+        if self.ngram > 1:
+            words = tf.strings.ngrams(words, self.ngram)
         numbers = words.with_flat_values(self._known.numbers(words.flat_values, 1))
         return numbers.to_tensor(0, shape=[None, self.length])
 
@@ -148,4 +169,10 @@ class Words(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the layer, for saving."""
-        return {**super().get_config(), "values": self.values, "length": self.length}
+        return {
+            **super().get_config(),
+            "values": self.values,
+            "length": self.length,
+            "ngram": self.ngram,
+            "letters": self.letters,
+        }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,12 @@ _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 # As Keras's TextVectorization leaves out: all of it, and what is between words.
 PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
 _PUNCTUATION = re.compile(PUNCTUATION.encode())
+#: Letters of scripts that are written without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese.
+LETTERS = (
+    ("\u0e00", "\u0eff"), ("\u1000", "\u109f"), ("\u1780", "\u17ff"), ("\u3040", "\u30ff"),
+    ("\u3400", "\u9fff"), ("\uf900", "\ufaff"), ("\U00020000", "\U0003ffff"),
+)  # fmt: skip
+_LETTER = re.compile(f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])")
 
 
 def kind_of(feature: Feature) -> str:
@@ -87,6 +94,7 @@ class Accumulator:
         self._counts = {name: BoundedCounter(vocabulary) for name in counted}
         texts = [name for name in inputs if self._kinds[name] == TEXT]
         self._words = {name: BoundedCounter(vocabulary) for name in texts}
+        self._pairs = {name: BoundedCounter(vocabulary) for name in texts}
         numbers = [name for name, kind in self._kinds.items() if kind == NUMBER]
         most = max(_LEAST_VALUES, min(MOST_EXAMPLES, _MOST_VALUES // max(1, len(numbers))))
         self._values = {name: Hashes(most) for name in numbers}
@@ -128,7 +136,7 @@ class Accumulator:
         for name, elements in self._elements.items():
             for mine_, other_ in zip(elements, other._elements[name], strict=True):
                 mine_.merge(other_)
-        for mine, others in ((self._counts, other._counts), (self._words, other._words)):
+        for mine, others in zip(self._counters(), other._counters(), strict=True):
             for name, counter in mine.items():
                 counter.merge(others[name])
         for name, values in self._values.items():
@@ -163,8 +171,10 @@ class Accumulator:
             "elements": {
                 name: [each.state() for each in found] for name, found in self._elements.items()
             },
-            "counts": {name: each.state() for name, each in self._counts.items()},
-            "words": {name: each.state() for name, each in self._words.items()},
+            "counters": [
+                {name: each.state() for name, each in counters.items()}
+                for counters in self._counters()
+            ],
         }
         values = [each.arrays(f"value/{name}/") for name, each in self._values.items()]
         return {
@@ -182,13 +192,16 @@ class Accumulator:
         self._elements = {
             name: [Moments(*state) for state in states] for name, states in rest["elements"].items()
         }
-        for counters, states in ((self._counts, rest["counts"]), (self._words, rest["words"])):
+        for counters, states in zip(self._counters(), rest["counters"], strict=True):
             for name, counter in counters.items():
                 counter.restore(states[name])
         for name, values in self._values.items():
             values.restore(arrays, f"value/{name}/")
         self._hashes.restore(arrays)
         self._sample.restore(arrays)
+
+    def _counters(self) -> tuple[dict[str, BoundedCounter], ...]:
+        return self._counts, self._words, self._pairs
 
     def _columns_of(self, name: str) -> list[str]:
         if self._kinds[name] != TENSOR:
@@ -218,7 +231,11 @@ class Accumulator:
         present = [text for text in texts if text]
         self._counts[name].add(present)
         if name in self._words:
-            self._words[name].add(_words(present))
+            words = [words_of(text) for text in present]
+            self._words[name].add(word for each in words for word in set(each))
+            # A text may hold as many pairs as it has words: never all texts' at once.
+            for found in words:
+                self._pairs[name].add(set(map(b" ".join, pairwise(found))))
         joined = np.empty(len(chosen), object)
         joined[:] = [b"\0".join(each[index]) for index in chosen]
         found = hashes({"": joined}, 0) if len(chosen) else np.empty(0, np.uint64)
@@ -272,6 +289,7 @@ class Accumulator:
             counts=self._counts[name].counts() if name in self._counts else {},
             distinct=self._distinct(name),
             words=self._words[name].counts() if name in self._words else {},
+            pairs=self._pairs[name].counts() if name in self._pairs else {},
             association={
                 target: self._association(name, target, sample)
                 for target in self._targets
@@ -310,10 +328,14 @@ def _texts_of(value: Any) -> list[bytes]:
     return [value] if isinstance(value, bytes) else [bytes(each) for each in np.ravel(value)]
 
 
-def _words(texts: Iterable[bytes]) -> Iterable[bytes]:
-    """Yield the words of texts, as often as they are in different texts."""
-    for text in texts:
-        yield from set(_PUNCTUATION.sub(b"", text.lower()).split())
+def words_of(text: bytes) -> list[bytes]:
+    """Return the words of a text; a letter of a script without spaces is a word."""
+    plain = _PUNCTUATION.sub(b"", text.lower())
+    if not plain.isascii():
+        plain = _LETTER.sub(r" \1 ", plain.decode("utf-8", "surrogateescape")).encode(
+            "utf-8", "surrogateescape"
+        )
+    return plain.split()
 
 
 def _projected(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:

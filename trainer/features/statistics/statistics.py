@@ -78,7 +78,9 @@ class FeatureStatistics:
             tensor those of the means of its examples.
         counts: examples by value, the most frequent first; of a class by its name.
         distinct: how many values a number, a text or a class has; of many, about so many.
-        words: examples by word, of texts that are inputs; lower case, without punctuation.
+        words: examples by word, of texts that are inputs; lower case, without punctuation. Letters
+            of scripts without spaces are words.
+        pairs: likewise of words that follow each other, with a space between them.
         association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
             or Cramér's V.
     """
@@ -96,6 +98,7 @@ class FeatureStatistics:
     counts: Mapping[str, int] = field(default_factory=dict)
     distinct: int = 0
     words: Mapping[str, int] = field(default_factory=dict)
+    pairs: Mapping[str, int] = field(default_factory=dict)
     association: Mapping[str, float] = field(default_factory=dict)
 
 
