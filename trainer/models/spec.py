@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from flotilla.trainer.features import names
+from flotilla.trainer.features.statistics.accumulator import is_letter
 from flotilla.trainer.features.statistics.statistics import (
     NOTHING,
     NUMBER,
@@ -72,6 +73,8 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(f"{name}: {value!r} is not allowed; it has to be {allowed}")
 
 
+# The share of letters among the words of texts from which each letter is a word.
+_LETTERS = 0.01
 Shape = tuple[int, ...]
 # The size of an axis along which examples differ is None.
 InputShape = tuple[int | None, ...]
@@ -176,16 +179,24 @@ class InputSpec:
             _frequent(self._text(name).counts, most), name=layer_of(name, "vocabulary")
         )
 
-    def words(self, name: str, length: int, most: int = 0) -> Words:
+    def words(
+        self, name: str, length: int | None, most: int = 0, *, ngram: int = 1, least: int = 1
+    ) -> Words:
         """Return a layer from texts to the numbers of their first `length` words; see `Words`.
 
-        It knows the `most` frequent words, all that the statistics have where that is 0.
+        It knows the `most` frequent words, all that the statistics have where that is 0, of those
+        that `least` training examples have. With an `ngram` of 2 they are pairs of neighbours.
 
         Raises:
             ConfigError: the feature is none of texts.
         """
-        known = _frequent(self._text(name).words, most)
-        return Words(known, length, name=layer_of(name, "words"))
+        found = self._text(name)
+        counts = found.pairs if ngram > 1 else found.words
+        what = "pairs" if ngram > 1 else "words"
+        return Words(
+            _frequent(counts, most, least), length, ngram=ngram,
+            letters=_are_letters(found), name=layer_of(name, what),
+        )  # fmt: skip
 
     def normalization(self, name: str) -> Normalization:
         """Return a layer that brings a feature to a mean of 0 and a variance of 1.
@@ -234,8 +245,14 @@ def layer_of(name: str, what: str) -> str:
     return f"{names.layer_name(name)}_{what}"
 
 
-def _frequent(counts: Mapping[str, int], most: int) -> list[str]:
-    found = list(counts)
+def _are_letters(known: FeatureStatistics) -> bool:
+    """Return whether texts have letters of scripts without spaces, each of which is a word."""
+    counts = [n for word, n in known.words.items() if len(word) == 1 and is_letter(word)]
+    return bool(known.pairs) and sum(counts) >= _LETTERS * sum(known.words.values())
+
+
+def _frequent(counts: Mapping[str, int], most: int, least: int = 1) -> list[str]:
+    found = [value for value, count in counts.items() if count >= least]
     return found[: size("most", most)] if most else found
 
 

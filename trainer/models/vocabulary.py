@@ -116,7 +116,7 @@ class Words(keras.layers.Layer):
     def __init__(
         self,
         values: Sequence[str],
-        length: int,
+        length: int | None,
         *,
         ngram: int = 1,
         letters: bool = False,
@@ -126,13 +126,13 @@ class Words(keras.layers.Layer):
 
         Args:
             values: the known words, or runs of words with a space between them.
-            length: how many are taken.
+            length: how many are taken; None for as many as the longest text of a batch has.
             ngram: how many words that follow each other are one value.
             letters: whether each letter of a script without spaces is a word.
             **kwargs: of a Keras layer.
         """
         super().__init__(**{"dtype": "int64", **kwargs})
-        if length < 1:
+        if length is not None and length < 1:
             raise ValueError(f"length: {length!r} is not allowed; it has to be at least 1")
         self.values = [*values]
         self.length, self.ngram, self.letters = length, ngram, letters

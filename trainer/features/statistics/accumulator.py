@@ -328,6 +328,11 @@ def _texts_of(value: Any) -> list[bytes]:
     return [value] if isinstance(value, bytes) else [bytes(each) for each in np.ravel(value)]
 
 
+def is_letter(text: str) -> bool:
+    """Say whether a text begins with a letter of a script without spaces."""
+    return bool(_LETTER.match(text))
+
+
 def words_of(text: bytes) -> list[bytes]:
     """Return the words of a text; a letter of a script without spaces is a word."""
     plain = _PUNCTUATION.sub(b"", text.lower())
