@@ -31,6 +31,7 @@ MODELS = {
     "two_tower_ranker": "flotilla.trainer.models.two_tower:two_tower_ranker",
     "gru": "flotilla.trainer.models.classifiers:gru",
     "tabular": "flotilla.trainer.models.tabular:tabular",
+    "text": "flotilla.trainer.models.tabular:text",
 }
 #: Those of which the argument `tables` says for a feature what its table takes.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")

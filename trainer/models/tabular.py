@@ -4,10 +4,10 @@ A number is told by its place between the quantiles of the training examples, an
 makes some units of that (piecewise linear encoding: Gorishniy et al. 2022, "On Embeddings for
 Numerical Features in Tabular Deep Learning"): a unit may rise and fall along a column, as a tree
 may, and no outlier is far away. Numbers that are missing are marked. Values of texts and classes
-that come again and again have rows of an embedding, and other texts the mean of the rows of their
-words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification"). A
-sequence of numbers of any length goes through convolutions, of which the mean and the largest value
-over its places are taken; what a batch is padded with counts nowhere.
+that come again and again have rows of an embedding, and other texts are bags of words
+(`models/text.py`), which reach the outputs past the layers as well. A sequence of numbers of any
+length goes through convolutions, of which the mean and the largest value over its places are taken;
+what a batch is padded with counts nowhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from flotilla.trainer.features.statistics.statistics import NUMBER, are_repeated
 from flotilla.trainer.models.classifiers import hidden, outputs
 from flotilla.trainer.models.normalization import Normalization
 from flotilla.trainer.models.spec import InputSpec, layer_of, size
+from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
 # Of a sequence of vectors: length and size. Layers, and how many places each looks at.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 # Units of a number, and of all numbers together where there are many columns.
 _UNITS, _MOST_UNITS = 8, 2048
+_PIECES = 16
 
 
 def tabular(  # noqa: PLR0913
@@ -39,7 +41,7 @@ def tabular(  # noqa: PLR0913
     dimension: int = 16,
     words: int = 200,
     dropout: float = 0.1,
-    pieces: int = 16,
+    pieces: int = _PIECES,
 ) -> keras.Model:
     """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
 
@@ -52,6 +54,37 @@ def tabular(  # noqa: PLR0913
         dropout: the share of units that a step leaves out.
         pieces: that the quantiles cut a number into; with 0 it is one normalized number.
     """
+    return _network(
+        spec, "tabular", hidden_units=hidden_units, dimension=dimension, words=words,
+        dropout=dropout, pieces=pieces,
+    )  # fmt: skip
+
+
+def text(
+    spec: InputSpec,
+    *,
+    hidden_units: Sequence[int] = (64,),
+    dimension: int = 32,
+    words: int = 400,
+    dropout: float = 0.3,
+) -> keras.Model:
+    """Return what `tabular` does, of sizes that suit inputs that are texts."""
+    return _network(
+        spec, "text", hidden_units=hidden_units, dimension=dimension, words=words,
+        dropout=dropout, pieces=_PIECES,
+    )  # fmt: skip
+
+
+def _network(  # noqa: PLR0913
+    spec: InputSpec,
+    name: str,
+    *,
+    hidden_units: Sequence[int],
+    dimension: int,
+    words: int,
+    dropout: float,
+    pieces: int,
+) -> keras.Model:
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = _Places(spec, named, size("dimension", dimension), size("words", words))
@@ -60,7 +93,9 @@ def tabular(  # noqa: PLR0913
     found += [each for name, x in named.items() if name not in cut for each in places.of(name, x)]
     x = keras.layers.Concatenate(name="all")(found) if len(found) > 1 else found[0]
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
-    return keras.Model(given, _in_units(spec, outputs(spec, x)), name="tabular")
+    if places.bags:
+        x = keras.layers.Concatenate(name="flotilla_past")([x, *places.bags])
+    return keras.Model(given, _in_units(spec, outputs(spec, x)), name=name)
 
 
 def _in_units(spec: InputSpec, found: Any) -> Any:
@@ -121,6 +156,8 @@ class _Places:
         self._given = given
         self._dimension = dimension
         self._words = words
+        #: Texts as bags of words that the outputs see as well.
+        self.bags: list[Any] = []
 
     def of(self, name: str, x: Any) -> list[Any]:
         """Return what the first layer gets of an input."""
@@ -177,13 +214,10 @@ class _Places:
         if are_repeated(known.distinct, known.examples):
             layer = self._spec.vocabulary(name)
             return [self._rows(name, layer(x), layer.size)]
-        layer = self._spec.words(name, self._words)
-        numbers = layer(x)
-        rows = self._rows(name, numbers, layer.size)
-        there = keras.ops.cast(keras.ops.not_equal(numbers, 0), rows.dtype)
-        there = keras.ops.expand_dims(there, -1)
-        count = keras.ops.maximum(keras.ops.sum(there, axis=1), 1)
-        return [keras.ops.sum(rows * there, axis=1) / count]
+        bag = text_features(self._spec, name, x, dimension=self._dimension, words=self._words)
+        if known.pairs:
+            self.bags.append(bag)
+        return [bag]
 
     def _rows(self, name: str, numbers: Any, rows: int) -> Any:
         # A class that training has not seen is no reason to fail when the model serves.

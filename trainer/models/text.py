@@ -10,7 +10,6 @@ through hidden layers (Cheng et al. 2016, "Wide & Deep Learning").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,7 +17,6 @@ import numpy as np
 
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.statistics.statistics import FeatureStatistics
-from flotilla.trainer.models.classifiers import hidden, outputs
 from flotilla.trainer.models.spec import InputSpec, layer_of
 
 # Examples that a term needs to be known.
@@ -27,11 +25,11 @@ _LEAST = 2
 _LEVELS = 64
 # Whose length a text is brought to: rows of a bag begin small, and steps of Adam are of one size.
 _LENGTH = 3.0
+# The share of terms that a step leaves out.
+_DROPOUT = 0.3
 
 
-def text_features(
-    spec: InputSpec, name: str, x: Any, *, dimension: int, words: int, dropout: float
-) -> Any:
+def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: int) -> Any:
     """Return [n, dimension] of the texts `x` [n] of a feature.
 
     Args:
@@ -40,7 +38,6 @@ def text_features(
         x: its texts.
         dimension: of the row of a term.
         words: of a text, and pairs of it, that are looked at.
-        dropout: the share of terms that a step leaves out.
     """
     known = spec.statistics(name)
     if not known.pairs:
@@ -60,39 +57,11 @@ def text_features(
     is_new = keras.ops.pad(is_new, [(0, 0), (1, 0)], constant_values=True)
     weights = weights * keras.ops.cast(is_new, weights.dtype)
     length = keras.ops.sqrt(keras.ops.sum(keras.ops.square(weights), axis=1, keepdims=True) + 1e-6)
-    weights = keras.layers.Dropout(dropout, name=layer_of(name, "dropout"))(
+    weights = keras.layers.Dropout(_DROPOUT, name=layer_of(name, "dropout"))(
         weights * _LENGTH / length
     )
     rows = _rows(name, size + pairs.size, dimension)(numbers)
     return keras.ops.einsum("nt,ntd->nd", weights, rows)
-
-
-def text(
-    spec: InputSpec,
-    *,
-    hidden_units: Sequence[int] = (64,),
-    dimension: int = 32,
-    words: int = 400,
-    dropout: float = 0.3,
-) -> keras.Model:
-    """Return the bag of a text's terms, ReLU layers of `hidden_units` over it, and the outputs.
-
-    Args:
-        spec: one input of texts.
-        hidden_units: of the layers, each followed by `dropout`.
-        dimension: of the row of a term.
-        words: of a text, and pairs of it, that are looked at.
-        dropout: the share of terms, and of units, that a step leaves out.
-    """
-    given = spec.symbols()
-    bag = text_features(
-        spec, spec.names[0], given, dimension=dimension, words=words, dropout=dropout
-    )
-    if hidden_units:
-        bag = keras.layers.Concatenate(name="all")(
-            [bag, hidden(bag, hidden_units=hidden_units, dropout=dropout)]
-        )
-    return keras.Model(given, outputs(spec, bag), name="text")
 
 
 def _levels(known: FeatureStatistics, size: int) -> tuple[list[int], list[float]]:

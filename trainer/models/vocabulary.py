@@ -157,8 +157,11 @@ class Words(keras.layers.Layer):
 
     def plain(self, texts: Any) -> Any:
         """Return the same of a symbolic tensor, of texts without spaces around them."""
+        if self.letters:
+            raise ValueError(f"no layer of Keras makes a word of each letter, as {self.name} does")
         return keras.layers.TextVectorization(
             vocabulary=_apart(self.values),
+            ngrams=(self.ngram,) if self.ngram > 1 else None,
             output_sequence_length=self.length,
             name=self.name,
         )(texts)

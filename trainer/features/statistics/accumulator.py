@@ -231,17 +231,20 @@ class Accumulator:
         present = [text for text in texts if text]
         self._counts[name].add(present)
         if name in self._words:
-            words = [words_of(text) for text in present]
-            self._words[name].add(word for each in words for word in set(each))
-            # A text may hold as many pairs as it has words: never all texts' at once.
-            for found in words:
-                self._pairs[name].add(set(map(b" ".join, pairwise(found))))
+            self._add_words(name, present)
         joined = np.empty(len(chosen), object)
         joined[:] = [b"\0".join(each[index]) for index in chosen]
         found = hashes({"": joined}, 0) if len(chosen) else np.empty(0, np.uint64)
         coded = (found >> np.uint64(11)).astype(np.float64)
         coded[[not text.strip(b"\0") for text in joined]] = np.nan
         return coded
+
+    def _add_words(self, name: str, texts: Sequence[bytes]) -> None:
+        found = [words_of(text) for text in texts]
+        self._words[name].add(word for words in found for word in set(words))
+        # There are as many pairs as words: never those of all texts at once.
+        for words in found:
+            self._pairs[name].add({b" ".join(pair) for pair in pairwise(words)})
 
     def _add_tensors(
         self, name: str, values: Any, chosen: NDArray[np.intp]
