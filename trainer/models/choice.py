@@ -78,6 +78,8 @@ def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
 
     `may_match` says whether a number, or one of two classes, is predicted of what can be looked up.
     """
+    if may_match and (pair := _pair(kinds)):
+        return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")
     different = {*kinds.values()}
     if len(different) == 1:
         (kind,) = different
@@ -85,8 +87,6 @@ def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
         is_one = kind != IMAGE or len(kinds) == 1
         if name in MODELS and name != TABULAR and is_one:
             return Choice(name, f"{'the input is' if len(kinds) == 1 else 'all inputs are'} {kind}")
-    if may_match and (pair := _pair(kinds)):
-        return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")
     counts = Counter(kinds.values())
     return Choice(TABULAR, f"the inputs are {in_words(counts)}")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.features.dataset_spec import FeatureSpec
-from flotilla.trainer.features.statistics.accumulator import Accumulator
+from flotilla.trainer.features.statistics.accumulator import Accumulator, words_of
 
 SPECS = {
     "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
@@ -69,7 +69,23 @@ def test_texts():
     assert review.words["film"] == 2000
     assert review.words["good"] == review.counts["Good, good film!"]
     assert city.words == {name.lower(): count for name, count in city.counts.items()}
+    assert review.pairs["good film"] == review.counts["Good, good film!"]
     assert review.association["label"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("it's GOOD", ["its", "good"]),
+        ("我用iPad。", ["我", "用", "ipad。"]),
+        ("ดี", ["ด", "ี"]),
+        ("좋은 책", ["좋은", "책"]),
+    ],
+)
+def test_letters_of_scripts_without_spaces_are_words(text, words):
+    found = [each.decode() for each in words_of(text.encode())]
+    assert [each.lower() for each in found] == [each.lower() for each in words]
+    assert words_of(b"\xff\xe4 a") == [b"\xff\xe4", b"a"]
 
 
 def test_tensors_and_classes():
