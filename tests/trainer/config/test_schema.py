@@ -60,7 +60,7 @@ BAD = [
     ("model.name=mpl", "model.name: 'mpl' is not allowed: no model of this name; did you mean"),
     (
         "model.name=transformer",
-        "(one of auto, softmax, mlp, cnn, two_tower, two_tower_ranker, gru, tabular, "
+        "(one of auto, softmax, mlp, cnn, two_tower, two_tower_ranker, gru, tabular, text, "
         "or package.module:name)",
     ),
     ("model.name=':net'", "model.name: ':net' is not allowed"),
