@@ -69,6 +69,8 @@ def _levels(known: FeatureStatistics, size: int) -> tuple[list[int], list[float]
     steps, values = [], [0.0]
     for counts, offset in ((known.words, 0), (known.pairs, size)):
         count = np.array([each for each in counts.values() if each >= _LEAST], np.float64)
+        if not len(count):
+            continue
         weights = np.log((1 + known.examples) / (1 + count)) + 1
         of_level = np.linspace(weights[0], weights[-1], _LEVELS)
         begins = np.searchsorted(weights, of_level[:-1], side="left")

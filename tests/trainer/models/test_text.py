@@ -44,6 +44,11 @@ def test_a_word_that_is_negated_is_learnt(texts):
     assert np.mean(answers == IS_BAD) > 0.9
 
 
+@pytest.mark.parametrize("texts", [["one two", "three four"], ["one two", "two one"]])
+def test_few_texts_that_share_no_pair_or_no_word_are_no_error(texts):
+    assert np.isfinite(built(texts)(tf.constant(texts)).numpy()).all()
+
+
 def test_what_a_text_repeats_counts_once_and_what_is_unknown_never():
     once, twice, unknown, nothing = built(ENGLISH)(
         tf.constant(["good", "Good, good!", "zebra", ""])
