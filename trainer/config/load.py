@@ -389,7 +389,8 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
         of_entry = not _is_section(kind)
         model = next(filter(_is_section, get_args(kind)), kind)
     key, keys, known = str(path[-1]), list(model.model_fields), _keys(Config)
-    if key not in known and (hint := nearest(key, keys)):
+    is_near = difflib.get_close_matches(key, keys, n=1, cutoff=0.9)
+    if (is_near or key not in known) and (hint := nearest(key, keys)):
         return hint
     # It may be in its right spelling, and in the wrong section.
     alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
