@@ -30,7 +30,6 @@ def prepare_data(
     name: str,
     source: str,
     label: str,
-    task: str,
     model: str,
     steps: int,
     epochs: float,

@@ -20,7 +20,7 @@ from typing import Any
 from flotilla.trainer.config.base import AUTO, AUTOMATIC
 from flotilla.trainer.config.load import BY_DATA, parse_config
 from flotilla.trainer.config.model import MODELS
-from flotilla.trainer.config.schema import STRATEGIES, TASKS, Config
+from flotilla.trainer.config.schema import STRATEGIES, Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
@@ -76,7 +76,6 @@ FIELDS = (
         str,
         'column to predict, or several as ["a", "b"]; empty: the label of the dataset',
     ),
-    _field("task", "task.name", str, "learning task; auto: chosen by the label", AUTO, *TASKS),
     _field("model", "model.name", str, "Keras model; auto: chosen by the inputs", AUTO, *MODELS),
     _field("steps", "training.steps", int, "global steps: updates that are applied; 0: auto"),
     _field(

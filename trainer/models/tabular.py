@@ -269,7 +269,8 @@ class _Cut:
 
     def __init__(self, spec: InputSpec, name: str, most: int) -> None:
         """Cut it into `most` pieces, or fewer where it has fewer values."""
-        quantiles = np.array(spec.statistics(name).quantiles or (0.0,))
+        # Before the dataset is known, a number has the spread of the examples that are made up.
+        quantiles = np.array(spec.statistics(name).quantiles or (-1.0, 0.0, 1.0))
         edges = np.unique(quantiles)
         if len(edges) > most + 1:
             edges = np.unique(quantiles[np.linspace(0, len(quantiles) - 1, most + 1).astype(int)])

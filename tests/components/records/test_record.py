@@ -269,7 +269,7 @@ def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
     process.communicate()
     assert [type(event) for event in emitted()] == [StepBegin]
     assert step_records(state_of(emitted()))[0].error.startswith(
-        "the step was killed, or code that "
+        "the step was killed, or user code "
     )
 
 

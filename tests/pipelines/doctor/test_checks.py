@@ -420,7 +420,7 @@ def test_trackers_are_checked_only_where_they_are_named(doctor, monkeypatch):
     assert found.code == 0
     message = found["MLflow"]["message"]
     assert f"{AWAY}/health does not answer: ConnectionError" in message
-    assert message.endswith("a run goes on without it")
+    assert message.endswith("a run continues without it")
 
 
 def test_a_registry_that_answers_and_one_that_is_away():

@@ -171,7 +171,7 @@ def test_a_kind_whose_operator_is_gone(kube, of_job):
 def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
     kube.faults.add("/deployments", 403)
     found = of_job()["training operator"]
-    assert (found["state"], "could not be seen" in found["message"]) == ("warn", True)
+    assert (found["state"], "it is unknown whether one runs" in found["message"]) == ("warn", True)
     assert found["remedy"].startswith("kubectl get deployments --all-namespaces --selector")
 
 

@@ -99,7 +99,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     with pytest.raises(UserError) as caught:
         replay.require_arguments(find(settings=settings).given)
     assert re.fullmatch(
-        r"prepare_data of Flotilla \S+ also takes batch_size, gpus, kfp_run_id and 12 more, and "
+        r"prepare_data of Flotilla \S+ also takes batch_size, epochs, gpus and 12 more, and "
         r"the run was made by 0\.1: replay it with the version of the run",
         str(caught.value),
     )

@@ -88,7 +88,7 @@ def as_kfp_passes(values):
 
 def test_the_fields_are_few_and_in_the_order_of_a_person():
     assert list(BY_NAME) == [
-        "name", "source", "label", "task", "model", "steps", "epochs", "batch_size",
+        "name", "source", "label", "model", "steps", "epochs", "batch_size",
         "learning_rate", "strategy", "workers", "servers", "gpus", "storage_root", "settings",
     ]  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_a_field_has_a_default_of_its_type_and_says_what_it_is(field):
 
 def test_a_drop_down_ends_with_the_word_for_a_value_of_ones_own():
     drawn = {each.name: each.choices for each in FIELDS if each.choices}
-    assert set(drawn) == {"task", "model", "strategy"}
+    assert set(drawn) == {"model", "strategy"}
     assert all(choices[-1] == SETTINGS for choices in drawn.values())
 
 
@@ -171,7 +171,7 @@ def test_a_label_is_a_name_or_a_list(text, labels):
     assert to_form(config)["label"] == text
 
 
-@pytest.mark.parametrize("name", ["task", "model", "strategy"])
+@pytest.mark.parametrize("name", ["model", "strategy"])
 def test_a_value_of_ones_own_is_in_the_settings(name):
     key = BY_NAME[name].key
     config = load_config(None, [f"{'.'.join(key)}=own.module:Part"])

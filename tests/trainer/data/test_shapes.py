@@ -128,7 +128,7 @@ def test_what_has_no_shape_of_its_own_gets_none(feature, what, tmp_path):
 
 def test_a_dataset_in_each_example_is_no_input(tmp_path):
     features = {"x": tfds.features.Dataset(np.float32), "y": np.float32, "label": np.int64}
-    with pytest.raises(ConfigError, match=r"data.inputs: 'x' of made is a dataset of its own"):
+    with pytest.raises(ConfigError, match=r"data.inputs: 'x' of made is a nested dataset"):
         of(features, ("x", "label"), tmp_path)
     assert of(features, ("x", "label"), tmp_path, inputs="y").inputs == ("y",)
 

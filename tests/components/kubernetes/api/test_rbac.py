@@ -56,7 +56,7 @@ def test_an_api_that_drops_the_heartbeat_is_refused(kube, monkeypatch):
         return patch(kind, namespace, name, body, *more, **named)
 
     monkeypatch.setattr(kube.store, "patch", without)
-    assert "is not kept by the Kubernetes API as it was" in Attempt(job_of(settings())).failure()
+    assert "is changed by the cluster after it was written" in Attempt(job_of(settings())).failure()
     kube.wait_until_deleted()
 
 

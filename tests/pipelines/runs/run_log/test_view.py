@@ -79,7 +79,7 @@ def test_progress_becomes_rarer_and_its_last_line_is_there():
     assert 30 < len(lines) < 70
     assert lines[0].startswith("global step 1/9999  loss 0.5")
     assert lines[-2].startswith("global step 3600/9999")
-    assert lines[-1].startswith("global step 9 of 9 is handed on")
+    assert lines[-1].startswith("global step 9 of 9 is selected")
     every = written(*events_of, over, verbose=True)
     assert len(every) == 3601
 

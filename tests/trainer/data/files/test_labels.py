@@ -101,7 +101,7 @@ def test_what_is_doubtful_is_noted_with_the_key(tmp_path, written, says):
     notes = labels_of(tmp_path)[2]
     assert len(notes) == 1
     assert says in notes[0]
-    assert "data.types: {y: " in notes[0] or "write nothing" in notes[0]
+    assert "data.types: {y: " in notes[0] or "leave the cell empty" in notes[0]
 
 
 def test_many_whole_numbers_are_a_quantity_and_said(tmp_path):
