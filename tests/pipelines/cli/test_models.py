@@ -117,7 +117,7 @@ OF_MODEL = {
 }  # fmt: skip
 
 
-def test_a_model_is_shown_with_a_program_that_can_be_copied(capsys, monkeypatch):
+def test_the_page_of_a_model_has_a_program_that_can_be_copied(capsys, monkeypatch):
     version = ModelVersion(
         name="m", version=1, champion=True, main_metric="loss", better="lower", metrics={},
         measured={}, global_step=1, created="", run_id="", verdict="promoted",

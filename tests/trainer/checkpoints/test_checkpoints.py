@@ -365,7 +365,7 @@ def test_a_model_of_two_classes_with_two_outputs_is_known(there, here, says):
     assert ("task.name: classification" in two_for_one(there, here)) == says
 
 
-def test_a_table_of_before_is_told_how_it_was():
+def test_a_table_of_before_names_its_arguments():
     here = {"model/flotilla_pieces/kernel": 1, "model/logits/kernel": 1}
     assert "pieces: 0" in uncut({"model/logits/kernel": 1}, here)
     assert not uncut(here, here)
