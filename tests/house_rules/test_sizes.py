@@ -48,7 +48,7 @@ BUDGETS = {
     "trainer/models": 2475,
     "trainer/optimizers": 575,
     "trainer/prediction": 1275,
-    "trainer/preflight": 950,
+    "trainer/preflight": 975,
     "trainer/promotion": 1550,
     "trainer/report": 1925,
     "trainer/runtime": 1550,

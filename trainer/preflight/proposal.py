@@ -302,6 +302,9 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     ids = _ids(data, rows, inputs) if rows else []
     if ids:
         yield "data.drop", ids, "ids: another value in each row says nothing of a new one"
+    written = _written(rows, [*labels, *inputs]) if rows else {}
+    if written:
+        yield "data.types", written, "numbers in writing, such as 1.234,50 or 61 %"
     if rows and not rows.has_splits and data.splits == SplitsConfig():
         share = _LARGER_SHARE if rows.is_whole and rows.count < _FEW else _SHARE
         yield "data.validation", share, "share of the rows by which the best weights are chosen"
@@ -416,6 +419,24 @@ def _kind(rows: Rows, name: str) -> str:
     if written or (kinds and kinds <= {"int", "float", "huge", "bool", "time"}):
         return choice.NUMBER
     return choice.CATEGORY if are_repeated(len(scan.values), rows.count) else choice.FREE_TEXT
+
+
+def _written(rows: Rows, names: Sequence[str]) -> dict[str, str]:
+    """Return the type of each column whose texts are all numbers in writing, of one unit."""
+    from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
+
+    found = {}
+    for name in names:
+        scan = rows.columns[name]
+        texts, whole = scan.kinds.get("text", 0), scan.kinds.get("int", 0)
+        kind = written_numbers.kind_of(scan.writing, texts=texts, whole=whole)
+        is_mixed = len(written_numbers.units_in(scan.writing)) > 1 or written_numbers.has_per_cent(
+            scan.writing, plain=bool(whole)
+        )
+        is_all = {*scan.kinds} <= {"text", "int"} and scan.writing.get(kind) == texts
+        if kind and is_all and not is_mixed:
+            found[name] = kind
+    return found
 
 
 def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterator[str]:

@@ -81,3 +81,18 @@ def test_few_values_of_a_class_are_a_quantity_only_where_they_are():
     assert "# classification: the label has 5 classes: 0, 1, 2, 3, 4" in made.text(Path())
     assert made.config.data.drop == ("id",)
     assert propose("t.csv", ["a"], ["data.inputs=[id]"]).config.data.drop == ()
+
+
+def test_numbers_in_writing_are_typed_and_the_doubtful_ones_stay_texts():
+    header = "price;share;plan;size;churn"
+    rows = [
+        f"{n}.{n:03d},50 €;{n} %;p{n % 3};{n} {'kg' if n % 2 else 'lb'};{'yes' if n % 3 else 'no'}"
+        for n in range(1, 61)
+    ]
+    Path("eu.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    made = propose("eu.csv", ["churn"])
+    assert {name: str(kind) for name, kind in made.config.data.types.items()} == {
+        "price": "number_comma", "share": "number",
+    }  # fmt: skip
+    Path(made.file_name).write_text(made.text(Path()), encoding="utf-8")
+    assert load_config(Path(made.file_name), rebases=True) == made.config
