@@ -118,7 +118,9 @@ def test_a_damaged_dataset_is_made_again_of_the_same_data_only(tmp_path):
     (storage.local_path(first.uri) / first.manifest.files[0].path).write_bytes(b"damaged")
     path.write_bytes(table(flip=1))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=r"its examples are others than a\.csv-\w+, which is dam"):
+    with pytest.raises(
+        UserError, match=r"its examples differ from those of a\.csv-\w+, which is dam"
+    ):
         prepare(config, root, tmp_path / "scratch")
     assert storage.read_manifest(first.uri).fields == first.manifest.fields
     path.write_bytes(table())
