@@ -1,6 +1,7 @@
 """`flotilla run`, whole and real: digits through a cluster of processes, blessed and refused."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -147,9 +148,9 @@ class TestBlessed:
         assert validated == [100, 200]
 
     def test_its_progress_went_to_standard_error(self, blessed):
-        assert f"/{STEPS}  loss " in blessed.err
+        assert re.search(rf"/{STEPS} \(epoch [\d.]+ of [\d.]+\)  loss ", blessed.err)
         assert "train_model done in " in blessed.err
-        assert f"/{STEPS}  loss " not in blessed.out
+        assert f"/{STEPS} (epoch " not in blessed.out
 
     def test_the_table_has_every_step(self, blessed):
         # Of a step that runs several stages the name is in its first row alone.
