@@ -381,7 +381,7 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert ended.returncode == 0, ended.stdout
     lines = ended.stdout.splitlines()
     number = r"[\d.]+"
-    line = rf"global step (\d+)/300  loss {number}  {number} steps/s"
+    line = rf"global step (\d+)/300 \(epoch {number} of {number}\)  loss {number}  {number} steps/s"
     steps = [int(found[1]) for each in lines if (found := re.search(line, each))]
     assert steps
     assert steps == sorted(set(steps))

@@ -97,7 +97,8 @@ def is_source(given: str | Path) -> bool:
         ConfigError: it is neither.
     """
     text, path = str(given), Path(given)
-    if "://" in text or path.is_dir():
+    # Those of `os.path`, and not of `Path`, take a name of any length.
+    if "://" in text or os.path.isdir(path):
         return True
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
@@ -106,7 +107,7 @@ def is_source(given: str | Path) -> bool:
         return path.is_file() and not is_configuration(path)
     if re.search(r"[*?{\[]", text):
         return True
-    here = path.parent if path.parent.is_dir() else Path()
+    here = path.parent if os.path.isdir(path.parent) else Path()
     hint = nearest(path.name, [each for each in sorted(os.listdir(here)) if each[:1] != "."])
     raise ConfigError(
         f"{text}: there is no such file or folder{hint}; name a configuration (.yaml), or files to "

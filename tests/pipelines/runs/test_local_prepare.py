@@ -128,12 +128,13 @@ def test_a_second_run_reuses_the_dataset(prepared):
 def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     monkeypatch.delenv(run_store.RUN_FOLDER, raising=False)
     (tmp_path / "s-1.csv").write_text("a,label\n1,2\n")
-    source, workdir = tmp_path / "s-{SPAN}.csv", tmp_path / "runs"
+    path, workdir = tmp_path / "s.yaml", tmp_path / "runs"
+    path.write_text(f"data:\n  source: {tmp_path}/s-{{SPAN}}.csv\n")
     root = storage.uri_of(workdir)
-    config = resolve_config.with_listing(load_config(None, [f"data.source={source}"]), root)
+    config = resolve_config.with_listing(load_config(path), root)
     trained.begin(config, root, "first")
     trained.end(root, "first", "promoted")
-    again = call("run", workdir, *setting(data__source=source), cwd=tmp_path)
+    again = call("run", workdir, str(path), cwd=tmp_path)
     assert (again.code, again.answer["status"]) == (0, "unchanged"), again.err
     assert again.answer["message"].endswith("those of first, which has finished")
     assert again.statuses() == {"resolve_config": "done", "finish": "done"}
