@@ -410,12 +410,11 @@ def test_edits_during_a_run_do_not_change_it(here):
     words = (*source, "--code", str(here / "mine"))
     with calling("prepare", here / "runs", *words, cwd=here) as process:
         # The line that names the bundle comes before the steps.
-        said = [process.stderr.readline(), process.stderr.readline()]
+        bundle = next(line for line in iter(process.stderr.readline, "") if "/code/" in line)
         (here / "mine" / "rows.py").write_text(MODULE.format(factor="1 / 0"))
         _, err = process.communicate()
     assert process.returncode == 0, err
-    assert "/code/" in said[1]
-    uri = said[1].split()[-1]
+    uri = bundle.split()[-1]
     root = storage.uri_of(here / "runs")
     assert referred(root) == {storage.name_of(uri)}
     failed = call("prepare", here / "runs", *words, cwd=here)
