@@ -135,7 +135,7 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def configuration(source: Path, label: str, rows: int, seed: int, *, is_count: bool) -> Config:
-    """Return what the first command runs for a table of so many rows, of this seed."""
+    """Return the configuration of the first command for a table of `rows` rows and a seed."""
     share = _LARGER_SHARE if rows < _FEW else _SMALLER_SHARE
     data: dict[str, Any] = {"source": str(source), "label": label, "seed": seed}
     data |= {"validation": share, "splits": {"test": share}}

@@ -213,7 +213,7 @@ def configuration(
 def form_configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return what a form begins with; without a file of its own the defaults of every key."""
+    """Return the defaults of a form: those of a file, or of every key where there is none."""
     if config is None and not label:
         return load_config(None, settings)
     return configuration(config, settings, label)

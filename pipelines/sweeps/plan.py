@@ -36,7 +36,7 @@ from flotilla.trainer.sweeps.sweep import (
 MOST_PARALLEL = 64
 # A generator of NumPy takes 32 bits; a sweep that is resumed adds its trials to the seed.
 MOST_SEED = 1 << 31
-# Of `--auto`: by their number, or by time at most so many.
+# Trials of `--auto`: their number, and the most of them where time ends the sweep.
 TRIALS, TRIALS_BY_TIME = 20, 200
 MOST_MINUTES = 60 * 24 * 365
 

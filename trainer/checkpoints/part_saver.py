@@ -8,7 +8,7 @@ Values never pass through the chief. A save is three stages, of which training w
    snapshot is gone. The next save waits for the end of this stage, so that there is one copy.
 3. Each server adds its file to a draft of the checkpoint
    (`flotilla.trainer.checkpoints.part_server`), and the chief, which merges their indexes, commits
-   it. Until then nobody reads any of it.
+   it. Until then no reader sees it.
 
 What is published is a checkpoint of TensorFlow's own with a file of data for each server: every
 reader of checkpoints reads it as it reads one with a single file.

@@ -24,7 +24,7 @@ LEARNING_RATE = 0.002
 WITHOUT_GAIN = 16
 # A validation and its checkpoint would cost more than the fewer updates between two of them.
 LEAST_STEPS = 50
-# However small a table is: so many updates may be needed until it is learnt.
+# A small table needs this many updates too.
 LEAST_CEILING = 1_500
 # An epoch of more steps has several validations, of which each costs a part of an epoch.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
