@@ -5,6 +5,7 @@ The programs are made of the manifest of a model, and ask it about the examples 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ _BEGIN = """import json
 
 {imports}
 
-folder = {folder!r}
+folder = {folder}
 manifest = json.load(open(f"{{folder}}/MANIFEST.json"))
 rows = json.load(open(f"{{folder}}/request.json"))["instances"]
 types = {{each["name"]: each["dtype"].replace("string", "object") for each in manifest["inputs"]}}
@@ -40,25 +41,30 @@ def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
         modules = sorted(map(str, fields.get("keras_modules") or ()))
         lines = ["import keras", "import numpy as np"]
         lines += [f"import {each}  # has layers of the model" for each in modules]
-        one = f"given[{inputs[0]['name']!r}]" if len(inputs) == 1 else _SEVERAL
+        one = f"given[{_text(inputs[0]['name'])}]" if len(inputs) == 1 else _SEVERAL
         by_output = {name: _answer(links[name], name) for name in links}
-        joined = ", ".join(f"{name!r}: {each}" for name, each in by_output.items())
+        joined = ", ".join(f"{_text(name)}: {each}" for name, each in by_output.items())
         answers = by_output.get("", f"{{{joined}}}")
-        begin = _BEGIN.format(imports="\n".join(lines), folder=folder)
+        begin = _BEGIN.format(imports="\n".join(lines), folder=_text(folder))
         found["Keras"] = begin + _KERAS.format(inputs=one, answers=answers)
     if fields.get("saved_model"):
         lines = ["import numpy as np", "import tensorflow as tf"]
-        begin = _BEGIN.format(imports="\n".join(lines), folder=folder)
+        begin = _BEGIN.format(imports="\n".join(lines), folder=_text(folder))
         found["SavedModel"] = begin + _SAVED_MODEL
     return found
 
 
 def _answer(link: Any, name: str) -> str:
     """Return what makes an answer of an output: a function of Keras, or units of the label."""
-    output = f"outputs[{name!r}]" if name else "outputs"
+    output = f"outputs[{_text(name)}]" if name else "outputs"
     if isinstance(link, list):
         mean, std = map(float, link)
         return f"{output} * {std!r} + {mean!r}"
     if link == "first":
         return f"keras.ops.sigmoid({output}[:, :1])"
     return f"keras.ops.{link}({output})" if link in {"softmax", "sigmoid"} else output
+
+
+def _text(value: Any) -> str:
+    """Return a literal in double quotes, as formatters of Python write it."""
+    return json.dumps(str(value), ensure_ascii=False)
